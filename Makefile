@@ -1,0 +1,36 @@
+# make test      everything CI runs: a fresh .venv, ruff, mypy --strict, pytest
+# make compare   the same tokens with and without the cache, on three architectures
+# make test-5.17 the tests with the oldest supported transformers, in an environment of its own
+PYTHON ?= python3
+
+.PHONY: test compare test-5.17 bench-update clean
+
+test: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pytest -n 2
+
+compare: .venv/.installed
+	.venv/bin/python examples/compare.py
+
+test-5.17: .venv-5.17/.installed
+	.venv-5.17/bin/pytest -n 2
+
+bench-update: .venv/.installed
+	.venv/bin/python benchmarks/bench_update.py --json benchmarks/results/update.json --plot benchmarks/results/update.png
+
+.venv/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	touch $@
+
+# The same pins but for transformers; ruff and mypy belong to the newest.
+.venv-5.17/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-5.17
+	sed 's/^transformers==.*/transformers==5.17.*/' constraints.txt > .venv-5.17/constraints.txt
+	.venv-5.17/bin/pip install --quiet --disable-pip-version-check -c .venv-5.17/constraints.txt -e ".[dev,examples]"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-5.17

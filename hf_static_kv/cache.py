@@ -1,0 +1,364 @@
+"""`StaticContiguousCache`: the drop-in for `generate`. Builds the layers, shares the storage, keeps steps atomic."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_static_kv.layer import StaticContiguousLayer
+from hf_static_kv.layout import LayerPlan, check_positive, known_shapes, plan_layers, refuse_beyond_positions
+from hf_static_kv.storage import LayerShape, StorageGroup
+
+logger = logging.getLogger(__name__)
+
+
+class StaticContiguousCache(Cache):
+    """A KV cache in one contiguous, preallocated pair of tensors: `key_storage` and `value_storage` [L, B, H, S, D].
+
+    Storage is allocated at the first forward pass, from the states themselves; `from_model` allocates at once.
+    Keys and values are stored as attention uses them, after QK-norm and RoPE. See `StorageGroup` for the drawing.
+
+    >>> cache = StaticContiguousCache(model.config, max_cache_len=4096)            # doctest: +SKIP
+    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=256)        # doctest: +SKIP
+    >>> cache.reset()                                                              # doctest: +SKIP
+
+    A step (one forward pass) is atomic: every layer writes behind the text, and `seq_len` moves once, when the last
+    layer has written. If the pass fails in between, the cache reads as before it and the same call can be retried.
+    A pass that fails later still, in the model's head, has written all its tokens: `crop(-n)` takes them back.
+    """
+
+    layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
+        plans = plan_layers(config)
+        check_positive(max_cache_len=max_cache_len)
+        refuse_beyond_positions(config, max_cache_len)
+        self._build(plans, max_cache_len)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> StaticContiguousCache:
+        """A cache for this model, allocated now: in its dtype, each layer on the device that computes it.
+
+        `batch_size` counts beams and return sequences. A smaller batch uses the first rows.
+        """
+        cache = cls(model.config, max_cache_len)
+        check_positive(batch_size=batch_size)
+        shapes = known_shapes(cache._plans, model.config)
+        cache._allocate(range(len(shapes)), shapes, batch_size, model.dtype, _layer_devices(model, len(shapes)))
+        return cache
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        max_cache_len: int,
+        *,
+        value_head_dim: int | Sequence[int] | None = None,
+        batch_size: int = 1,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device = "cuda",
+        sliding_windows: Sequence[int | None] | None = None,
+    ) -> StaticContiguousCache:
+        """A cache from plain numbers, with no config; a sequence gives one number for each layer.
+
+        >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.float32, device="cpu")
+        >>> list(cache.key_storage.shape), cache.memory_bytes
+        ([2, 1, 4, 16, 8], 8192)
+        """
+        check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
+        heads = _for_each_layer("num_kv_heads", num_kv_heads, num_layers)
+        key_dims = _for_each_layer("head_dim", head_dim, num_layers)
+        value_dims = (
+            key_dims if value_head_dim is None else _for_each_layer("value_head_dim", value_head_dim, num_layers)
+        )
+        windows = list(sliding_windows) if sliding_windows is not None else [None] * num_layers
+        if len(windows) != num_layers:
+            raise ValueError(f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for each.")
+        check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
+        shapes = [LayerShape(*numbers) for numbers in zip(heads, key_dims, value_dims, strict=True)]
+        cache = cls.__new__(cls)
+        cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
+        cache._allocate(range(num_layers), shapes, batch_size, dtype, [torch.device(device)] * num_layers)
+        return cache
+
+    def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
+        self._plans = plans
+        self._max_cache_len = max_cache_len
+        self._groups: list[StorageGroup] = []
+        self._learns_shapes = True
+        self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
+        super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
+
+    # --- storage
+
+    def _allocate(
+        self,
+        layer_indices: Sequence[int],
+        shapes: Sequence[LayerShape],
+        batch_size: int,
+        dtype: torch.dtype,
+        devices: Sequence[torch.device],
+    ) -> None:
+        """Give every layer a slab; layers of one shape on one device share one pair of tensors."""
+        members: dict[tuple[LayerShape, torch.device], list[int]] = {}
+        for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
+            members.setdefault((shape, device), []).append(layer_idx)
+        groups = {
+            key: StorageGroup(len(rows), key[0], self._max_cache_len, batch_size=batch_size, dtype=dtype, device=key[1])
+            for key, rows in members.items()
+        }
+        for key, rows in members.items():
+            for row, layer_idx in enumerate(rows):
+                self.layers[layer_idx].attach(*groups[key].slabs(row))
+        self._groups.extend(groups.values())
+        self._learns_shapes = False
+
+    def _allocate_from_states(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for this layer and for the others that the config describes alike, shaped as the states are."""
+        plan = self._plans[layer_idx]
+        alike = [i for i, other in enumerate(self._plans) if other.shape == plan.shape and self._is_unused(i)]
+        if self.layers[layer_idx].is_initialized:
+            logger.warning(
+                "Layer %d is unlike what the first layers led to expect: it and its like get storage of their own, and "
+                "their first share stays unused. `StaticContiguousCache.from_model` places every layer at once.",
+                layer_idx,
+            )
+            alike = [i for i in alike if self._plans[i].sliding_window == plan.sliding_window]
+        shape = LayerShape.of(key_states, value_states)
+        count = len(alike)
+        self._allocate(alike, [shape] * count, key_states.shape[0], key_states.dtype, [key_states.device] * count)
+        self._learns_shapes = True
+
+    def _is_unused(self, layer_idx: int) -> bool:
+        layer = self.layers[layer_idx]
+        return layer.length == 0 and layer.pending == 0
+
+    def early_initialization(
+        self,
+        batch_size: int,
+        num_heads: int | list[int],
+        head_dim: int | list[int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """transformers' way to allocate in advance; layers that have storage already keep it."""
+        check_positive(batch_size=batch_size)
+        heads = _for_each_layer("num_heads", num_heads, len(self))
+        dims = _for_each_layer("head_dim", head_dim, len(self))
+        new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
+        shapes = [LayerShape(heads[i], dims[i], dims[i]) for i in new]
+        self._allocate(new, shapes, batch_size, dtype, [torch.device(device)] * len(new))
+
+    @property
+    def storage_groups(self) -> tuple[StorageGroup, ...]:
+        """The pairs of tensors: one pair for each shape and device, so one for most models; none before allocation."""
+        return tuple(self._groups)
+
+    @property
+    def key_storage(self) -> torch.Tensor:
+        """All keys, [L, B, H, S, D]; a `ValueError` where there is not exactly one group."""
+        return self._only_group().keys
+
+    @property
+    def value_storage(self) -> torch.Tensor:
+        """All values, [L, B, H, S, D]; as `key_storage`."""
+        return self._only_group().values
+
+    def _only_group(self) -> StorageGroup:
+        if not self._groups:
+            raise ValueError("Nothing is allocated before the first forward pass; `from_model` allocates at once.")
+        if len(self._groups) > 1:
+            shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
+            raise ValueError(f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`.")
+        return self._groups[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
+        return sum(group.num_bytes for group in self._groups)
+
+    # --- the step
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the states [B, H, n, D] behind the text and return views of all that their queries may see.
+
+        The views are slices of the storage: [B, H, seq_len + n, D], or for a sliding layer from the oldest position
+        that a query may see. `seq_len` moves when the last layer has written.
+        """
+        layer = self._layer(layer_idx)
+        layer.check_states(key_states, value_states)
+        if not layer.is_initialized or self._must_move(layer_idx, key_states, value_states):
+            self._allocate_from_states(layer_idx, key_states, value_states)
+        layer.check_fit(key_states, value_states)
+        self._join_step(layer_idx, (key_states.shape[0], key_states.shape[2]))
+        views = layer.write(key_states, value_states)
+        if layer_idx == len(self.layers) - 1:
+            self._complete_step()
+        return views
+
+    def _layer(self, layer_idx: int) -> StaticContiguousLayer:
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx} is out of range: this cache has layers 0 to {len(self.layers) - 1}. "
+                "Build it with the config of the model that runs."
+            )
+        return self.layers[layer_idx]
+
+    def _must_move(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        # Storage that was sized by another layer's states is a guess until this layer's own first write.
+        if not self._learns_shapes or not self._is_unused(layer_idx):
+            return False
+        layer = self.layers[layer_idx]
+        return (layer.shape, layer.device) != (LayerShape.of(key_states, value_states), key_states.device)
+
+    def _join_step(self, layer_idx: int, kind: tuple[int, int]) -> None:
+        if self.layers[layer_idx].pending:
+            written = [i for i, layer in enumerate(self.layers) if layer.pending]
+            logger.warning(
+                "The last forward pass wrote layers %s of %d and did not finish: it is discarded, and writing starts "
+                "again at position %d. If it did not raise, the model has fewer layers than its config says.",
+                written,
+                len(self.layers),
+                self.layers[layer_idx].length,
+            )
+            self._discard_step()
+        if self._step_kind is not None and self._step_kind != kind:
+            raise ValueError(
+                f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
+                f"{self._step_kind}. Give every layer the same tokens, or call advance({self._step_kind[1]}) first."
+            )
+        self._step_kind = kind
+
+    def _complete_step(self) -> None:
+        for layer in self.layers:
+            layer.commit()
+        self._step_kind = None
+
+    def _discard_step(self) -> None:
+        for layer in self.layers:
+            layer.discard()
+        self._step_kind = None
+
+    def advance(self, n: int) -> None:
+        """Complete a step of `n` tokens by hand, when not all layers are written.
+
+        Not needed after the last layer has written: the step is complete then.
+        """
+        if self._step_kind is None:
+            raise ValueError(
+                f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when layer "
+                f"{len(self.layers) - 1} writes; call `update` first."
+            )
+        if n != self._step_kind[1]:
+            raise ValueError(f"advance({n}): the step in progress has {self._step_kind[1]} tokens. Advance by that.")
+        self._complete_step()
+
+    # --- the text
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens in the cache; the next token has this position."""
+        return int(self.get_seq_length())
+
+    @property
+    def max_cache_len(self) -> int:
+        """Number of tokens that fit."""
+        return self._max_cache_len
+
+    @property
+    def is_initialized(self) -> bool:
+        # Model code reads this as 'the prompt has been seen' (prefix-LM masks); storage alone must not say so.
+        return self.seq_len > 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No tensor is touched."""
+        filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
+        shortest = min(filled, key=lambda layer: layer.length)
+        shortest.crop(tokens_to_remove)  # checks, and refuses before any other layer is changed
+        for layer in filled:
+            if layer is not shortest:
+                layer.crop(tokens_to_remove)
+        self._discard_step()
+
+    def reset(self) -> None:
+        """Forget the text, keep the storage and its address. No tensor is touched."""
+        for layer in self.layers:
+            layer.reset()
+        self._step_kind = None
+
+    # --- the batch
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the text; of the storage while there is no text; -1 before allocation."""
+        filled = (layer for layer in self.layers if layer.length)
+        return next(filled, self.layers[0]).batch_size
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i becomes what row `beam_idx[i]` is now (beam search), in place."""
+        if self.seq_len and len(beam_idx) != self.batch_size:
+            raise ValueError(
+                f"reorder_cache got {len(beam_idx)} indices for a batch of {self.batch_size}. Give one for each row, "
+                "or use batch_select_indices to change the number of rows."
+            )
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these rows of the batch (indices or a boolean mask), in this order, in place."""
+        filled = [layer for layer in self.layers if layer.length]
+        if not filled:
+            return
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().squeeze(1)
+        batch_size, max_batch_size = self.batch_size, min(layer.max_batch_size for layer in filled)
+        # Read on the host on purpose: an index out of range must not become a device-side assert.
+        bad = [i for i in indices.tolist() if not 0 <= i < batch_size]
+        if bad:
+            raise ValueError(f"Row {bad[0]} is out of range: the text has rows 0 to {batch_size - 1}.")
+        if not 1 <= len(indices) <= max_batch_size:
+            raise ValueError(
+                f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
+                f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
+            )
+        self._discard_step()
+        for layer in filled:
+            layer.take_rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows in succession, in place; the storage must have the rows."""
+        check_positive(repeats=repeats)
+        if self.seq_len:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+
+def _for_each_layer(name: str, number: int | Sequence[int], num_layers: int) -> list[int]:
+    numbers = [number] * num_layers if isinstance(number, int) else list(number)
+    if len(numbers) != num_layers:
+        raise ValueError(f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each.")
+    check_positive(**{name if isinstance(number, int) else f"{name}[{i}]": n for i, n in enumerate(numbers)})
+    return numbers
+
+
+def _layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
+    """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
+    devices = [model.device] * num_layers
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if not isinstance(layer_idx, int) or layer_idx >= num_layers:
+            continue
+        hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        parameter = next(module.parameters(), None)
+        if hook_device is not None:
+            devices[layer_idx] = torch.device(hook_device)
+        elif parameter is not None and parameter.device.type != "meta":
+            devices[layer_idx] = parameter.device
+    return devices

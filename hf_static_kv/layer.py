@@ -1,0 +1,259 @@
+"""One layer of the cache: writes new states into its slab, hands out views, knows its own length and window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_static_kv.storage import LayerShape, StorageGroup
+
+
+class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its slab.
+
+    A `StaticContiguousCache` gives each layer a slab of its shared storage and moves all lengths together when a step
+    is complete: `write` leaves the new tokens `pending`, `commit` makes them part of the text, `discard` forgets them.
+    Used alone, `update` does all of it at once.
+
+    ```
+    position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
+    slab         [k] [k] [k] [k] [p] [p] [ ] [ ]
+    keys         <------------->                       what the text holds
+    view                 <------------->               what `write` returned for queries 4 and 5: 4 may see 2, 3 and 4
+    ```
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
+        self.max_cache_len = max_cache_len
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.length = 0
+        self.pending = 0
+        self.batch_size = -1  # rows in use; transformers' word for 'none yet' is -1
+        self._key_slab: torch.Tensor | None = None
+        self._value_slab: torch.Tensor | None = None
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
+        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window})"
+
+    # --- storage
+
+    def attach(self, key_slab: torch.Tensor, value_slab: torch.Tensor) -> None:
+        """Take two slabs [B, H, S, D] as this layer's storage."""
+        self._key_slab, self._value_slab = key_slab, value_slab
+        self.shape = LayerShape.of(key_slab, value_slab)
+        self.dtype, self.device = key_slab.dtype, key_slab.device
+        self.max_batch_size = key_slab.shape[0]
+        self.is_initialized = True
+        self._use_rows(self.max_batch_size)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate storage for this layer alone; a cache attaches its layers to shared storage instead."""
+        group = StorageGroup(
+            1,
+            LayerShape.of(key_states, value_states),
+            self.max_cache_len,
+            batch_size=key_states.shape[0],
+            dtype=key_states.dtype,
+            device=key_states.device,
+        )
+        self.attach(*group.slabs(0))
+
+    def _use_rows(self, batch_size: int) -> None:
+        assert self._key_slab is not None
+        assert self._value_slab is not None
+        self.batch_size = batch_size
+        with torch.inference_mode(False):  # kept beyond the block that they are made in, as the storage is
+            self._key_rows = self._key_slab[:batch_size]
+            self._value_rows = self._value_slab[:batch_size]
+
+    # --- the text: read, write, commit
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the states and return the views that attention reads, for a layer that is used alone."""
+        self.check_states(key_states, value_states)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.check_fit(key_states, value_states)
+        views = self.write(key_states, value_states)
+        self.commit()
+        return views
+
+    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copy checked states [B, H, n, D] behind the text and return the views that their queries may see."""
+        batch_size, tokens = key_states.shape[0], key_states.shape[2]
+        if batch_size != self.batch_size:
+            self._use_rows(batch_size)
+        start = self.length
+        self._key_rows.narrow(2, start, tokens).copy_(key_states)
+        self._value_rows.narrow(2, start, tokens).copy_(value_states)
+        self.pending = tokens
+        kv_length, first = self.get_mask_sizes(tokens)
+        return self._key_rows.narrow(2, first, kv_length), self._value_rows.narrow(2, first, kv_length)
+
+    def commit(self) -> None:
+        """The pending tokens become part of the text."""
+        self.length += self.pending
+        self.pending = 0
+
+    def discard(self) -> None:
+        """The pending tokens are forgotten; their slots are room again."""
+        self.pending = 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
+        first = 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
+        return self.length + query_length - first, first
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    # --- the text: shorten, rearrange, replace
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens. Nothing is moved: older positions are all still there."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. To keep {tokens_to_remove} "
+                f"of {self.length} tokens, call crop({tokens_to_remove - self.length})."
+            )
+        if -tokens_to_remove > self.length:
+            raise ValueError(
+                f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} tokens. "
+                f"Remove at most {self.length}, or call reset()."
+            )
+        self.discard()
+        self.length += tokens_to_remove
+
+    def reset(self) -> None:
+        """Forget the text, keep the storage. No tensor is touched."""
+        self.discard()
+        self.length = 0
+        if self.is_initialized:
+            self._use_rows(self.max_batch_size)
+
+    def take_rows(self, indices: torch.Tensor) -> None:
+        """Row i of the batch becomes what row `indices[i]` is now, in place; the batch is then len(indices) rows."""
+        self.discard()
+        indices = indices.to(self.device)
+        keys = self._key_rows.narrow(2, 0, self.length).index_select(0, indices)
+        values = self._value_rows.narrow(2, 0, self.length).index_select(0, indices)
+        self._use_rows(len(indices))
+        self._key_rows.narrow(2, 0, self.length).copy_(keys)
+        self._value_rows.narrow(2, 0, self.length).copy_(values)
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """The text's keys [B, H, length, D], a view; None before allocation.
+
+        Assigning replaces the text: a prefix of this very view only sets the length (and batch), anything else is
+        copied into the storage. None empties the layer. Assign `values` of the same length right after.
+        """
+        return self._key_rows.narrow(2, 0, self.length) if self.is_initialized else None
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._replace_text(self._key_slab, states, "keys")
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """The text's values [B, H, length, D]; as `keys`."""
+        return self._value_rows.narrow(2, 0, self.length) if self.is_initialized else None
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._replace_text(self._value_slab, states, "values")
+
+    def _replace_text(self, slab: torch.Tensor | None, states: torch.Tensor | None, name: str) -> None:
+        if states is None:
+            self.discard()
+            self.length = 0
+            return
+        if slab is None:
+            raise ValueError(
+                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
+                "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
+            )
+        rows, heads, room, head_dim = slab.shape
+        fits = states.ndim == 4 and states.shape[1::2] == (heads, head_dim)
+        if not fits or states.shape[0] > rows or states.shape[2] > room or _kind(states) != _kind(slab):
+            raise ValueError(
+                f"The assigned {name} are {list(states.shape)} {_kind(states)}; this layer holds {list(slab.shape)} "
+                f"{_kind(slab)}, and fewer rows or positions. Convert them, or build a larger cache."
+            )
+        batch_size, length = states.shape[0], states.shape[2]
+        is_prefix = states.data_ptr() == slab.data_ptr() and states.stride() == slab.stride()
+        if length and not is_prefix:
+            shares_memory = states.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
+            slab[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+        self.discard()
+        self.length = length
+        self._use_rows(batch_size)
+
+    # --- checks: before anything is written, with the numbers and the remedy
+
+    def check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuse states that no cache of this capacity could take."""
+        if key_states.ndim != 4 or value_states.ndim != 4 or key_states.shape[:3] != value_states.shape[:3]:
+            raise ValueError(
+                f"key_states {list(key_states.shape)} and value_states {list(value_states.shape)} must both be "
+                "[batch, kv_heads, tokens, head_dim] and agree in the first three."
+            )
+        if _kind(key_states) != _kind(value_states):
+            raise ValueError(
+                f"key_states are {_kind(key_states)} and value_states {_kind(value_states)}: convert one of them."
+            )
+        tokens = key_states.shape[2]
+        if tokens == 0:
+            raise ValueError("There are no new tokens in key_states: pass at least one token that is not cached yet.")
+        if self.length + tokens > self.max_cache_len:
+            raise ValueError(
+                f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
+                f"{tokens} more. Build it with max_cache_len >= {self.length + tokens}, or make room: crop, reset."
+            )
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            raise ValueError(
+                "The states require grad, and gradients cannot flow through a cache that is written in place. "
+                "Wrap the call in `torch.no_grad()`; for training use `DynamicCache`."
+            )
+
+    def check_fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Refuse states that this layer's storage, or the text in it, does not match."""
+        shape = LayerShape.of(key_states, value_states)
+        if shape != self.shape:
+            raise ValueError(
+                f"The states have {shape}, this layer was allocated for {self.shape}. Build the cache with the config "
+                "of the model that runs: `StaticContiguousCache(model.config, max_cache_len)` learns the shape itself."
+            )
+        if _kind(key_states) != (self.dtype, self.device):
+            raise ValueError(
+                f"The states are {_kind(key_states)}, the storage is {(self.dtype, self.device)}: nothing is cast "
+                "silently. Build the cache for the model's own dtype and device, e.g. `from_model(model, ...)`."
+            )
+        batch_size = key_states.shape[0]
+        if self.length and batch_size != self.batch_size:
+            raise ValueError(
+                f"The states have batch {batch_size}, the text in the cache has batch {self.batch_size}. Call reset() "
+                "to start a new text, or batch_select_indices / batch_repeat_interleave to change its rows."
+            )
+        if batch_size > self.max_batch_size:
+            raise ValueError(
+                f"The states have batch {batch_size}, the storage has {self.max_batch_size} rows. Build the cache with "
+                f"`from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count as rows)."
+            )
+
+
+def _kind(states: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return states.dtype, states.device

@@ -1,0 +1,75 @@
+"""The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores for one token: `num_kv_heads` keys and values, whose head dims may differ."""
+
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @classmethod
+    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerShape:
+        """The shape that a layer's own states show. `key_states`, `value_states`: [B, H, n, D]."""
+        return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+
+    def num_bytes(self, max_cache_len: int, batch_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one layer's keys and values at full capacity."""
+        elements_per_token = self.num_kv_heads * (self.key_head_dim + self.value_head_dim)
+        return batch_size * max_cache_len * elements_per_token * dtype.itemsize
+
+    def __str__(self) -> str:
+        dims = f"{self.key_head_dim}"
+        if self.value_head_dim != self.key_head_dim:
+            dims += f" (keys) and {self.value_head_dim} (values)"
+        return f"{self.num_kv_heads} KV heads of dim {dims}"
+
+
+class StorageGroup:
+    """One pair of contiguous tensors for all layers of one shape on one device.
+
+    ```
+    keys    [L, B, H, S, Dk]      L layers, B rows of the batch, H KV heads,
+    values  [L, B, H, S, Dv]      S positions (max_cache_len), D head dim
+
+             position  0   1   2   3   4   5  ...  S-1
+    layer 0, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     seq_len = 3: three written, the rest is room
+    layer 1, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     every layer fills the same positions
+    ```
+
+    A layer owns one slab `[B, H, S, D]` of each; what attention reads is a slice of it along S, never a copy.
+    Zero-filled, so that a kernel that loads beyond the text and masks it never meets a NaN.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        shape: LayerShape,
+        max_cache_len: int,
+        *,
+        batch_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shape = shape
+        head = (num_layers, batch_size, shape.num_kv_heads, max_cache_len)
+        # Tensors born in inference mode could not be written outside it later; a cache outlives such blocks.
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(*head, shape.key_head_dim, dtype=dtype, device=device)
+            self.values = torch.zeros(*head, shape.value_head_dim, dtype=dtype, device=device)
+
+    def slabs(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of the group's layer number `row`: two views [B, H, S, D]."""
+        with torch.inference_mode(False):
+            return self.keys[row], self.values[row]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes

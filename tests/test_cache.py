@@ -1,0 +1,302 @@
+"""The cache on buffers small enough to draw, with no model: every value is written by hand."""
+
+import copy
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_static_kv import StaticContiguousCache, StaticContiguousLayer
+
+
+def make(num_layers=2, heads=1, dim=1, room=8, batch=1, windows=None, **kwargs):
+    return StaticContiguousCache.allocate(
+        num_layers,
+        heads,
+        dim,
+        room,
+        batch_size=batch,
+        dtype=torch.float32,
+        device="cpu",
+        sliding_windows=windows,
+        **kwargs,
+    )
+
+
+def states(*numbers, batch=1, heads=1, dim=1):
+    """One token for each number, the same in every row, head and dim: [batch, heads, tokens, dim]."""
+    return torch.tensor(numbers, dtype=torch.float32).view(1, 1, -1, 1).expand(batch, heads, -1, dim)
+
+
+def step(cache, *numbers, batch=1):
+    """A forward pass: every layer writes the same tokens; values are the keys negated. Returns the views."""
+    return [cache.update(states(*numbers, batch=batch), -states(*numbers, batch=batch), i) for i in range(len(cache))]
+
+
+def text(layer):
+    """The keys of row 0 as a list."""
+    return layer.keys[0, 0, :, 0].tolist()
+
+
+class TestAllocation:
+    def test_shape_dtype_zeros_and_length(self):
+        cache = StaticContiguousCache.allocate(2, 4, 8, 16, dtype=torch.float16, device="cpu")
+        for storage in (cache.key_storage, cache.value_storage):
+            assert list(storage.shape) == [2, 1, 4, 16, 8]
+            assert storage.dtype == torch.float16
+            assert storage.is_contiguous()
+            assert not storage.any()
+        assert cache.seq_len == 0
+        assert cache.max_cache_len == 16
+
+    def test_memory_bytes(self):
+        cache = make(num_layers=3, heads=4, dim=8, room=16, batch=2)
+        assert cache.memory_bytes == 2 * 3 * 2 * 4 * 16 * 8 * 4
+
+    def test_nothing_is_allocated_before_the_first_update(self):
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
+        assert cache.memory_bytes == 0
+        assert cache.layers[0].keys is None
+        with pytest.raises(ValueError, match="first forward pass"):
+            _ = cache.key_storage
+        step(cache, 1, 2)  # one head of dim 1, unlike the config: the states decide
+        assert list(cache.key_storage.shape) == [2, 1, 1, 8, 1]
+
+    def test_keys_and_values_of_unlike_dim(self):
+        cache = make(heads=2, dim=4, value_head_dim=6)
+        keys, values = cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 6), 0)
+        assert keys.shape[-1] == 4
+        assert values.shape[-1] == 6
+        assert list(cache.value_storage.shape) == [2, 1, 2, 8, 6]
+
+    def test_layers_of_unlike_shape_form_groups(self):
+        """Layers 0, 2 and 3 have two heads, layer 1 has one: two pairs of tensors."""
+        cache = make(num_layers=4, heads=[2, 1, 2, 2], dim=4)
+        assert [list(group.keys.shape) for group in cache.storage_groups] == [[3, 1, 2, 8, 4], [1, 1, 1, 8, 4]]
+        assert cache.memory_bytes == sum(group.num_bytes for group in cache.storage_groups)
+        for layer_idx, heads in enumerate([2, 1, 2, 2]):
+            cache.update(torch.full((1, heads, 3, 4), float(layer_idx)), torch.ones(1, heads, 3, 4), layer_idx)
+        assert [layer.keys.unique().item() for layer in cache.layers] == [0, 1, 2, 3]
+        with pytest.raises(ValueError, match="2 groups"):
+            _ = cache.key_storage
+
+    def test_a_layer_unlike_the_first_gets_storage_of_its_own(self, caplog):
+        """The config says that layers are alike, the states say otherwise: nothing is lost, and it is said."""
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=3), max_cache_len=8)
+        for layer_idx, dim in enumerate([4, 6, 6]):
+            cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
+        assert [list(layer.keys.shape) for layer in cache.layers] == [[1, 1, 2, 4], [1, 1, 2, 6], [1, 1, 2, 6]]
+        assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3]
+        assert "Layer 1 is unlike" in caplog.text
+
+    def test_early_initialization(self):
+        """transformers' own call for allocating in advance."""
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
+        cache.early_initialization(3, 2, 4, torch.float32, torch.device("cpu"))
+        assert list(cache.key_storage.shape) == [2, 3, 2, 8, 4]
+        assert not cache.is_initialized  # models read that as 'the prompt has been seen'
+
+
+class TestUpdate:
+    def test_update_and_advance_by_hand(self):
+        """
+        update layer 0   [1 2 3 4 . . . .]   view 1 2 3 4       seq_len 0, and 4 after advance(4)
+        update layer 0   [1 2 3 4 5 . . .]   view 1 2 3 4 5     seq_len 4, and 5 after advance(1)
+        """
+        cache = make()
+        keys, values = cache.update(states(1, 2, 3, 4), states(-1, -2, -3, -4), 0)
+        assert keys.flatten().tolist() == [1, 2, 3, 4]
+        assert cache.seq_len == 0
+        cache.advance(4)
+        assert cache.seq_len == 4
+        keys, values = cache.update(states(5), states(-5), 0)
+        assert keys.flatten().tolist() == [1, 2, 3, 4, 5]
+        assert values.flatten().tolist() == [-1, -2, -3, -4, -5]
+        cache.advance(1)
+        assert cache.seq_len == 5
+
+    def test_the_length_moves_when_the_last_layer_has_written(self):
+        cache = make(num_layers=3)
+        for layer_idx in range(3):
+            assert cache.seq_len == 0
+            cache.update(states(1, 2), states(1, 2), layer_idx)
+        assert cache.seq_len == 2
+        assert isinstance(cache.get_seq_length(), int)
+
+    def test_views_are_slices_of_the_storage(self):
+        cache = make()
+        step(cache, 1, 2, 3)
+        (keys, values), _ = step(cache, 4)
+        assert keys.data_ptr() == cache.key_storage.data_ptr()
+        assert values.data_ptr() == cache.value_storage.data_ptr()
+
+    def test_layers_do_not_see_each_other(self):
+        cache = make()
+        cache.update(states(1, 2), states(3, 4), 0)
+        cache.update(states(5, 6), states(7, 8), 1)
+        assert [text(layer) for layer in cache.layers] == [[1, 2], [5, 6]]
+        assert cache.value_storage[:, 0, 0, :2, 0].tolist() == [[3, 4], [7, 8]]
+
+    def test_a_sliding_view_starts_at_the_oldest_visible_position(self):
+        """
+        window 3, text    1 2 3 4 5         queries        the oldest sees
+        prefill 1 2 3 4   view 1 2 3 4      0 1 2 3        position 0
+        decode 5          view 3 4 5        4              position 2
+        prefill 6 7       view 4 5 6 7      5 6            position 3
+        """
+        cache = make(windows=[3, None])
+        seen = [step(cache, *numbers) for numbers in ((1, 2, 3, 4), (5,), (6, 7))]
+        assert [views[0][0].flatten().tolist() for views in seen] == [[1, 2, 3, 4], [3, 4, 5], [4, 5, 6, 7]]
+        assert [views[1][0].numel() for views in seen] == [4, 5, 7]
+        assert cache.is_sliding == [True, False]
+
+    @pytest.mark.parametrize("window", [1, 2, 3, 100])
+    def test_mask_sizes_say_what_the_view_covers(self, window):
+        cache = make(windows=[window, None])
+        for numbers in ((1, 2, 3), (4,), (5, 6), (7,)):
+            sizes = [cache.get_mask_sizes(len(numbers), layer_idx) for layer_idx in (0, 1)]
+            views = step(cache, *numbers)
+            for (kv_length, kv_offset), (keys, _) in zip(sizes, views, strict=True):
+                assert keys.flatten().tolist() == list(range(kv_offset + 1, kv_offset + kv_length + 1))
+
+    def test_a_cache_of_one(self):
+        cache = make(num_layers=1, room=1)
+        step(cache, 7)
+        assert text(cache.layers[0]) == [7]
+        with pytest.raises(ValueError, match="holds 1 of at most 1"):
+            step(cache, 8)
+
+    def test_a_layer_alone(self):
+        """The layer class is public: used by itself it allocates and advances by itself."""
+        layer = StaticContiguousLayer(max_cache_len=4, sliding_window=2)
+        layer.update(states(1, 2, 3), states(1, 2, 3))
+        keys, _ = layer.update(states(4), states(4))
+        assert keys.flatten().tolist() == [3, 4]
+        assert text(layer) == [1, 2, 3, 4]
+
+
+class TestText:
+    def test_crop_is_exact_beyond_a_window(self):
+        """Window 3: the text shrinks from 6 to 2 and grows again, and the view still has all that it should."""
+        cache = make(windows=[3, 3])
+        for number in (1, 2, 3, 4, 5, 6):
+            step(cache, number)
+        before = cache.key_storage.clone()
+        cache.crop(-4)
+        assert torch.equal(cache.key_storage, before)
+        assert step(cache, 30)[0][0].flatten().tolist() == [1, 2, 30]
+
+    def test_crop_zero_is_nothing(self):
+        cache = make()
+        step(cache, 1, 2)
+        cache.crop(0)
+        assert cache.seq_len == 2
+
+    def test_reset_keeps_storage_and_address(self):
+        cache = make()
+        step(cache, 1, 2)
+        before, address = cache.key_storage.clone(), cache.key_storage.data_ptr()
+        cache.reset()
+        assert cache.seq_len == 0
+        assert cache.key_storage.data_ptr() == address
+        assert torch.equal(cache.key_storage, before)
+
+    def test_a_deep_copy_shares_nothing(self):
+        cache = make()
+        step(cache, 1, 2)
+        copied = copy.deepcopy(cache)
+        step(copied, 3)
+        assert [text(layer) for layer in copied.layers] == [[1, 2, 3]] * 2
+        assert copied.key_storage[0, 0, 0, 2, 0] == 3
+        assert cache.seq_len == 2
+        assert cache.key_storage[0, 0, 0, 2, 0] == 0
+
+
+class TestBatch:
+    def rows(self, cache):
+        return cache.layers[1].keys[:, 0, :, 0].tolist()
+
+    def three_rows(self):
+        """row 0: 0 10, row 1: 1 11, row 2: 2 12, in a storage of four rows."""
+        cache = make(batch=4)
+        keys = torch.tensor([[0.0, 10], [1, 11], [2, 12]]).view(3, 1, 2, 1)
+        for layer_idx in (0, 1):
+            cache.update(keys, -keys, layer_idx)
+        assert cache.batch_size == 3
+        return cache
+
+    def test_reorder(self):
+        cache = self.three_rows()
+        address = cache.key_storage.data_ptr()
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+        assert self.rows(cache) == [[2, 12], [0, 10], [0, 10]]
+        assert cache.layers[0].values[:, 0, 1, 0].tolist() == [-12, -10, -10]
+        assert cache.key_storage.data_ptr() == address
+
+    def test_select(self):
+        cache = self.three_rows()
+        cache.batch_select_indices(torch.tensor([2, 1]))
+        assert self.rows(cache) == [[2, 12], [1, 11]]
+        cache.batch_select_indices(torch.tensor([False, True]))
+        assert self.rows(cache) == [[1, 11]]
+
+    def test_repeat(self):
+        cache = self.three_rows()
+        cache.batch_select_indices(torch.tensor([0, 2]))
+        cache.batch_repeat_interleave(2)
+        assert self.rows(cache) == [[0, 10], [0, 10], [2, 12], [2, 12]]
+
+    def test_a_smaller_batch_uses_the_first_rows(self):
+        cache = self.three_rows()
+        assert cache.key_storage[0, :, 0, 0, 0].tolist() == [0, 1, 2, 0]
+        cache.reset()
+        step(cache, 5, batch=2)
+        assert cache.key_storage[0, :, 0, 0, 0].tolist() == [5, 5, 2, 0]
+        assert cache.batch_size == 2
+
+
+class TestAssignment:
+    """Other libraries write `layer.keys = ...`: a prefix view sets the length, anything else is copied in."""
+
+    def filled(self):
+        cache = make(batch=2)
+        step(cache, 1, 2, 3, 4, batch=2)
+        return cache
+
+    def test_a_prefix_view_sets_the_length(self):
+        cache = self.filled()
+        before = cache.key_storage.clone()
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:, :, :2], layer.values[:, :, :2]
+        assert cache.seq_len == 2
+        assert torch.equal(cache.key_storage, before)
+        assert step(cache, 9, batch=2)[1][0][0].flatten().tolist() == [1, 2, 9]
+
+    def test_another_tensor_is_copied_in(self):
+        cache = self.filled()
+        address = cache.key_storage.data_ptr()
+        for layer in cache.layers:
+            layer.keys, layer.values = states(7, 8, batch=2), states(-7, -8, batch=2)
+        assert cache.seq_len == 2
+        assert cache.key_storage.data_ptr() == address
+        assert cache.key_storage[:, 1, 0, :4, 0].tolist() == [[7, 8, 3, 4]] * 2
+
+    def test_an_overlapping_view_is_copied_as_it_was(self):
+        """Dropping the first token: source and target overlap in the storage."""
+        cache = self.filled()
+        layer = cache.layers[0]
+        layer.keys = layer.keys[:, :, 1:]
+        assert text(layer) == [2, 3, 4]
+
+    def test_none_empties(self):
+        cache = self.filled()
+        for layer in cache.layers:
+            layer.keys = layer.values = None
+        assert cache.seq_len == 0
+
+    def test_fewer_rows(self):
+        cache = self.filled()
+        for layer in cache.layers:
+            layer.keys, layer.values = layer.keys[:1], layer.values[:1]
+        assert cache.batch_size == 1
+        step(cache, 5)

@@ -1,0 +1,295 @@
+"""Nothing is lost: a forward pass that fails anywhere can be retried, and bad input is refused before it is written."""
+
+import pytest
+import torch
+from architectures import toy_config, toy_model
+from transformers import AutoConfig, BartConfig, GPT2Config, LlamaConfig, Mamba2Config, MllamaConfig, Qwen3NextConfig
+
+from hf_static_kv import StaticContiguousCache, StaticContiguousLayer, cache_bytes
+
+PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]])
+NEW_TOKENS = 8
+
+
+class OutOfMemory(Exception):
+    pass
+
+
+def fail_once(model, layer_idx, at_call, before_write=False):
+    """The layer raises in its `at_call`-th call, just before or just after it has written its keys and values."""
+    layer = model.model.layers[layer_idx]
+    calls = [0]
+
+    def hook(module, args, kwargs):
+        calls[0] += 1
+        if calls[0] == at_call:
+            raise OutOfMemory
+
+    return (layer.self_attn if before_write else layer.mlp).register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def generate(model, ids, cache):
+    how = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    new_tokens = PROMPT.shape[1] + NEW_TOKENS - ids.shape[1]
+    mask = torch.ones_like(ids)
+    return model.generate(
+        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, **how
+    )
+
+
+def snapshot(cache):
+    """Everything that a reader can see."""
+    visible = [(layer.keys, layer.values) for layer in cache.layers]
+    return cache.seq_len, cache.batch_size, [None if k is None else (k.clone(), v.clone()) for k, v in visible]
+
+
+def assert_same(before, after):
+    assert before[:2] == after[:2]
+    for one, other in zip(before[2], after[2], strict=True):
+        assert one is None or all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+EVERY_PLACE = [(layer_idx, True) for layer_idx in range(6)] + [(layer_idx, False) for layer_idx in range(5)]
+
+
+@pytest.mark.parametrize("whole_steps", [0, 3], ids=["prefill", "decode"])
+@pytest.mark.parametrize(("layer_idx", "before_write"), EVERY_PLACE)
+def test_a_generation_that_failed_in_any_layer_goes_on(layer_idx, before_write, whole_steps):
+    """The cache holds the whole steps and no more, and `generate` on it gives the tokens that it would have given."""
+    model = toy_model("gemma3")
+    expected = generate(model, PROMPT, None)
+    cache = StaticContiguousCache.from_model(model, 40)
+    hook = fail_once(model, layer_idx, at_call=whole_steps + 1, before_write=before_write)
+    with pytest.raises(OutOfMemory):
+        generate(model, PROMPT, cache)
+    hook.remove()
+    tokens = PROMPT.shape[1] + whole_steps - 1 if whole_steps else 0
+    assert [layer.get_seq_length() for layer in cache.layers] == [tokens] * 6
+    known = expected[:, : max(PROMPT.shape[1], tokens + 1)]
+    assert generate(model, known, cache).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("tokens", [11, 1], ids=["prefill", "decode"])
+@pytest.mark.parametrize(("layer_idx", "before_write"), EVERY_PLACE)
+def test_a_failed_forward_reads_as_before_and_can_be_retried(layer_idx, before_write, tokens, caplog):
+    model = toy_model("gemma3")
+    cache = StaticContiguousCache.from_model(model, 40)
+    start = PROMPT.shape[1] - tokens
+    with torch.no_grad():
+        if start:
+            model(PROMPT[:, :start], past_key_values=cache)
+        expected = model(PROMPT).logits[:, -1].argmax()
+        before = snapshot(cache)
+        hook = fail_once(model, layer_idx, 1, before_write)
+        with pytest.raises(OutOfMemory):
+            model(PROMPT[:, start:], past_key_values=cache)
+        hook.remove()
+        assert_same(before, snapshot(cache))
+        assert model(PROMPT[:, start:], past_key_values=cache).logits[:, -1].argmax() == expected
+    assert cache.seq_len == PROMPT.shape[1]
+    something_was_written = not (layer_idx == 0 and before_write)
+    assert (f"did not finish: it is discarded, and writing starts again at position {start}" in caplog.text) == (
+        something_was_written
+    )
+
+
+def test_a_failure_behind_the_last_layer_is_undone_with_crop():
+    """In the head all layers have written, and the cache cannot know that the pass did not end well."""
+    model = toy_model("llama")
+    cache = StaticContiguousCache.from_model(model, 40)
+    hook = fail_once(model, layer_idx=1, at_call=1)
+    with torch.no_grad():
+        with pytest.raises(OutOfMemory):
+            model(PROMPT, past_key_values=cache)
+        hook.remove()
+        cache.crop(-PROMPT.shape[1])
+        assert model(PROMPT, past_key_values=cache).logits[:, -1].argmax() == model(PROMPT).logits[:, -1].argmax()
+    assert cache.seq_len == PROMPT.shape[1]
+
+
+def test_a_smaller_retry_and_other_tokens_are_fine_too():
+    model = toy_model("llama")
+    cache = StaticContiguousCache(model.config, 40)
+    hook = fail_once(model, 0, 1)
+    with torch.no_grad():
+        with pytest.raises(OutOfMemory):
+            model(PROMPT, past_key_values=cache)
+        hook.remove()
+        for chunk in PROMPT.split(4, dim=1):
+            logits = model(chunk, past_key_values=cache).logits
+        assert logits[:, -1].argmax() == model(PROMPT).logits[:, -1].argmax()
+
+
+# --- bad input: (what is done to a cache of 2 layers, 2 rows, 2 heads of dim 4 and 8 positions that holds 5 tokens,
+#                 what the message must say)
+
+
+def states(batch=2, heads=2, tokens=1, dim=4, **kwargs):
+    return torch.ones(batch, heads, tokens, dim, **kwargs)
+
+
+def update(layer_idx=0, values=None, **kwargs):
+    def act(cache):
+        keys = states(**kwargs)
+        cache.update(keys, keys if values is None else values, layer_idx)
+
+    return act
+
+
+def update_twice(first, second):
+    def act(cache):
+        update(layer_idx=0, **first)(cache)
+        update(layer_idx=1, **second)(cache)
+
+    return act
+
+
+def assign(name, value):
+    return lambda cache: setattr(cache.layers[0], name, value)
+
+
+BAD_INPUT = {
+    "too long by one": (update(tokens=4), r"holds 5 of at most 8.*cannot take 4.*max_cache_len >= 9"),
+    "far too long": (update(tokens=100), r"cannot take 100 more.*max_cache_len >= 105"),
+    "another batch than the text": (update(batch=1), r"batch 1.*text in the cache has batch 2.*reset"),
+    "heads": (update(heads=3), r"3 KV heads of dim 4.*allocated for 2 KV heads of dim 4"),
+    "head_dim": (update(dim=5), r"2 KV heads of dim 5.*allocated for 2 KV heads of dim 4"),
+    "value head_dim": (update(values=states(dim=6)), r"4 \(keys\) and 6 \(values\).*model\.config"),
+    "dtype": (update(dtype=torch.float16), r"float16.*storage is.*float32.*nothing is cast"),
+    "device": (update(device="meta"), r"meta.*storage is.*cpu"),
+    "keys and values of unlike dtype": (update(values=states(dtype=torch.float64)), r"float32.*float64.*convert"),
+    "keys and values of unlike length": (update(values=states(tokens=2)), r"\[2, 2, 1, 4\].*\[2, 2, 2, 4\].*agree"),
+    "three dims": (lambda cache: cache.update(torch.ones(2, 1, 4), torch.ones(2, 1, 4), 0), r"must both be \[batch"),
+    "no tokens": (update(tokens=0), r"no new tokens"),
+    "gradients": (update(requires_grad=True), r"require grad.*torch\.no_grad\(\)"),
+    "layer index too large": (update(layer_idx=2), r"layer_idx=2.*layers 0 to 1"),
+    "layer index negative": (update(layer_idx=-1), r"layer_idx=-1.*layers 0 to 1"),
+    "unlike tokens in one step": (update_twice({"tokens": 2}, {"tokens": 1}), r"\(2, 1\) into a step.*\(2, 2\)"),
+    "crop beyond the start": (lambda cache: cache.crop(-6), r"crop\(-6\).*there are 5 tokens"),
+    "positive crop": (lambda cache: cache.crop(3), r"got 3.*keep 3 of 5 tokens, call crop\(-2\)"),
+    "advance without a step": (lambda cache: cache.advance(1), r"no step is in progress.*seq_len. is 5"),
+    "reorder: too few": (lambda cache: cache.reorder_cache(torch.tensor([0])), r"1 indices for a batch of 2"),
+    "reorder: out of range": (lambda cache: cache.reorder_cache(torch.tensor([0, 2])), r"Row 2.*rows 0 to 1"),
+    "select: negative": (lambda cache: cache.batch_select_indices(torch.tensor([-1])), r"Row -1.*rows 0 to 1"),
+    "select: none": (lambda cache: cache.batch_select_indices(torch.tensor([], dtype=torch.long)), r"at least one row"),
+    "repeat: too many rows": (lambda cache: cache.batch_repeat_interleave(2), r"4 rows.*has 2.*batch_size >= 4"),
+    "repeat: zero": (lambda cache: cache.batch_repeat_interleave(0), r"repeats must be a positive int, got 0"),
+    "assign: too long": (assign("keys", states(tokens=9)), r"keys are \[2, 2, 9, 4\].*holds \[2, 2, 8, 4\]"),
+    "assign: too many rows": (assign("values", states(batch=3)), r"values are \[3, 2, 1, 4\]"),
+    "assign: heads": (assign("keys", states(heads=1)), r"keys are \[2, 1, 1, 4\]"),
+    "assign: dtype": (assign("values", states(dtype=torch.float16)), r"float16"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_is_refused_and_changes_nothing(name):
+    act, message = BAD_INPUT[name]
+    cache = StaticContiguousCache.allocate(2, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu")
+    for layer_idx in (0, 1):
+        numbers = torch.rand(2, 2, 5, 4)
+        cache.update(numbers, -numbers, layer_idx)
+    before, storage = snapshot(cache), (cache.key_storage.clone(), cache.value_storage.clone())
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        act(cache)
+    assert_same(before, snapshot(cache))
+    if name != "unlike tokens in one step":  # there layer 0 has rightly written into the room behind the text
+        assert torch.equal(cache.key_storage, storage[0])
+        assert torch.equal(cache.value_storage, storage[1])
+    cache.reset()
+    for layer_idx in (0, 1):
+        cache.update(states(tokens=8), states(tokens=8), layer_idx)
+    assert cache.seq_len == 8
+
+
+def llama_cache(**kwargs):
+    return StaticContiguousCache(LlamaConfig(num_hidden_layers=2, **kwargs), 8)
+
+
+BAD_CONSTRUCTION = {
+    "no room": (lambda: StaticContiguousCache(LlamaConfig(), 0), r"max_cache_len must be a positive int, got 0"),
+    "a float": (lambda: StaticContiguousCache(LlamaConfig(), 10.5), r"max_cache_len must be a positive int, got 10.5"),
+    "no layers": (lambda: StaticContiguousCache.allocate(0, 1, 1, 8, device="cpu"), r"num_layers.*got 0"),
+    "no heads": (lambda: StaticContiguousCache.allocate(2, 0, 1, 8, device="cpu"), r"num_kv_heads.*got 0"),
+    "one head count too few": (lambda: StaticContiguousCache.allocate(2, [1], 1, 8, device="cpu"), r"1 entries for 2"),
+    "no dim in one layer": (lambda: StaticContiguousCache.allocate(2, 1, [4, 0], 8, device="cpu"), r"head_dim\[1\]"),
+    "no rows": (lambda: StaticContiguousCache.allocate(2, 1, 1, 8, batch_size=0, device="cpu"), r"batch_size.*got 0"),
+    "windows": (
+        lambda: StaticContiguousCache.allocate(2, 1, 1, 8, sliding_windows=[4], device="cpu"),
+        r"sliding_windows has 1 entries for 2",
+    ),
+    "a window of none": (
+        lambda: StaticContiguousCache.allocate(1, 1, 1, 8, sliding_windows=[0], device="cpu"),
+        r"sliding_windows\[0\] must be a positive int",
+    ),
+    "from_model without rows": (
+        lambda: StaticContiguousCache.from_model(toy_model("llama"), 8, batch_size=-1),
+        r"batch_size.*got -1",
+    ),
+    "bytes of no room": (lambda: cache_bytes(LlamaConfig(), -5), r"max_cache_len.*got -5"),
+    "an encoder-decoder": (lambda: StaticContiguousCache(BartConfig(), 8), r"'bart' is an encoder-decoder"),
+    "a recurrent model": (lambda: StaticContiguousCache(Mamba2Config(), 8), r"'mamba2'.*linear_attention"),
+    "a hybrid model": (lambda: StaticContiguousCache(Qwen3NextConfig(), 8), r"'qwen3_next'.*linear_attention"),
+    "RWKV": (lambda: StaticContiguousCache(AutoConfig.for_model("rwkv"), 8), r"'rwkv' keeps a recurrent"),
+    "cross-attention": (lambda: StaticContiguousCache(MllamaConfig(), 8), r"cross-attention"),
+    "learned positions": (lambda: StaticContiguousCache(GPT2Config(), 1025), r"positions 0 to 1023.*<= 1024"),
+    "assigned before allocation": (lambda: assign("keys", states())(llama_cache()), r"no storage yet"),
+    "too long before allocation": (lambda: update(tokens=9)(llama_cache()), r"holds 0 of at most 8"),
+    "more rows than allocated": (
+        lambda: update(batch=3, heads=1, dim=1)(
+            StaticContiguousCache.allocate(2, 1, 1, 8, batch_size=2, dtype=torch.float32, device="cpu")
+        ),
+        r"batch 3, the storage has 2 rows.*batch_size=3",
+    ),
+    "a layer alone, too long": (
+        lambda: StaticContiguousLayer(max_cache_len=2).update(states(tokens=3), states(tokens=3)),
+        r"at most 2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CONSTRUCTION)
+def test_bad_construction_is_refused_by_name(name):
+    act, message = BAD_CONSTRUCTION[name]
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        act()
+
+
+def test_too_long_a_prompt_allocates_nothing():
+    cache = llama_cache()
+    with pytest.raises(ValueError, match="cache is full"):
+        update(tokens=9)(cache)
+    assert cache.memory_bytes == 0
+
+
+def test_one_dtype_for_all_layers():
+    cache = llama_cache()
+    update(layer_idx=0)(cache)
+    with pytest.raises(ValueError, match=r"float16.*storage is.*float32"):
+        update(layer_idx=1, dtype=torch.float16)(cache)
+
+
+def test_advance_by_another_count_than_the_step_is_refused():
+    cache = llama_cache()
+    update(tokens=3)(cache)
+    with pytest.raises(ValueError, match=r"advance\(2\): the step in progress has 3 tokens"):
+        cache.advance(2)
+    cache.advance(3)
+    assert cache.seq_len == 3
+
+
+def test_gpt2_up_to_its_last_position_and_no_further():
+    """A table of 20 learned positions: the 20th token is as without a cache, the 21st fails and costs nothing."""
+    model = toy_model("gpt2", max_position_embeddings=20)
+    ids = torch.randint(3, 128, (1, 20))
+    cache = StaticContiguousCache(model.config, 20)
+    with torch.no_grad():
+        reference = model(ids).logits
+        for position in range(20):
+            logits = model(ids[:, position : position + 1], past_key_values=cache).logits
+            assert logits[0, -1].argmax() == reference[0, position].argmax()
+        before = snapshot(cache)
+        with pytest.raises(IndexError):  # GPT-2's own position table, before the cache is asked
+            model(ids[:, :1], past_key_values=cache)
+    assert_same(before, snapshot(cache))
+    with pytest.raises(ValueError, match=r"positions 0 to 19.*max_cache_len=21.*<= 20"):
+        StaticContiguousCache(toy_config("gpt2", max_position_embeddings=20), 21)
