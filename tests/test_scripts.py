@@ -1,0 +1,88 @@
+"""The scripts under examples/ and benchmarks/ run as a user would run them, at toy size."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from test_layout import GEMMA3, LLAMA, QWEN3
+
+from hf_static_kv import StaticContiguousCache, cache_bytes
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*args, **kwargs):
+    return subprocess.run(
+        [sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300, **kwargs
+    )
+
+
+def test_compare_says_equal_for_all_three():
+    result = run("examples/compare.py", "--max-new-tokens", 24)
+    assert result.returncode == 0, result.stderr
+    for name in ("llama", "qwen3", "gemma3"):
+        assert len(re.findall(rf"^{name} .* equal ", result.stdout, re.MULTILINE)) == 2
+
+
+def test_compare_refuses_no_tokens():
+    result = run("examples/compare.py", "--max-new-tokens", 0)
+    assert result.returncode == 2
+    assert "--max-new-tokens must be at least 1, got 0" in result.stderr
+
+
+def test_bench_update_writes_its_record_and_picture(tmp_path):
+    record, picture = tmp_path / "update.json", tmp_path / "update.png"
+    sizes = ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5]
+    result = run("benchmarks/bench_update.py", *sizes, "--json", record, "--plot", picture)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(record.read_text())
+    assert {"hardware", "threads", "torch", "transformers", "commit", "command"} <= report.keys()
+    assert [(row["cache"], row["length"]) for row in report["updates"]] == [
+        (cache, length) for length in (8, 16) for cache in ("DynamicCache", "StaticCache", "StaticContiguousCache")
+    ]
+    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in report["updates"] + report["model"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "| 16 |" in result.stdout
+
+
+def test_bench_update_refuses_too_small_a_capacity():
+    result = run("benchmarks/bench_update.py", "--capacities", 64)
+    assert result.returncode == 2
+    assert "--capacities must be at least 124" in result.stderr
+
+
+class TestReadme:
+    readme = (ROOT / "README.md").read_text()
+
+    def test_the_table_of_bytes(self):
+        for name, config in {"Llama-3.2-1B": LLAMA, "Qwen3-1.7B": QWEN3, "gemma-3-1b": GEMMA3}.items():
+            cells = [f"{cache_bytes(config, n, dtype=torch.bfloat16) >> 20:,} MiB" for n in (1024, 8192, 32768)]
+            row = next(line for line in self.readme.splitlines() if line.startswith(f"| {name}"))
+            assert row.split(" | ")[1:] == [*cells[:2], f"{cells[2]} |"]
+
+    def test_the_eight_lines_run(self, monkeypatch):
+        """With a toy model and a tokenizer of numbers in the place of the download."""
+        from architectures import toy_model
+
+        model = toy_model("qwen3")
+        ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
+
+        class Inputs(dict):
+            def to(self, device):
+                return self
+
+        loaders = {
+            "AutoTokenizer": lambda *args, **kwargs: lambda text, return_tensors: Inputs(ids),
+            "AutoModelForCausalLM": lambda *args, **kwargs: model,
+        }
+        for name, loader in loaders.items():
+            monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
+        code = re.search(r"```python\n(.*?)```", self.readme, re.DOTALL).group(1)
+        assert len([line for line in code.splitlines() if line]) <= 8
+        names: dict = {}
+        exec(code, names)
+        assert isinstance(names["cache"], StaticContiguousCache)
+        assert names["cache"].seq_len == names["tokens"].shape[1] - 1
