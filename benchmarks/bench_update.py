@@ -7,12 +7,14 @@ Two tables, every cache in the same run:
   model     one decode step of a small model, text of 64 tokens, capacity 1k to 32k
 
 Every figure is the median over `--repeats` steps after 10 warm-up steps; the spread is the 10th to 90th percentile.
-Caches take turns step by step, so that whatever else the machine does falls on all of them.
+Caches take turns step by step, each round in another order, so that whatever else the machine does, and whatever the
+one before leaves in the CPU's caches, falls on all of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import statistics
@@ -51,10 +53,11 @@ CACHES: dict[str, Callable[[LlamaConfig, int], Cache]] = {
 def alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
     """Milliseconds of `repeats` calls of each step, taken in turns after the warm-up."""
     times: dict[str, list[float]] = {name: [] for name in steps}
+    orders = list(itertools.permutations(steps))
     for i in range(WARM_UP + repeats):
-        for name, step in steps.items():
+        for name in orders[i % len(orders)]:
             start = time.perf_counter()
-            step()
+            steps[name]()
             elapsed = (time.perf_counter() - start) * 1e3
             if i >= WARM_UP:
                 times[name].append(elapsed)
@@ -163,7 +166,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--repeats", type=int, default=60)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--plot", type=Path, help="write the picture here")
     args = parser.parse_args()
