@@ -195,10 +195,8 @@ class StaticContiguousCache(Cache):
         that a query may see. `seq_len` moves when the last layer has written.
         """
         layer = self._layer(layer_idx)
-        layer.check_states(key_states, value_states)
-        if not layer.is_initialized or self._must_move(layer_idx, key_states, value_states):
-            self._allocate_from_states(layer_idx, key_states, value_states)
-        layer.check_fit(key_states, value_states)
+        if not layer.accepts(key_states, value_states):
+            self._allocate_or_refuse(layer_idx, key_states, value_states)
         self._join_step(layer_idx, (key_states.shape[0], key_states.shape[2]))
         views = layer.write(key_states, value_states)
         if layer_idx == len(self.layers) - 1:
@@ -213,12 +211,15 @@ class StaticContiguousCache(Cache):
             )
         return self.layers[layer_idx]
 
-    def _must_move(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
-        # Storage that was sized by another layer's states is a guess until this layer's own first write.
-        if not self._learns_shapes or not self._is_unused(layer_idx):
-            return False
+    def _allocate_or_refuse(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         layer = self.layers[layer_idx]
-        return (layer.shape, layer.device) != (LayerShape.of(key_states, value_states), key_states.device)
+        layer.check_states(key_states, value_states)
+        place = (LayerShape.of(key_states, value_states), key_states.device)
+        # Storage that was sized by another layer's states is a guess until this layer's own first write.
+        is_guess = self._learns_shapes and self._is_unused(layer_idx)
+        if not layer.is_initialized or (is_guess and place != (layer.shape, layer.device)):
+            self._allocate_from_states(layer_idx, key_states, value_states)
+        layer.check_fit(key_states, value_states)
 
     def _join_step(self, layer_idx: int, kind: tuple[int, int]) -> None:
         if self.layers[layer_idx].pending:

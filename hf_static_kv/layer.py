@@ -80,10 +80,11 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append the states and return the views that attention reads, for a layer that is used alone."""
-        self.check_states(key_states, value_states)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        self.check_fit(key_states, value_states)
+        if not self.accepts(key_states, value_states):
+            self.check_states(key_states, value_states)
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+            self.check_fit(key_states, value_states)
         views = self.write(key_states, value_states)
         self.commit()
         return views
@@ -203,6 +204,23 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self._use_rows(batch_size)
 
     # --- checks: before anything is written, with the numbers and the remedy
+
+    def accepts(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
+        """Whether `check_states` and `check_fit` would both pass: one quick look, on the way of every token."""
+        if not self.is_initialized or key_states.ndim != 4:
+            return False
+        batch_size, heads, tokens, head_dim = key_states.shape
+        shape = self.shape
+        return (
+            heads == shape.num_kv_heads
+            and head_dim == shape.key_head_dim
+            and value_states.shape == (batch_size, heads, tokens, shape.value_head_dim)
+            and (batch_size == self.batch_size if self.length else batch_size <= self.max_batch_size)
+            and 0 < tokens <= self.max_cache_len - self.length
+            and key_states.dtype == value_states.dtype == self.dtype
+            and key_states.device == value_states.device == self.device
+            and not (torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad))
+        )
 
     def check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Refuse states that no cache of this capacity could take."""

@@ -1,8 +1,10 @@
 """Nothing is lost: a forward pass that fails anywhere can be retried, and bad input is refused before it is written."""
 
+import hypothesis.strategies as st
 import pytest
 import torch
 from architectures import toy_config, toy_model
+from hypothesis import given
 from transformers import AutoConfig, BartConfig, GPT2Config, LlamaConfig, Mamba2Config, MllamaConfig, Qwen3NextConfig
 
 from hf_static_kv import StaticContiguousCache, StaticContiguousLayer, cache_bytes
@@ -293,3 +295,24 @@ def test_gpt2_up_to_its_last_position_and_no_further():
     assert_same(before, snapshot(cache))
     with pytest.raises(ValueError, match=r"positions 0 to 19.*max_cache_len=21.*<= 20"):
         StaticContiguousCache(toy_config("gpt2", max_position_embeddings=20), 21)
+
+
+NUMBERS = st.integers(0, 3)
+
+
+@given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.booleans(), st.booleans(), st.booleans(), NUMBERS)
+def test_the_quick_look_agrees_with_the_checks(batch, heads, tokens, dim, value_dim, half, half_values, grad, length):
+    """`accepts` is a shortcut around `check_states` and `check_fit`: True just where neither raises."""
+    layer = StaticContiguousLayer(max_cache_len=3)
+    layer.lazy_initialization(torch.ones(2, 2, 0, 2), torch.ones(2, 2, 0, 2))
+    if length:
+        layer.update(torch.ones(2, 2, length, 2), torch.ones(2, 2, length, 2))
+    keys = torch.ones(batch, heads, tokens, dim, dtype=torch.float16 if half else torch.float32, requires_grad=grad)
+    values = torch.ones(batch, heads, tokens, value_dim, dtype=torch.float16 if half_values else torch.float32)
+    try:
+        layer.check_states(keys, values)
+        layer.check_fit(keys, values)
+    except ValueError:
+        assert not layer.accepts(keys, values)
+    else:
+        assert layer.accepts(keys, values)
