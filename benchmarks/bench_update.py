@@ -166,7 +166,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
-    parser.add_argument("--repeats", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=120)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--plot", type=Path, help="write the picture here")
     args = parser.parse_args()

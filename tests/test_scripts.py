@@ -51,7 +51,7 @@ def test_bench_update_writes_its_record_and_picture(tmp_path):
 def test_bench_update_refuses_too_small_a_capacity():
     result = run("benchmarks/bench_update.py", "--capacities", 64)
     assert result.returncode == 2
-    assert "--capacities must be at least 134" in result.stderr
+    assert "--capacities must be at least 194" in result.stderr
 
 
 class TestReadme:
