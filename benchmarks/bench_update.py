@@ -136,6 +136,7 @@ def plot(report: dict, path: Path) -> None:
         axis.set(title=titles[key], xlabel=f"{key}, tokens", ylabel="ms", yscale="log", ylim=(None, None))
         axis.set_xscale("log", base=2)
         axis.set_xticks(x, [f"{value:,}" for value in x])
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend()

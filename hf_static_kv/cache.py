@@ -23,9 +23,11 @@ class StaticContiguousCache(Cache):
     Storage is allocated at the first forward pass, from the states themselves; `from_model` allocates at once.
     Keys and values are stored as attention uses them, after QK-norm and RoPE. See `StorageGroup` for the drawing.
 
-    >>> cache = StaticContiguousCache(model.config, max_cache_len=4096)            # doctest: +SKIP
-    >>> model.generate(**inputs, past_key_values=cache, max_new_tokens=256)        # doctest: +SKIP
-    >>> cache.reset()                                                              # doctest: +SKIP
+    ```python
+    cache = StaticContiguousCache(model.config, max_cache_len=4096)
+    tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+    cache.reset()  # before the next text
+    ```
 
     A step (one forward pass) is atomic: every layer writes behind the text, and `seq_len` moves once, when the last
     layer has written. If the pass fails in between, the cache reads as before it and the same call can be retried.
