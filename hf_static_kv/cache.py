@@ -108,7 +108,7 @@ class StaticContiguousCache(Cache):
         dtype: torch.dtype,
         devices: Sequence[torch.device],
     ) -> None:
-        """Give every layer a slab; layers of one shape on one device share one pair of tensors."""
+        """Give every layer storage; layers of one shape on one device share one pair of tensors."""
         members: dict[tuple[LayerShape, torch.device], list[int]] = {}
         for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
             members.setdefault((shape, device), []).append(layer_idx)
@@ -118,7 +118,7 @@ class StaticContiguousCache(Cache):
         }
         for key, rows in members.items():
             for row, layer_idx in enumerate(rows):
-                self.layers[layer_idx].attach(*groups[key].slabs(row))
+                self.layers[layer_idx].attach(groups[key], row)
         self._groups.extend(groups.values())
         self._learns_shapes = False
 

@@ -1,4 +1,4 @@
-"""One layer of the cache: writes new states into its slab, hands out views, knows its own length and window."""
+"""One layer of the cache: writes new states into its row of the storage, hands out views, knows its own length and window."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hf_static_kv.storage import LayerShape, StorageGroup
 
 
 class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its slab.
+    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its storage.
 
-    A `StaticContiguousCache` gives each layer a slab of its shared storage and moves all lengths together when a step
+    A `StaticContiguousCache` gives each layer a row of its shared storage and moves all lengths together when a step
     is complete: `write` leaves the new tokens `pending`, `commit` makes them part of the text, `discard` forgets them.
     Used alone, `update` does all of it at once.
 
     ```
     position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
-    slab         [k] [k] [k] [k] [p] [p] [ ] [ ]
+    storage      [k] [k] [k] [k] [p] [p] [ ] [ ]
     keys         <------------->                       what the text holds
     view                 <------------->               what `write` returned for queries 4 and 5: 4 may see 2, 3 and 4
     ```
@@ -35,8 +35,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.length = 0
         self.pending = 0
         self.batch_size = -1  # rows in use; transformers' word for 'none yet' is -1
-        self._key_slab: torch.Tensor | None = None
-        self._value_slab: torch.Tensor | None = None
+        self._group: StorageGroup | None = None
+        self._row = 0
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -45,14 +45,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     # --- storage
 
-    def attach(self, key_slab: torch.Tensor, value_slab: torch.Tensor) -> None:
-        """Take two slabs [B, H, S, D] as this layer's storage."""
-        self._key_slab, self._value_slab = key_slab, value_slab
-        self.shape = LayerShape.of(key_slab, value_slab)
-        self.dtype, self.device = key_slab.dtype, key_slab.device
-        self.max_batch_size = key_slab.shape[0]
+    def attach(self, group: StorageGroup, row: int) -> None:
+        """Take layer number `row` of the group as this layer's storage."""
+        self._group, self._row = group, row
+        self.shape = group.shape
+        self.dtype, self.device = group.keys.dtype, group.keys.device
+        self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
-        self._use_rows(self.max_batch_size)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate storage for this layer alone; a cache attaches its layers to shared storage instead."""
@@ -64,15 +63,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             dtype=key_states.dtype,
             device=key_states.device,
         )
-        self.attach(*group.slabs(0))
+        self.attach(group, row=0)
 
-    def _use_rows(self, batch_size: int) -> None:
-        assert self._key_slab is not None
-        assert self._value_slab is not None
-        self.batch_size = batch_size
-        with torch.inference_mode(False):  # kept beyond the block that they are made in, as the storage is
-            self._key_rows = self._key_slab[:batch_size]
-            self._value_rows = self._value_slab[:batch_size]
+    def _views(self, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, H, length, D] at positions [first, first + length) of the rows in use."""
+        assert self._group is not None, "attach storage first"
+        keys, values = self._group.slices(self.batch_size, first, length)
+        return keys[self._row], values[self._row]
 
     # --- the text: read, write, commit
 
@@ -91,15 +88,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy checked states [B, H, n, D] behind the text and return the views that their queries may see."""
-        batch_size, tokens = key_states.shape[0], key_states.shape[2]
-        if batch_size != self.batch_size:
-            self._use_rows(batch_size)
-        start = self.length
-        self._key_rows.narrow(2, start, tokens).copy_(key_states)
-        self._value_rows.narrow(2, start, tokens).copy_(value_states)
+        self.batch_size, tokens = key_states.shape[0], key_states.shape[2]
+        keys, values = self._views(self.length, tokens)
+        keys.copy_(key_states)
+        values.copy_(value_states)
         self.pending = tokens
         kv_length, first = self.get_mask_sizes(tokens)
-        return self._key_rows.narrow(2, first, kv_length), self._value_rows.narrow(2, first, kv_length)
+        return self._views(first, kv_length)
 
     def commit(self) -> None:
         """The pending tokens become part of the text."""
@@ -143,17 +138,16 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.discard()
         self.length = 0
         if self.is_initialized:
-            self._use_rows(self.max_batch_size)
+            self.batch_size = self.max_batch_size
 
     def take_rows(self, indices: torch.Tensor) -> None:
         """Row i of the batch becomes what row `indices[i]` is now, in place; the batch is then len(indices) rows."""
         self.discard()
         indices = indices.to(self.device)
-        keys = self._key_rows.narrow(2, 0, self.length).index_select(0, indices)
-        values = self._value_rows.narrow(2, 0, self.length).index_select(0, indices)
-        self._use_rows(len(indices))
-        self._key_rows.narrow(2, 0, self.length).copy_(keys)
-        self._value_rows.narrow(2, 0, self.length).copy_(values)
+        taken = [states.index_select(0, indices) for states in self._views(0, self.length)]
+        self.batch_size = len(indices)
+        for target, states in zip(self._views(0, self.length), taken, strict=True):
+            target.copy_(states)
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -162,31 +156,32 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         Assigning replaces the text: a prefix of this very view only sets the length (and batch), anything else is
         copied into the storage. None empties the layer. Assign `values` of the same length right after.
         """
-        return self._key_rows.narrow(2, 0, self.length) if self.is_initialized else None
+        return self._views(0, self.length)[0] if self.is_initialized else None
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
-        self._replace_text(self._key_slab, states, "keys")
+        self._replace_text("keys", states)
 
     @property
     def values(self) -> torch.Tensor | None:
         """The text's values [B, H, length, D]; as `keys`."""
-        return self._value_rows.narrow(2, 0, self.length) if self.is_initialized else None
+        return self._views(0, self.length)[1] if self.is_initialized else None
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
-        self._replace_text(self._value_slab, states, "values")
+        self._replace_text("values", states)
 
-    def _replace_text(self, slab: torch.Tensor | None, states: torch.Tensor | None, name: str) -> None:
+    def _replace_text(self, name: str, states: torch.Tensor | None) -> None:
         if states is None:
             self.discard()
             self.length = 0
             return
-        if slab is None:
+        if self._group is None:
             raise ValueError(
                 f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
                 "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
             )
+        slab: torch.Tensor = getattr(self._group, name)[self._row]  # [B, H, S, D]
         rows, heads, room, head_dim = slab.shape
         fits = states.ndim == 4 and states.shape[1::2] == (heads, head_dim)
         if not fits or states.shape[0] > rows or states.shape[2] > room or _kind(states) != _kind(slab):
@@ -200,8 +195,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             shares_memory = states.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
             slab[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
         self.discard()
-        self.length = length
-        self._use_rows(batch_size)
+        self.batch_size, self.length = batch_size, length
 
     # --- checks: before anything is written, with the numbers and the remedy
 

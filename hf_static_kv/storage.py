@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+# One view for each layer of a group.
+Slices = tuple[torch.Tensor, ...]
+
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -44,9 +47,12 @@ class StorageGroup:
     layer 1, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     every layer fills the same positions
     ```
 
-    A layer owns one slab `[B, H, S, D]` of each; what attention reads is a slice of it along S, never a copy.
+    A layer is one row of both along L; what attention reads is a slice of that along S, never a copy.
     Zero-filled, so that a kernel that loads beyond the text and masks it never meets a NaN.
     """
+
+    # A step asks for at most three slices: where to write, what full layers see, what sliding layers see.
+    _MAX_RECENT = 4
 
     def __init__(
         self,
@@ -59,16 +65,32 @@ class StorageGroup:
         device: torch.device,
     ) -> None:
         self.shape = shape
+        self._recent: dict[tuple[int, int, int], tuple[Slices, Slices]] = {}
         head = (num_layers, batch_size, shape.num_kv_heads, max_cache_len)
         # Tensors born in inference mode could not be written outside it later; a cache outlives such blocks.
         with torch.inference_mode(False):
             self.keys = torch.zeros(*head, shape.key_head_dim, dtype=dtype, device=device)
             self.values = torch.zeros(*head, shape.value_head_dim, dtype=dtype, device=device)
 
-    def slabs(self, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys and values of the group's layer number `row`: two views [B, H, S, D]."""
-        with torch.inference_mode(False):
-            return self.keys[row], self.values[row]
+    def slices(self, batch_size: int, first: int, length: int) -> tuple[Slices, Slices]:
+        """Keys and values of every layer at positions [first, first + length) of the first rows: views [B, H, n, D].
+
+        All layers of a step ask for the same ones, so they are cut once for all and kept: on a GPU, where every call
+        costs the host several microseconds, a step is then two copies a layer and little else.
+        """
+        key = (batch_size, first, length)
+        found = self._recent.get(key)
+        if found is None:
+            if len(self._recent) >= self._MAX_RECENT:
+                del self._recent[next(iter(self._recent))]
+            found = self._recent[key] = self._cut(self.keys, *key), self._cut(self.values, *key)
+        return found
+
+    @staticmethod
+    @torch.inference_mode(False)
+    def _cut(storage: torch.Tensor, batch_size: int, first: int, length: int) -> Slices:
+        slices: Slices = storage.narrow(1, 0, batch_size).narrow(3, first, length).unbind(0)
+        return slices
 
     @property
     def num_bytes(self) -> int:
