@@ -1,4 +1,4 @@
-"""One layer of the cache: writes new states into its row of the storage, hands out views, knows its own length and window."""
+"""One layer of the cache: writes new states behind the text, hands out views, knows its own length and window."""
 
 from __future__ import annotations
 
