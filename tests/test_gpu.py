@@ -24,12 +24,9 @@ def toy(name):
     return toy_model(name, attn="eager" if name in ("gemma2", "gpt_oss") else "sdpa").cuda()
 
 
-MODES = [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}, {"num_beams": 3}]
-
-
-@pytest.mark.parametrize("options", MODES, ids=str)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_tokens_equal_use_cache_false(name, options):
+@pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.7}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
+def test_sampling_and_beams(name, options):
     """In float64: on a GPU float32 rounds by 1e-5 of these logits, and one sampled token in thousands turns on it."""
     model = toy(name).double()
     ids = torch.randint(3, 128, (2, 13), device="cuda")
@@ -39,8 +36,7 @@ def test_tokens_equal_use_cache_false(name, options):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_left_padded_batch(name):
-    """In float32: transformers' eager mask overflows to NaN for padded rows in float64."""
+def test_greedy_on_a_left_padded_batch(name):
     model = toy(name)
     ids = torch.randint(3, 128, (2, 13), device="cuda")
     mask = torch.ones_like(ids)
