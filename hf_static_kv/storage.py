@@ -87,10 +87,12 @@ class StorageGroup:
         return found
 
     @staticmethod
-    @torch.inference_mode(False)
     def _cut(storage: torch.Tensor, batch_size: int, first: int, length: int) -> Slices:
-        slices: Slices = storage.narrow(1, 0, batch_size).narrow(3, first, length).unbind(0)
-        return slices
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # kept beyond the block, as the storage is
+                return StorageGroup._cut(storage, batch_size, first, length)
+        rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
+        return rows.narrow(3, first, length).unbind(0)
 
     @property
     def num_bytes(self) -> int:
