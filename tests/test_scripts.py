@@ -63,6 +63,17 @@ class TestReadme:
             row = next(line for line in self.readme.splitlines() if line.startswith(f"| {name}"))
             assert row.split(" | ")[1:] == [*cells[:2], f"{cells[2]} |"]
 
+    def test_the_figures_are_those_of_the_record(self):
+        rows = json.loads((ROOT / "benchmarks/results/update.json").read_text())["updates"]
+        medians = {(row["cache"], row["length"]): row["median_ms"] for row in rows}
+        words = " ".join(self.readme.split())
+        ours, theirs = "StaticContiguousCache", "DynamicCache"
+        assert (
+            f"takes {medians[ours, 256]:.1f} ms in a text of 256 tokens and {medians[ours, 16384]:.1f} ms in one"
+            in words
+        )
+        assert f"takes {medians[theirs, 256]:.1f} and {medians[theirs, 16384]:.0f} ms" in words
+
     def test_the_eight_lines_run(self, monkeypatch):
         """With a toy model and a tokenizer of numbers in the place of the download."""
         from architectures import toy_model
