@@ -94,7 +94,8 @@ class StaticContiguousCache(Cache):
         self._plans = plans
         self._max_cache_len = max_cache_len
         self._groups: list[StorageGroup] = []
-        self._learns_shapes = True
+        # Layers whose storage was sized by another layer's states: a guess, until the first step is complete.
+        self._guessed: set[int] = set()
         self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
@@ -120,27 +121,24 @@ class StaticContiguousCache(Cache):
             for row, layer_idx in enumerate(rows):
                 self.layers[layer_idx].attach(groups[key], row)
         self._groups.extend(groups.values())
-        self._learns_shapes = False
 
     def _allocate_from_states(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for this layer and for the others that the config describes alike, shaped as the states are."""
         plan = self._plans[layer_idx]
-        alike = [i for i, other in enumerate(self._plans) if other.shape == plan.shape and self._is_unused(i)]
-        if self.layers[layer_idx].is_initialized:
+        if layer_idx in self._guessed:
             logger.warning(
                 "Layer %d is unlike what the first layers led to expect: it and its like get storage of their own, and "
                 "their first share stays unused. `StaticContiguousCache.from_model` places every layer at once.",
                 layer_idx,
             )
-            alike = [i for i in alike if self._plans[i].sliding_window == plan.sliding_window]
-        shape = LayerShape.of(key_states, value_states)
-        count = len(alike)
+            alike = [i for i in sorted(self._guessed) if self._plans[i] == plan]
+        else:
+            new = (i for i, layer in enumerate(self.layers) if not layer.is_initialized)
+            alike = [i for i in new if self._plans[i].shape == plan.shape]
+        shape, count = LayerShape.of(key_states, value_states), len(alike)
         self._allocate(alike, [shape] * count, key_states.shape[0], key_states.dtype, [key_states.device] * count)
-        self._learns_shapes = True
-
-    def _is_unused(self, layer_idx: int) -> bool:
-        layer = self.layers[layer_idx]
-        return layer.length == 0 and layer.pending == 0
+        self._guessed |= {i for i in alike if i > layer_idx}
+        self._guessed.discard(layer_idx)
 
     def early_initialization(
         self,
@@ -217,9 +215,7 @@ class StaticContiguousCache(Cache):
         layer = self.layers[layer_idx]
         layer.check_states(key_states, value_states)
         place = (LayerShape.of(key_states, value_states), key_states.device)
-        # Storage that was sized by another layer's states is a guess until this layer's own first write.
-        is_guess = self._learns_shapes and self._is_unused(layer_idx)
-        if not layer.is_initialized or (is_guess and place != (layer.shape, layer.device)):
+        if not layer.is_initialized or (layer_idx in self._guessed and place != (layer.shape, layer.device)):
             self._allocate_from_states(layer_idx, key_states, value_states)
         layer.check_fit(key_states, value_states)
 
@@ -245,6 +241,7 @@ class StaticContiguousCache(Cache):
         for layer in self.layers:
             layer.commit()
         self._step_kind = None
+        self._guessed.clear()
 
     def _discard_step(self) -> None:
         for layer in self.layers:

@@ -89,6 +89,16 @@ class TestAllocation:
         assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3]
         assert "Layer 1 is unlike" in caplog.text
 
+    def test_after_the_first_step_the_shape_is_settled(self):
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
+        step(cache, 1, 2)
+        cache.reset()
+        for layer_idx in (0, 1):
+            with pytest.raises(
+                ValueError, match="1 KV heads of dim 3, this layer was allocated for 1 KV heads of dim 1"
+            ):
+                cache.update(torch.ones(1, 1, 1, 3), torch.ones(1, 1, 1, 3), layer_idx)
+
     def test_early_initialization(self):
         """transformers' own call for allocating in advance."""
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
