@@ -137,8 +137,7 @@ class StaticContiguousCache(Cache):
             alike = [i for i in new if self._plans[i].shape == plan.shape]
         shape, count = LayerShape.of(key_states, value_states), len(alike)
         self._allocate(alike, [shape] * count, key_states.shape[0], key_states.dtype, [key_states.device] * count)
-        self._guessed |= {i for i in alike if i > layer_idx}
-        self._guessed.discard(layer_idx)
+        self._guessed = (self._guessed | set(alike)) - {layer_idx}
 
     def early_initialization(
         self,
