@@ -16,10 +16,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +27,7 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import random_model
+from hf_static_kv.testing import provenance, random_model
 
 WARM_UP = 10
 LLAMA_1B = LlamaConfig(num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8)
@@ -143,24 +140,6 @@ def plot(report: dict, path: Path) -> None:
     where = f"{report['hardware']}, {report['threads']} threads, float32"
     figure.suptitle(f"{where}; line: median, band: 10th to 90th percentile")
     figure.savefig(path, dpi=130)
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
-
-
-def provenance() -> dict:
-    """Where and with what the figures were taken."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "hardware": cpu_name(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit or "unknown",
-        "command": " ".join(["python", *sys.argv]),
-    }
 
 
 def parse_args() -> argparse.Namespace:

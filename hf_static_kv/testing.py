@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -45,3 +51,28 @@ def random_model(config: PreTrainedConfig, seed: int = 0, **kwargs: Any) -> PreT
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **kwargs)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
+
+
+def provenance(device: str = "cpu") -> dict[str, Any]:
+    """Where and with what a record was made: hardware, versions, commit, command.
+
+    Outside a git checkout the commit is read from the environment variable `COMMIT`.
+    """
+    on_gpu = device.startswith("cuda")
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return {
+        "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def _cpu_name() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
