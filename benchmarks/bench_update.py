@@ -62,7 +62,7 @@ def alternate(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, l
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    deciles = statistics.quantiles(times, n=10)
+    deciles = statistics.quantiles(times, n=10, method="inclusive")
     return {"median_ms": statistics.median(times), "p10_ms": deciles[0], "p90_ms": deciles[-1]}
 
 

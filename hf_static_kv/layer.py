@@ -120,6 +120,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens. Nothing is moved: older positions are all still there."""
+        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. To keep {tokens_to_remove} "

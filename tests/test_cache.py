@@ -202,6 +202,15 @@ class TestText:
         cache.crop(0)
         assert cache.seq_len == 2
 
+    def test_a_crop_counted_by_a_tensor_leaves_an_int(self):
+        """transformers 5.17 counts the tokens that assisted decoding takes back with a tensor."""
+        cache = make()
+        step(cache, 1, 2, 3)
+        cache.crop(torch.tensor(-2))
+        assert [type(layer.length) for layer in cache.layers] == [int, int]
+        step(cache, 4)
+        assert [text(layer) for layer in cache.layers] == [[1, 4]] * 2
+
     def test_reset_keeps_storage_and_address(self):
         cache = make()
         step(cache, 1, 2)
