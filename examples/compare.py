@@ -1,60 +1,336 @@
-"""The same tokens with and without the cache, on toy models of three architectures with random weights.
+"""The same tokens with and without the cache: see it on three small trained models, or on a model of your own.
 
-    python examples/compare.py [--max-new-tokens 64]
+    python examples/compare.py                                  # the miniatures of Llama, Qwen3 and Gemma 3; a minute
+    python examples/compare.py --model smollm2 --max-new-tokens 64
+    python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --against no-cache,dynamic
 
-Exit status 1 when any tokens differ.
+--model takes a short name, a hub id, a folder or a GGUF file. Exit status 1 when tokens differ, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import sys
+import textwrap
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
+import transformers
+from token_agreement import TokenAgreement
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import TINY_DEV_MODELS, random_model, tiny_config
+from hf_static_kv.testing import MINIATURES, load_model, provenance
 
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7}}
+PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}}
+OURS = "contiguous"
+CACHES = {
+    "no-cache": None,
+    "dynamic": lambda model, room: DynamicCache(config=model.config),
+    "static": lambda model, room: StaticCache(config=model.config, max_cache_len=room),
+    OURS: StaticContiguousCache.from_model,
+}
 
 
-def timed_generate(model, ids, **kwargs):
-    torch.manual_seed(42)
-    start = time.perf_counter()
-    tokens = model.generate(ids, eos_token_id=None, **kwargs)
-    return tokens, time.perf_counter() - start
+class BadArgument(Exception):
+    """Something that the user can mend; its message is one line."""
 
 
-def compare(name: str, max_new_tokens: int) -> bool:
-    """Print one line for each mode of one model; True when all tokens are equal."""
-    model = random_model(tiny_config(name, initializer_range=0.3))
-    ids = torch.randint(3, model.config.vocab_size, (1, 24), generator=torch.Generator().manual_seed(0))
-    all_equal = True
-    for mode, options in MODES.items():
-        options = {"max_new_tokens": max_new_tokens, "attention_mask": torch.ones_like(ids), **options}
-        without, slow = timed_generate(model, ids, use_cache=False, **options)
-        cache = StaticContiguousCache.from_model(model, ids.shape[1] + max_new_tokens)
-        cached, fast = timed_generate(model, ids, past_key_values=cache, **options)
-        equal = torch.equal(without, cached)
-        all_equal &= equal
-        print(
-            f"{name:8} {mode:8} {'equal' if equal else 'DIFFERENT':10} {max_new_tokens / slow:8.0f} "
-            f"{max_new_tokens / fast:8.0f} {slow / fast:8.1f}x {cache.memory_bytes:>10,}"
+@dataclass
+class Run:
+    """One call of `generate`: the new tokens and the moment at which each of them was there."""
+
+    tokens: list[int]
+    seconds: list[float]
+    cache_bytes: int | None
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first, whose time is the prompt's."""
+        return (len(self.seconds) - 1) / sum(self.seconds[1:]) if len(self.seconds) > 1 else float("nan")
+
+    def growth(self) -> tuple[float, float]:
+        """Median milliseconds per token over the first and the last eighth of the run."""
+        steps = self.seconds[1:] or self.seconds
+        part = max(1, len(steps) // 8)
+        return statistics.median(steps[:part]) * 1e3, statistics.median(steps[-part:]) * 1e3
+
+
+@dataclass
+class Comparison:
+    """Our cache against another way to run, on one prompt in one mode."""
+
+    model: str
+    mode: str
+    against: str
+    theirs: Run
+    ours: Run
+    equal: bool
+    common_prefix: int
+    difference: dict | None = field(default=None)
+
+    @property
+    def speed_up(self) -> float:
+        return self.ours.tokens_per_second / self.theirs.tokens_per_second
+
+
+class Clock(BaseStreamer):
+    """Notes when each token arrives and moves the progress bar. Reading the token waits for the device."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar, self.seconds, self.tokens = bar, [], []
+        self.last = time.perf_counter()
+
+    def put(self, value: torch.Tensor) -> None:
+        if value.ndim > 1:  # the prompt comes first
+            return
+        now = time.perf_counter()
+        self.seconds.append(now - self.last)
+        self.last = now
+        self.tokens += value.tolist()
+        self.bar.update()
+
+    def end(self) -> None:
+        pass
+
+
+def run(model: PreTrainedModel, inputs: dict, cache_name: str, mode: str, args: argparse.Namespace, bar: tqdm) -> Run:
+    room = inputs["input_ids"].shape[1] + args.max_new_tokens
+    build = CACHES[cache_name]
+    cache = build(model, room) if build else None
+    how = {"use_cache": False} if cache is None else {"past_key_values": cache}
+    torch.manual_seed(args.seed)
+    clock = Clock(bar)
+    model.generate(
+        **inputs,
+        **how,
+        **MODES[mode],
+        max_new_tokens=args.max_new_tokens,
+        streamer=clock,
+        disable_compile=True,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+    )
+    return Run(clock.tokens, clock.seconds, getattr(cache, "memory_bytes", None))
+
+
+@torch.no_grad()
+def explain_difference(model: PreTrainedModel, inputs: dict, theirs: list[int], ours: list[int], at: int) -> dict:
+    """Where two runs part: both tokens, the gap between the two best logits, and what rounding alone can do to it."""
+    prompt = inputs["input_ids"]
+    ids = torch.cat([prompt, torch.tensor([theirs[:at]], device=prompt.device, dtype=prompt.dtype)], dim=1)
+    logits = model(ids, use_cache=False).logits[0, -1].float()
+    best = logits.topk(2).values
+    # Every layer adds to the residual stream twice, and each sum is rounded to the model's dtype: as a random walk.
+    roundings = (2 * model.config.get_text_config().num_hidden_layers + 1) ** 0.5
+    rounding = torch.finfo(model.dtype).eps * logits.abs().max().item() * roundings
+    gap = (best[0] - best[1]).item()
+    return {
+        "position": at,
+        "their_token": theirs[at] if at < len(theirs) else None,
+        "our_token": ours[at] if at < len(ours) else None,
+        "gap": gap,
+        "rounding": rounding,
+        "within_rounding": gap <= rounding,
+    }
+
+
+def compare(name: str, model: PreTrainedModel, inputs: dict, args: argparse.Namespace, bar: tqdm) -> list[Comparison]:
+    """All modes of one model on one prompt, our cache against each of `args.against`."""
+    comparisons = []
+    for mode in MODES:
+        bar.set_description(f"{name}, {mode}")
+        runs = {cache: run(model, inputs, cache, mode, args, bar) for cache in [*args.against, OURS]}
+        ours = runs.pop(OURS)
+        for against, theirs in runs.items():
+            agreement = TokenAgreement().compute(predictions=[ours.tokens], references=[theirs.tokens])
+            equal, prefix = agreement["exact_match"] == 1.0, agreement["common_prefix"][0]
+            difference = None if equal else explain_difference(model, inputs, theirs.tokens, ours.tokens, prefix)
+            comparisons.append(Comparison(name, mode, against, theirs, ours, equal, prefix, difference))
+    return comparisons
+
+
+def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The user's prompt, or those of the small file that suit the model."""
+    if args.prompt is not None:
+        return [args.prompt]
+    from datasets import Dataset, disable_progress_bars
+
+    disable_progress_bars()
+    kind = "chat" if tokenizer.chat_template else "play"
+    rows = Dataset.from_json(str(PROMPTS), keep_in_memory=True)
+    return [row["prompt"] for row in rows if row["kind"] == kind]
+
+
+def encode(prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> dict:
+    """The model's inputs, as a chat where it is made for chats; refused where they cannot fit."""
+    if tokenizer.chat_template:
+        messages = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
+    length, context = encoded["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    if length == 0:
+        raise BadArgument("the prompt is empty: give at least one word")
+    if length + args.max_new_tokens > context:
+        raise BadArgument(
+            f"the prompt has {length} tokens and --max-new-tokens is {args.max_new_tokens}: more than the context of "
+            f"{context}. Shorten one of them"
         )
-    return all_equal
+    return {key: encoded[key].to(args.device) for key in ("input_ids", "attention_mask")}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+def print_text(name: str, prompt: str, comparisons: list[Comparison], tokenizer: PreTrainedTokenizerBase) -> None:
+    """For each mode the beginning of the text, the verdict, and the time per token as the text grows."""
+    for mode in MODES:
+        mine = [c for c in comparisons if c.mode == mode]
+        ours = mine[0].ours
+        lines = (prompt + tokenizer.decode(ours.tokens, skip_special_tokens=True)).splitlines()
+        more = [f"... ({len(lines) - 7} more lines)"] if len(lines) > 8 else []
+        print(f"\n{name}, {mode}")
+        print(textwrap.indent("\n".join([*lines[:7], *more] if more else lines), "    | ", lambda line: True))
+        for c in mine:
+            print(verdict(c, tokenizer))
+
+
+def verdict(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal or where not, and how the time per token grew."""
+    (theirs_first, theirs_last), (ours_first, ours_last) = c.theirs.growth(), c.ours.growth()
+    growth = f"{c.against} {theirs_first:.1f} -> {theirs_last:.1f}, {OURS} {ours_first:.1f} -> {ours_last:.1f}"
+    says = f"  {len(c.ours.tokens)} tokens, equal to {c.against}" if c.equal else difference_in_words(c, tokenizer)
+    return f"{says}; ms per token, first to last: {growth}"
+
+
+def difference_in_words(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
+    d = c.difference
+    tokens = [repr(tokenizer.decode([t])) if t is not None else "the end" for t in (d["their_token"], d["our_token"])]
+    within = "within" if d["within_rounding"] else "NOT within"
+    return (
+        f"  DIFFERENT from {c.against} at new token {d['position']}: {tokens[0]} there, {tokens[1]} here; the two best "
+        f"logits are {d['gap']:.2g} apart, {within} the {d['rounding']:.2g} that rounding can do"
+    )
+
+
+def print_table(comparisons: list[Comparison]) -> None:
+    print(
+        f"\n{'model':16} {'mode':8} {'against':9} {'tokens':9} {'theirs':>9} {'ours':>9} {'speed-up':>9} {'cache':>10}"
+    )
+    for c in comparisons:
+        verdict = "equal" if c.equal else f"DIFF @{c.common_prefix}"
+        speeds = f"{c.theirs.tokens_per_second:7.0f}/s {c.ours.tokens_per_second:7.0f}/s {c.speed_up:8.1f}x"
+        print(f"{c.model[-16:]:16} {c.mode:8} {c.against:9} {verdict:9} {speeds} {c.ours.cache_bytes / 2**20:6.2f} MiB")
+
+
+def plot(comparisons: list[Comparison], path: Path) -> None:
+    """Time per token against position: without a cache it climbs, with one it is flat."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(c.model for c in comparisons))
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(1 + 4 * len(names), 4), sharey=True, squeeze=False, constrained_layout=True
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        mine = [c for c in comparisons if c.model == name and c.mode == "greedy"]
+        first = mine[: len({c.against for c in mine})]  # the first prompt
+        for label, one in [*((c.against, c.theirs) for c in first), (f"{OURS} (ours)", first[0].ours)]:
+            steps = [second * 1e3 for second in one.seconds[1:]]
+            smooth = [statistics.median(steps[max(0, i - 4) : i + 5]) for i in range(len(steps))]
+            (line,) = axis.plot(range(2, len(steps) + 2), smooth, label=label)
+            axis.plot(range(2, len(steps) + 2), steps, color=line.get_color(), alpha=0.2, linewidth=0.7)
+        axis.set(title=name, xlabel="new token")
+        axis.grid(alpha=0.3)
+    axes[0][0].set(ylabel="ms per token", ylim=(0, None))
+    axes[0][0].legend()
+    figure.savefig(path, dpi=130)
+
+
+def as_json(comparisons: list[Comparison], args: argparse.Namespace) -> str:
+    rows = []
+    for c in comparisons:
+        runs = {"theirs": c.theirs, "ours": c.ours}
+        row = {
+            "model": c.model,
+            "mode": c.mode,
+            "against": c.against,
+            "equal": c.equal,
+            "common_prefix": c.common_prefix,
+        }
+        row |= {"difference": c.difference, "speed_up": c.speed_up}
+        row |= {name: {**vars(r), "tokens_per_second": r.tokens_per_second} for name, r in runs.items()}
+        rows.append(row)
+    return json.dumps({**provenance(args.device), "comparisons": rows}, indent=1) + "\n"
+
+
+def cache_names(text: str) -> list[str]:
+    names = text.split(",")
+    choices = [name for name in CACHES if name != OURS]
+    if unknown := [name for name in names if name not in choices]:
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(choices)}")
+    return names
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", default=list(MINIATURES), help="short name, hub id, folder or GGUF file")
+    parser.add_argument(
+        "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; by commas"
+    )
+    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--prompt", help="your own; default: a few from examples/data/prompts.jsonl")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--attn", choices=["sdpa", "eager"], help="attention implementation; default: the model's own")
+    parser.add_argument("--seed", type=int, default=42)
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--plot", type=Path, help="write the picture here")
     args = parser.parse_args()
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
-    print(f"{'model':8} {'mode':8} {'tokens':10} {'no cache':>8} {'cached':>8} {'speed-up':>9} {'bytes':>10}")
-    print(f"{'':28} {'tokens/s':>8} {'tokens/s':>8}")
-    results = [compare(name, args.max_new_tokens) for name in TINY_DEV_MODELS]
-    return 0 if all(results) else 1
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: this machine has no CUDA device")
+    return args
+
+
+def compare_model(name: str, args: argparse.Namespace) -> list[Comparison]:
+    """Load one model, compare on each prompt with a progress bar, print what came out."""
+    try:
+        model, tokenizer = load_model(name, device=args.device, dtype=getattr(torch, args.dtype), attn=args.attn)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+    prompts = read_prompts(args, tokenizer)
+    encoded = [encode(prompt, model, tokenizer, args) for prompt in prompts]
+    total = len(prompts) * len(MODES) * (len(args.against) + 1) * args.max_new_tokens
+    with tqdm(total=total, unit=" tokens", leave=False, disable=None) as bar:
+        results = [compare(name, model, inputs, args, bar) for inputs in encoded]
+    print_text(name, "" if tokenizer.chat_template else prompts[0], results[0], tokenizer)
+    for c in (c for comparisons in results[1:] for c in comparisons if not c.equal):
+        print(verdict(c, tokenizer))
+    return [comparison for comparisons in results for comparison in comparisons]
+
+
+def main() -> int:
+    args = parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        comparisons = [comparison for name in args.model for comparison in compare_model(name, args)]
+    except BadArgument as error:
+        print(f"compare.py: {error}", file=sys.stderr)
+        return 2
+    print_table(comparisons)
+    if args.json:
+        args.json.write_text(as_json(comparisons, args))
+    if args.plot:
+        plot(comparisons, args.plot)
+    return 0 if all(comparison.equal for comparison in comparisons) else 1
 
 
 if __name__ == "__main__":
