@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import huggingface_hub
 import torch
 import transformers
 from token_agreement import TokenAgreement
@@ -320,6 +321,7 @@ def main() -> int:
     args = parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    huggingface_hub.logging.set_verbosity_error()
     try:
         comparisons = [comparison for name in args.model for comparison in compare_model(name, args)]
     except BadArgument as error:

@@ -30,8 +30,9 @@ class StaticContiguousCache(Cache):
     ```
 
     A step (one forward pass) is atomic: every layer writes behind the text, and `seq_len` moves once, when the last
-    layer has written. If the pass fails in between, the cache reads as before it and the same call can be retried.
-    A pass that fails later still, in the model's head, has written all its tokens: `crop(-n)` takes them back.
+    layer has written. If the pass fails before that, the cache reads as before it and the same call can be retried.
+    A pass that fails later (in the last layer's MLP, in layers that share earlier keys, in the head) has written all
+    of its tokens: `crop(-n)` takes them back.
     """
 
     layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
@@ -51,7 +52,10 @@ class StaticContiguousCache(Cache):
         cache = cls(model.config, max_cache_len)
         check_positive(batch_size=batch_size)
         shapes = known_shapes(cache._plans, model.config)
-        cache._allocate(range(len(shapes)), shapes, batch_size, model.dtype, _layer_devices(model, len(shapes)))
+        devices = _layer_devices(model, len(shapes))
+        cache._allocate(range(len(shapes)), shapes, batch_size, (model.dtype, model.dtype), devices)
+        if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
+            logger.warning("This model's generation config has use_cache=False: call generate with use_cache=True.")
         return cache
 
     @classmethod
@@ -87,7 +91,7 @@ class StaticContiguousCache(Cache):
         shapes = [LayerShape(*numbers) for numbers in zip(heads, key_dims, value_dims, strict=True)]
         cache = cls.__new__(cls)
         cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
-        cache._allocate(range(num_layers), shapes, batch_size, dtype, [torch.device(device)] * num_layers)
+        cache._allocate(range(num_layers), shapes, batch_size, (dtype, dtype), [torch.device(device)] * num_layers)
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
@@ -106,37 +110,43 @@ class StaticContiguousCache(Cache):
         layer_indices: Sequence[int],
         shapes: Sequence[LayerShape],
         batch_size: int,
-        dtype: torch.dtype,
+        dtypes: tuple[torch.dtype, torch.dtype],
         devices: Sequence[torch.device],
     ) -> None:
         """Give every layer storage; layers of one shape on one device share one pair of tensors."""
         members: dict[tuple[LayerShape, torch.device], list[int]] = {}
         for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
             members.setdefault((shape, device), []).append(layer_idx)
-        groups = {
-            key: StorageGroup(len(rows), key[0], self._max_cache_len, batch_size=batch_size, dtype=dtype, device=key[1])
-            for key, rows in members.items()
-        }
-        for key, rows in members.items():
+        key_dtype, value_dtype = dtypes
+        how = {"batch_size": batch_size, "key_dtype": key_dtype, "value_dtype": value_dtype}
+        groups = [
+            StorageGroup(len(rows), shape, self._max_cache_len, device=device, **how)  # type: ignore[arg-type]
+            for (shape, device), rows in members.items()
+        ]
+        for group, rows in zip(groups, members.values(), strict=True):
             for row, layer_idx in enumerate(rows):
-                self.layers[layer_idx].attach(groups[key], row)
-        self._groups.extend(groups.values())
+                self.layers[layer_idx].attach(group, row)
+        self._groups.extend(groups)
 
     def _allocate_from_states(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate for this layer and for the others that the config describes alike, shaped as the states are."""
         plan = self._plans[layer_idx]
+        shape, dtypes = LayerShape.of(key_states, value_states), (key_states.dtype, value_states.dtype)
         if layer_idx in self._guessed:
             logger.warning(
-                "Layer %d is unlike what the first layers led to expect: it and its like get storage of their own, and "
-                "their first share stays unused. `StaticContiguousCache.from_model` places every layer at once.",
+                "Layer %d has %s on %s, which neither the config nor the first layer told: it and its like get storage "
+                "of their own, and what was set aside for them stays unused.%s",
                 layer_idx,
+                shape,
+                key_states.device,
+                " `from_model` places every layer at once." if shape == self.layers[layer_idx].shape else "",
             )
             alike = [i for i in sorted(self._guessed) if self._plans[i] == plan]
         else:
             new = (i for i, layer in enumerate(self.layers) if not layer.is_initialized)
             alike = [i for i in new if self._plans[i].shape == plan.shape]
-        shape, count = LayerShape.of(key_states, value_states), len(alike)
-        self._allocate(alike, [shape] * count, key_states.shape[0], key_states.dtype, [key_states.device] * count)
+        count = len(alike)
+        self._allocate(alike, [shape] * count, key_states.shape[0], dtypes, [key_states.device] * count)
         self._guessed = (self._guessed | set(alike)) - {layer_idx}
 
     def early_initialization(
@@ -153,7 +163,7 @@ class StaticContiguousCache(Cache):
         dims = _for_each_layer("head_dim", head_dim, len(self))
         new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
         shapes = [LayerShape(heads[i], dims[i], dims[i]) for i in new]
-        self._allocate(new, shapes, batch_size, dtype, [torch.device(device)] * len(new))
+        self._allocate(new, shapes, batch_size, (dtype, dtype), [torch.device(device)] * len(new))
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:
@@ -299,8 +309,9 @@ class StaticContiguousCache(Cache):
     @property
     def batch_size(self) -> int:
         """Rows of the text; of the storage while there is no text; -1 before allocation."""
-        filled = (layer for layer in self.layers if layer.length)
-        return next(filled, self.layers[0]).batch_size
+        filled = [layer.batch_size for layer in self.layers if layer.length]
+        allocated = [layer.max_batch_size for layer in self.layers if layer.is_initialized]
+        return (filled or allocated or [-1])[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row `beam_idx[i]` is now (beam search), in place."""
@@ -317,6 +328,10 @@ class StaticContiguousCache(Cache):
         if not filled:
             return
         if indices.dtype == torch.bool:
+            if len(indices) != self.batch_size:
+                raise ValueError(
+                    f"The mask has {len(indices)} entries for a batch of {self.batch_size}: give one a row."
+                )
             indices = indices.nonzero().squeeze(1)
         batch_size, max_batch_size = self.batch_size, min(layer.max_batch_size for layer in filled)
         # Read on the host on purpose: an index out of range must not become a device-side assert.
@@ -349,15 +364,25 @@ def _for_each_layer(name: str, number: int | Sequence[int], num_layers: int) -> 
 
 def _layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
     """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
-    devices = [model.device] * num_layers
+    devices: dict[int, torch.device] = {}
     for module in model.modules():
         layer_idx = getattr(module, "layer_idx", None)
-        if not isinstance(layer_idx, int) or layer_idx >= num_layers:
-            continue
-        hook_device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-        parameter = next(module.parameters(), None)
-        if hook_device is not None:
-            devices[layer_idx] = torch.device(hook_device)
-        elif parameter is not None and parameter.device.type != "meta":
-            devices[layer_idx] = parameter.device
-    return devices
+        if isinstance(layer_idx, int) and (device := _compute_device(module)) is not None:
+            devices[layer_idx] = device
+    found = max(devices, default=num_layers - 1) + 1
+    if found < num_layers:
+        raise ValueError(
+            f"The model has {found} layers and its config says {num_layers}: a step would never be complete. "
+            f"Set `model.config.num_hidden_layers = {found}`."
+        )
+    return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
+
+
+def _compute_device(module: torch.nn.Module) -> torch.device | None:
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    planned = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in planned if device is not None), None)
+    if device is not None:
+        return torch.device(device)
+    parameter = next(module.parameters(), None)
+    return None if parameter is None else parameter.device

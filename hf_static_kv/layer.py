@@ -37,6 +37,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.batch_size = -1  # rows in use; transformers' word for 'none yet' is -1
         self._group: StorageGroup | None = None
         self._row = 0
+        # While only one of keys and values has been assigned, the (batch, length) that the other still has.
+        self._not_yet_assigned: dict[str, tuple[int, int]] = {}
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -49,7 +51,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Take layer number `row` of the group as this layer's storage."""
         self._group, self._row = group, row
         self.shape = group.shape
-        self.dtype, self.device = group.keys.dtype, group.keys.device
+        self.dtype, self.value_dtype = group.keys.dtype, group.values.dtype
+        self.device = group.keys.device
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
@@ -60,7 +63,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             LayerShape.of(key_states, value_states),
             self.max_cache_len,
             batch_size=key_states.shape[0],
-            dtype=key_states.dtype,
+            key_dtype=key_states.dtype,
+            value_dtype=value_states.dtype,
             device=key_states.device,
         )
         self.attach(group, row=0)
@@ -98,12 +102,14 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def commit(self) -> None:
         """The pending tokens become part of the text."""
-        self.length += self.pending
-        self.pending = 0
+        if self.pending:
+            self.length += self.pending
+            self.discard()
 
     def discard(self) -> None:
         """The pending tokens are forgotten; their slots are room again."""
         self.pending = 0
+        self._not_yet_assigned.clear()
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
@@ -122,10 +128,11 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Forget the last `-tokens_to_remove` tokens. Nothing is moved: older positions are all still there."""
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. To keep {tokens_to_remove} "
-                f"of {self.length} tokens, call crop({tokens_to_remove - self.length})."
+            keep = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
+            remedy = (
+                keep if tokens_to_remove < self.length else f"There are only {self.length} tokens: nothing to remove."
             )
+            raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}")
         if -tokens_to_remove > self.length:
             raise ValueError(
                 f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} tokens. "
@@ -152,12 +159,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     @property
     def keys(self) -> torch.Tensor | None:
-        """The text's keys [B, H, length, D], a view; None before allocation.
+        """The text's keys [B, H, length, D], a view; None before allocation. A step in progress is not part of it.
 
         Assigning replaces the text: a prefix of this very view only sets the length (and batch), anything else is
-        copied into the storage. None empties the layer. Assign `values` of the same length right after.
+        copied into the storage; None empties the layer. Assign `values` of the same length as well.
         """
-        return self._views(0, self.length)[0] if self.is_initialized else None
+        return self._text("keys")
 
     @keys.setter
     def keys(self, states: torch.Tensor | None) -> None:
@@ -166,17 +173,25 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     @property
     def values(self) -> torch.Tensor | None:
         """The text's values [B, H, length, D]; as `keys`."""
-        return self._views(0, self.length)[1] if self.is_initialized else None
+        return self._text("values")
 
     @values.setter
     def values(self, states: torch.Tensor | None) -> None:
         self._replace_text("values", states)
+
+    def _text(self, name: str) -> torch.Tensor | None:
+        if self._group is None:
+            return None
+        batch_size, length = self._not_yet_assigned.get(name, (self.batch_size, self.length))
+        keys, values = self._group.slices(batch_size, 0, length)
+        return (keys if name == "keys" else values)[self._row]
 
     def _replace_text(self, name: str, states: torch.Tensor | None) -> None:
         if states is None:
             self.discard()
             self.length = 0
             return
+        other = "values" if name == "keys" else "keys"
         if self._group is None:
             raise ValueError(
                 f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
@@ -195,7 +210,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         if length and not is_prefix:
             shares_memory = states.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
             slab[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+        unassigned = {} if name in self._not_yet_assigned else {other: (self.batch_size, self.length)}
         self.discard()
+        self._not_yet_assigned = unassigned
         self.batch_size, self.length = batch_size, length
 
     # --- checks: before anything is written, with the numbers and the remedy
@@ -212,7 +229,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             and value_states.shape == (batch_size, heads, tokens, shape.value_head_dim)
             and (batch_size == self.batch_size if self.length else batch_size <= self.max_batch_size)
             and 0 < tokens <= self.max_cache_len - self.length
-            and key_states.dtype == value_states.dtype == self.dtype
+            and key_states.dtype == self.dtype
+            and value_states.dtype == self.value_dtype
             and key_states.device == value_states.device == self.device
             and not (torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad))
         )
@@ -224,9 +242,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"key_states {list(key_states.shape)} and value_states {list(value_states.shape)} must both be "
                 "[batch, kv_heads, tokens, head_dim] and agree in the first three."
             )
-        if _kind(key_states) != _kind(value_states):
+        if key_states.device != value_states.device:
             raise ValueError(
-                f"key_states are {_kind(key_states)} and value_states {_kind(value_states)}: convert one of them."
+                f"key_states are on {key_states.device} and value_states on {value_states.device}: move one of them."
             )
         tokens = key_states.shape[2]
         if tokens == 0:
@@ -250,10 +268,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"The states have {shape}, this layer was allocated for {self.shape}. Build the cache with the config "
                 "of the model that runs: `StaticContiguousCache(model.config, max_cache_len)` learns the shape itself."
             )
-        if _kind(key_states) != (self.dtype, self.device):
+        kinds = (key_states.dtype, value_states.dtype, key_states.device)
+        if kinds != (self.dtype, self.value_dtype, self.device):
             raise ValueError(
-                f"The states are {_kind(key_states)}, the storage is {(self.dtype, self.device)}: nothing is cast "
-                "silently. Build the cache for the model's own dtype and device, e.g. `from_model(model, ...)`."
+                f"The states (keys, values) are {kinds}, the storage is {(self.dtype, self.value_dtype, self.device)}: "
+                "nothing is cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes what comes, "
+                "under autocast too; `from_model` takes the model's own dtype and devices."
             )
         batch_size = key_states.shape[0]
         if self.length and batch_size != self.batch_size:

@@ -62,9 +62,10 @@ def cache_bytes(
     33554432
     """
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size)
-    own_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.get_default_dtype()
+    own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
+    dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
     shapes = known_shapes(plan_layers(config), config)
-    return sum([shape.num_bytes(max_cache_len, batch_size, dtype or own_dtype) for shape in shapes])
+    return sum([shape.num_bytes(max_cache_len, batch_size, dtype) for shape in shapes])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
@@ -83,6 +84,8 @@ def refuse_unserved(config: PreTrainedConfig) -> None:
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
     remedy = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
+    if not getattr(text_config, "num_hidden_layers", None):
+        raise ValueError(f"The config of {name!r} does not say how many layers there are. {remedy}")
     if config.is_encoder_decoder:
         raise ValueError(f"{config.model_type!r} is an encoder-decoder: it needs a cross-attention cache too. {remedy}")
     if getattr(text_config, "cross_attention_layers", None):
@@ -112,7 +115,7 @@ def refuse_beyond_positions(config: PreTrainedConfig, max_cache_len: int) -> Non
 def check_positive(**sizes: int) -> None:
     """Raise a `ValueError` naming the first of `sizes` that is not a positive int."""
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be a positive int, got {size!r}.")
 
 

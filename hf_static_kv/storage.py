@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -61,7 +62,8 @@ class StorageGroup:
         max_cache_len: int,
         *,
         batch_size: int,
-        dtype: torch.dtype,
+        key_dtype: torch.dtype,
+        value_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self.shape = shape
@@ -69,8 +71,8 @@ class StorageGroup:
         head = (num_layers, batch_size, shape.num_kv_heads, max_cache_len)
         # Tensors born in inference mode could not be written outside it later; a cache outlives such blocks.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(*head, shape.key_head_dim, dtype=dtype, device=device)
-            self.values = torch.zeros(*head, shape.value_head_dim, dtype=dtype, device=device)
+            self.keys = torch.zeros(*head, shape.key_head_dim, dtype=key_dtype, device=device)
+            self.values = torch.zeros(*head, shape.value_head_dim, dtype=value_dtype, device=device)
 
     def slices(self, batch_size: int, first: int, length: int) -> tuple[Slices, Slices]:
         """Keys and values of every layer at positions [first, first + length) of the first rows: views [B, H, n, D].
@@ -93,6 +95,18 @@ class StorageGroup:
                 return StorageGroup._cut(storage, batch_size, first, length)
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views do not survive pickling as views: without this, a loaded cache would write into copies.
+        return {**self.__dict__, "_recent": {}}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageGroup:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(self.__getstate__())
+        with torch.inference_mode(False):
+            copied.keys, copied.values = self.keys.clone(), self.values.clone()
+        return copied
 
     @property
     def num_bytes(self) -> int:

@@ -202,6 +202,9 @@ def find_source(model: str) -> Source:
         if not path.is_file():
             raise ValueError(f"There is no file {model}.")
         return Source(str(path.parent), path.name)
+    if not path.is_dir() and model.count("/") != 1:
+        known = ", ".join([*MINIATURES, "smollm2", *DEV_MODELS])
+        raise ValueError(f"{model!r} is no folder, no hub id (owner/name) and no short name ({known}).")
     return Source(str(path) if path.is_dir() else model)
 
 
@@ -223,8 +226,7 @@ def load_model(
         )
     except Exception as error:  # a dozen kinds, for files that are absent, private, broken or of another format
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        known = ", ".join([*MINIATURES, "smollm2", *DEV_MODELS])
-        raise ValueError(f"Cannot load {model!r}: {reason} Short names: {known}.") from error
+        raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
     loaded.train(False)
     return loaded, tokenizer
 

@@ -1,6 +1,7 @@
 """The cache on buffers small enough to draw, with no model: every value is written by hand."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -87,7 +88,9 @@ class TestAllocation:
             cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
         assert [list(layer.keys.shape) for layer in cache.layers] == [[1, 1, 2, 4], [1, 1, 2, 6], [1, 1, 2, 6]]
         assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3]
-        assert "Layer 1 is unlike" in caplog.text
+        assert (
+            "Layer 1 has 1 KV heads of dim 6 on cpu, which neither the config nor the first layer told" in caplog.text
+        )
 
     def test_after_the_first_step_the_shape_is_settled(self):
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
@@ -230,6 +233,20 @@ class TestText:
         assert cache.seq_len == 2
         assert cache.key_storage[0, 0, 0, 2, 0] == 0
 
+    @pytest.mark.parametrize("how", ["deepcopy", "deepcopy in inference mode", "pickle"])
+    def test_a_copy_is_whole_and_writes_into_its_own_storage(self, how):
+        cache = make(windows=[2, None])
+        step(cache, 1, 2)
+        with torch.inference_mode("inference" in how):
+            copied = pickle.loads(pickle.dumps(cache)) if how == "pickle" else copy.deepcopy(cache)
+        step(copied, 3)
+        copied.crop(-1)
+        step(copied, 4)
+        copied.layers[0].keys[:] *= 2
+        assert [text(layer) for layer in copied.layers] == [[2, 4, 8], [1, 2, 4]]
+        assert copied.key_storage[:, 0, 0, :3, 0].tolist() == [[2, 4, 8], [1, 2, 4]]
+        assert [text(layer) for layer in cache.layers] == [[1, 2]] * 2
+
 
 class TestBatch:
     def rows(self, cache):
@@ -306,6 +323,26 @@ class TestAssignment:
         layer = cache.layers[0]
         layer.keys = layer.keys[:, :, 1:]
         assert text(layer) == [2, 3, 4]
+
+    @pytest.mark.parametrize("first", ["keys", "values"])
+    @pytest.mark.parametrize("change", [lambda t: t[:, :, -3:], lambda t: t[:, :, 1:], lambda t: t[[1]]], ids=range(3))
+    def test_one_after_the_other(self, first, change):
+        """On two lines, each from its own old content: after the first, the other still reads as it was."""
+        cache = self.filled()
+        layer = cache.layers[0]
+        expected = change(layer.keys.clone()), change(layer.values.clone())
+        for name in (first, "values" if first == "keys" else "keys"):
+            setattr(layer, name, change(getattr(layer, name)))
+        assert torch.equal(layer.keys, expected[0])
+        assert torch.equal(layer.values, expected[1])
+        assert layer.get_seq_length() == expected[0].shape[2]
+
+    def test_appending_by_assignment(self):
+        layer = self.filled().layers[0]
+        layer.keys = torch.cat([layer.keys, states(5, batch=2)], dim=2)
+        layer.values = torch.cat([layer.values, states(-5, batch=2)], dim=2)
+        assert text(layer) == [1, 2, 3, 4, 5]
+        assert layer.values[0, 0, :, 0].tolist() == [-1, -2, -3, -4, -5]
 
     def test_none_empties(self):
         cache = self.filled()

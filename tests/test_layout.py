@@ -2,8 +2,18 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from architectures import ARCHITECTURES, toy_model
-from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
 from hf_static_kv.layout import plan_layers
@@ -138,6 +148,36 @@ def test_a_config_that_does_not_tell_its_heads_is_learned_from_the_states():
     cache = StaticContiguousCache(BareConfig(), 8)
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
     assert [layer.shape for layer in cache.layers] == [LayerShape(2, 4, 4)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_the_dtype_of_a_composite_config_is_its_text_configs(dtype):
+    config = Gemma3Config(text_config=GEMMA3.to_dict())
+    config.dtype = None
+    config.text_config.dtype = dtype
+    assert cache_bytes(config, 1024) == 1024 * 26_624
+
+
+def test_an_offloaded_model_computes_on_its_execution_device():
+    model = cpu_offload(toy_model("llama"), execution_device=torch.device("cpu"))
+    cache = StaticContiguousCache.from_model(model, 16)
+    assert [layer.device.type for layer in cache.layers] == ["cpu", "cpu"]
+    ids = torch.tensor([[5, 6, 7]])
+    tokens = model.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=5)
+    assert cache.seq_len == tokens.shape[1] - 1
+
+
+def test_under_autocast_keys_and_values_may_differ_in_dtype():
+    """RoPE leaves the keys in float32, the values come out of their linear in bfloat16; both are kept as they are."""
+    model = toy_model("qwen3")
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    cache = StaticContiguousCache(model.config, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens = model.generate(ids, past_key_values=cache, **options)
+        expected = model.generate(ids, past_key_values=DynamicCache(config=model.config), **options)
+    assert tokens.tolist() == expected.tolist()
+    assert (cache.key_storage.dtype, cache.value_storage.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_each_layer_is_placed_where_it_computes():
