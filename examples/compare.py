@@ -238,17 +238,19 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
     figure, axes = plt.subplots(
         1, len(names), figsize=(1 + 4 * len(names), 4), sharey=True, squeeze=False, constrained_layout=True
     )
+    highest = 0.0
     for axis, name in zip(axes[0], names, strict=True):
         mine = [c for c in comparisons if c.model == name and c.mode == "greedy"]
         first = mine[: len({c.against for c in mine})]  # the first prompt
         for label, one in [*((c.against, c.theirs) for c in first), (f"{OURS} (ours)", first[0].ours)]:
             steps = [second * 1e3 for second in one.seconds[1:]]
             smooth = [statistics.median(steps[max(0, i - 4) : i + 5]) for i in range(len(steps))]
+            highest = max(highest, *smooth)
             (line,) = axis.plot(range(2, len(steps) + 2), smooth, label=label)
             axis.plot(range(2, len(steps) + 2), steps, color=line.get_color(), alpha=0.2, linewidth=0.7)
         axis.set(title=name, xlabel="new token")
         axis.grid(alpha=0.3)
-    axes[0][0].set(ylabel="ms per token", ylim=(0, None))
+    axes[0][0].set(ylabel="ms per token (median of 9)", ylim=(0, 1.2 * highest))
     axes[0][0].legend()
     figure.savefig(path, dpi=130)
 
@@ -284,7 +286,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; by commas"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=200)
+    parser.add_argument("--max-new-tokens", type=int, default=300)
     parser.add_argument("--prompt", help="your own; default: a few from examples/data/prompts.jsonl")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")

@@ -1,0 +1,81 @@
+"""The trained miniatures: they have learned, they are what they claim, and the cache is exact on them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_static_kv import StaticContiguousCache
+from hf_static_kv.testing import MINIATURES, load_model
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
+NEW_TOKENS = 150  # crosses Gemma's window of 32 five times
+
+
+@pytest.mark.parametrize(
+    "mode", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "seeded"]
+)
+@pytest.mark.parametrize("name", MINIATURES)
+def test_tokens_and_text_equal_use_cache_false(name, mode):
+    model, tokenizer = load_model(name)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    cache = StaticContiguousCache.from_model(model, 256)
+    runs = []
+    for how in ({"use_cache": False}, {"past_key_values": cache}):
+        torch.manual_seed(42)
+        tokens = model.generate(**inputs, **how, **mode, max_new_tokens=NEW_TOKENS)[0]
+        runs.append((tokens.tolist(), tokenizer.decode(tokens)))
+    assert runs[0] == runs[1]
+    assert cache.seq_len == inputs["input_ids"].shape[1] + NEW_TOKENS - 1
+
+
+def test_they_load_with_no_code_of_ours():
+    code = (
+        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        "model = AutoModelForCausalLM.from_pretrained('models/gemma3')\n"
+        "ids = AutoTokenizer.from_pretrained('models/gemma3')('ROMEO:', return_tensors='pt')\n"
+        "print(model.generate(**ids, max_new_tokens=4).shape)\n"
+        "assert not [name for name in sys.modules if name.startswith('hf_static_kv')]\n"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, check=True, timeout=120)
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_size_and_architecture(name):
+    folder = EXAMPLES / "models" / name
+    assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert 1_000_000 <= model.num_parameters() <= 2_000_000
+    config = model.config
+    assert config.num_key_value_heads < config.num_attention_heads
+    assert hasattr(model.model.layers[0].self_attn, "q_norm") == (name != "llama")
+    if name == "gemma3":
+        assert config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+        assert config.sliding_window * 8 <= config.max_position_embeddings
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_they_have_learned(name, monkeypatch):
+    """The whole held-out text, scored anew: the record's figure, and fewer bits per byte than bz2 and xz take."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    from train_miniatures import bits_per_byte, split_text
+
+    record = json.loads((EXAMPLES / "models" / "training.json").read_text())
+    _, held_out = split_text()
+    model, tokenizer = load_model(name)
+    ids = torch.tensor(tokenizer(held_out)["input_ids"])
+    score = bits_per_byte(model, ids, len(held_out.encode()))
+    assert score < min(record["baselines"].values())
+    # The record was scored with TF32, which rounds logits by about 1e-3.
+    assert score == pytest.approx(record["models"][name]["bits_per_byte"], abs=1e-3)
+
+
+def test_the_tokenizer_gives_every_text_back():
+    tokenizer = AutoTokenizer.from_pretrained(EXAMPLES / "models" / "llama")
+    for text in ("ROMEO:\n  Ay me!", "naïve café, 東京 🙂\t\n\n", ""):
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
