@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 from huggingface_hub import try_to_load_from_cache
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.testing import DEV_MODELS, dev_config, find_source, load_model, random_model, weights_variable
@@ -24,9 +25,15 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 
 @pytest.fixture(autouse=True)
 def _full_float32(monkeypatch):
-    """TF32 keeps 10 bits of a float32: passes over one and over many rows would round visibly apart."""
+    """Float32 that is float32: no TF32, which keeps 10 bits, and plain attention kernels.
+
+    torch 2.11's memory-efficient attention gave logits that are off by 3.9 for a pass over exactly 513 tokens of the
+    Gemma shape (head_dim 256, float32, H200), where the plain kernel agrees with float64 to 1e-5.
+    """
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     torch.set_num_threads(os.cpu_count() or 1)
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 def generate(model, ids, cache, new_tokens, **mode):
@@ -75,12 +82,15 @@ def test_true_shapes_are_exact_across_the_window(true_shape):
 @needs_gpu
 @pytest.mark.gpu
 def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
-    """After a prompt of 1024 tokens, warmed up; the first token, which both compute alike, is in both times."""
-    ids = torch.randint(10, 100_000, (1, 1024), device="cuda")
+    """After a prompt of 2048 tokens, warmed up; the first token, which both compute alike, is in both times.
+
+    Shorter prompts measure the host: an eager step of Gemma's 26 layers takes it 30 ms, whatever the GPU has to do.
+    """
+    ids = torch.randint(10, 100_000, (1, 2048), device="cuda")
     seconds = {}
     for name in ("cached", "uncached"):
         for new_tokens in (4, 128):
-            cache = StaticContiguousCache.from_model(true_shape, 1152) if name == "cached" else None
+            cache = StaticContiguousCache.from_model(true_shape, 2176) if name == "cached" else None
             torch.cuda.synchronize()
             start = time.perf_counter()
             generate(true_shape, ids, cache, new_tokens, **GREEDY)
