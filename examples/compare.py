@@ -69,6 +69,7 @@ class Comparison:
     """Our cache against another way to run, on one prompt in one mode."""
 
     model: str
+    prompt: int
     mode: str
     against: str
     theirs: Run
@@ -142,7 +143,9 @@ def explain_difference(model: PreTrainedModel, inputs: dict, theirs: list[int], 
     }
 
 
-def compare(name: str, model: PreTrainedModel, inputs: dict, args: argparse.Namespace, bar: tqdm) -> list[Comparison]:
+def compare(
+    name: str, prompt: int, model: PreTrainedModel, inputs: dict, args: argparse.Namespace, bar: tqdm
+) -> list[Comparison]:
     """All modes of one model on one prompt, our cache against each of `args.against`."""
     comparisons = []
     for mode in MODES:
@@ -153,7 +156,7 @@ def compare(name: str, model: PreTrainedModel, inputs: dict, args: argparse.Name
             agreement = TokenAgreement().compute(predictions=[ours.tokens], references=[theirs.tokens])
             equal, prefix = agreement["exact_match"] == 1.0, agreement["common_prefix"][0]
             difference = None if equal else explain_difference(model, inputs, theirs.tokens, ours.tokens, prefix)
-            comparisons.append(Comparison(name, mode, against, theirs, ours, equal, prefix, difference))
+            comparisons.append(Comparison(name, prompt, mode, against, theirs, ours, equal, prefix, difference))
     return comparisons
 
 
@@ -219,12 +222,15 @@ def difference_in_words(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> st
 
 def print_table(comparisons: list[Comparison]) -> None:
     print(
-        f"\n{'model':16} {'mode':8} {'against':9} {'tokens':9} {'theirs':>9} {'ours':>9} {'speed-up':>9} {'cache':>10}"
+        f"\n{'model':16} prompt {'mode':8} {'against':9} {'tokens':9} {'theirs':>9} {'ours':>9} {'speed-up':>9} {'cache':>10}"
     )
     for c in comparisons:
         verdict = "equal" if c.equal else f"DIFF @{c.common_prefix}"
+        case = f"{c.model[-16:]:16} {c.prompt:6} {c.mode:8} {c.against:9} {verdict:9}"
         speeds = f"{c.theirs.tokens_per_second:7.0f}/s {c.ours.tokens_per_second:7.0f}/s {c.speed_up:8.1f}x"
-        print(f"{c.model[-16:]:16} {c.mode:8} {c.against:9} {verdict:9} {speeds} {c.ours.cache_bytes / 2**20:6.2f} MiB")
+        print(f"{case} {speeds} {c.ours.cache_bytes / 2**20:6.2f} MiB")
+    equal = sum(c.equal for c in comparisons)
+    print(f"{equal} of {len(comparisons)} runs give the same tokens")
 
 
 def plot(comparisons: list[Comparison], path: Path) -> None:
@@ -240,9 +246,8 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
     )
     highest = 0.0
     for axis, name in zip(axes[0], names, strict=True):
-        mine = [c for c in comparisons if c.model == name and c.mode == "greedy"]
-        first = mine[: len({c.against for c in mine})]  # the first prompt
-        for label, one in [*((c.against, c.theirs) for c in first), (f"{OURS} (ours)", first[0].ours)]:
+        mine = [c for c in comparisons if c.model == name and c.mode == "greedy" and c.prompt == 1]
+        for label, one in [*((c.against, c.theirs) for c in mine), (f"{OURS} (ours)", mine[0].ours)]:
             steps = [second * 1e3 for second in one.seconds[1:]]
             smooth = [statistics.median(steps[max(0, i - 4) : i + 5]) for i in range(len(steps))]
             highest = max(highest, *smooth)
@@ -312,7 +317,7 @@ def compare_model(name: str, args: argparse.Namespace) -> list[Comparison]:
     encoded = [encode(prompt, model, tokenizer, args) for prompt in prompts]
     total = len(prompts) * len(MODES) * (len(args.against) + 1) * args.max_new_tokens
     with tqdm(total=total, unit=" tokens", leave=False, disable=None) as bar:
-        results = [compare(name, model, inputs, args, bar) for inputs in encoded]
+        results = [compare(name, i + 1, model, inputs, args, bar) for i, inputs in enumerate(encoded)]
     print_text(name, "" if tokenizer.chat_template else prompts[0], results[0], tokenizer)
     for c in (c for comparisons in results[1:] for c in comparisons if not c.equal):
         print(verdict(c, tokenizer))
@@ -334,6 +339,7 @@ def main() -> int:
         args.json.write_text(as_json(comparisons, args))
     if args.plot:
         plot(comparisons, args.plot)
+        print(f"{args.plot}: time per token as the text grows")
     return 0 if all(comparison.equal for comparison in comparisons) else 1
 
 

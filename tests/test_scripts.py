@@ -59,6 +59,13 @@ class TestReadme:
         )
         assert f"takes {medians[theirs, 256]:.1f} and {medians[theirs, 16384]:.0f} ms" in words
 
+    def test_the_miniatures_figures_are_those_of_the_record(self):
+        record = json.loads((ROOT / "examples/models/training.json").read_text())
+        bits = [f"{record['models'][name]['bits_per_byte']:.2f}" for name in ("llama", "qwen3", "gemma3")]
+        words = " ".join(self.readme.split())
+        assert f"to {bits[0]}, {bits[1]} and {bits[2]} bits per byte of held-out text" in words
+        assert f"bz2 takes {record['baselines']['bz2']:.2f}" in words
+
     def test_the_eight_lines_run(self, monkeypatch):
         """With a toy model and a tokenizer of numbers in the place of the download."""
         from architectures import toy_model
