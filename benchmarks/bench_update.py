@@ -27,10 +27,10 @@ from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import provenance, random_model
+from hf_static_kv.testing import dev_config, provenance, random_model
 
 WARM_UP = 10
-LLAMA_1B = LlamaConfig(num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8)
+LLAMA_1B = dev_config("llama-3.2-1b")
 SMALL = LlamaConfig(
     vocab_size=512,
     hidden_size=256,

@@ -9,28 +9,15 @@ from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
     Gemma3Config,
-    Gemma3TextConfig,
-    LlamaConfig,
     PreTrainedConfig,
-    Qwen3Config,
 )
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.storage import LayerShape
+from hf_static_kv.testing import dev_config
 
-LLAMA = LlamaConfig(
-    num_hidden_layers=16, hidden_size=2048, num_attention_heads=32, num_key_value_heads=8, dtype=torch.bfloat16
-)
-QWEN3 = Qwen3Config(num_hidden_layers=28, hidden_size=2048, num_attention_heads=16, num_key_value_heads=8, head_dim=128)
-GEMMA3 = Gemma3TextConfig(
-    num_hidden_layers=26,
-    hidden_size=1152,
-    num_attention_heads=4,
-    num_key_value_heads=1,
-    head_dim=256,
-    sliding_window=512,
-)
+LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +31,9 @@ def test_bytes_of_the_dev_models(config, bytes_per_token):
 
 
 def test_the_dtype_defaults_to_the_configs_own():
-    assert cache_bytes(LLAMA, 1024) == 1024 * 32_768
+    config = dev_config("llama-3.2-1b")
+    config.dtype = torch.bfloat16
+    assert cache_bytes(config, 1024) == 1024 * 32_768
 
 
 def test_gemma_3_has_five_sliding_layers_to_one_full():
