@@ -26,14 +26,14 @@ bench-update: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
+	.venv/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,examples]"
 	touch $@
 
 # The same pins but for transformers; ruff and mypy belong to the newest.
 .venv-5.17/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-5.17
 	sed 's/^transformers==.*/transformers==5.17.*/' constraints.txt > .venv-5.17/constraints.txt
-	.venv-5.17/bin/pip install --quiet --disable-pip-version-check -c .venv-5.17/constraints.txt -e ".[dev,examples]"
+	.venv-5.17/bin/pip install --quiet --no-compile --disable-pip-version-check -c .venv-5.17/constraints.txt -e ".[dev,examples]"
 	touch $@
 
 clean:

@@ -290,7 +290,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; by commas"
     )
-    parser.add_argument("--max-new-tokens", type=int, default=300)
+    parser.add_argument("--max-new-tokens", type=int, default=240)
     parser.add_argument("--prompt", help="your own; default: a few from examples/data/prompts.jsonl")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")

@@ -68,15 +68,17 @@ class StaticContiguousCache(Cache):
         *,
         value_head_dim: int | Sequence[int] | None = None,
         batch_size: int = 1,
-        dtype: torch.dtype = torch.bfloat16,
-        device: str | torch.device = "cuda",
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
     ) -> StaticContiguousCache:
         """A cache from plain numbers, with no config; a sequence gives one number for each layer.
 
-        >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.float32, device="cpu")
+        `dtype` and `device` default to torch's own defaults.
+
+        >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.bfloat16)
         >>> list(cache.key_storage.shape), cache.memory_bytes
-        ([2, 1, 4, 16, 8], 8192)
+        ([2, 1, 4, 16, 8], 4096)
         """
         check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
         heads = _for_each_layer("num_kv_heads", num_kv_heads, num_layers)
@@ -91,7 +93,9 @@ class StaticContiguousCache(Cache):
         shapes = [LayerShape(*numbers) for numbers in zip(heads, key_dims, value_dims, strict=True)]
         cache = cls.__new__(cls)
         cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
-        cache._allocate(range(num_layers), shapes, batch_size, (dtype, dtype), [torch.device(device)] * num_layers)
+        dtype = dtype or torch.get_default_dtype()
+        place = torch.get_default_device() if device is None else torch.device(device)
+        cache._allocate(range(num_layers), shapes, batch_size, (dtype, dtype), [place] * num_layers)
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:

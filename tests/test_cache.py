@@ -50,6 +50,11 @@ class TestAllocation:
         assert cache.seq_len == 0
         assert cache.max_cache_len == 16
 
+    def test_dtype_and_device_default_to_torchs_own(self):
+        cache = StaticContiguousCache.allocate(num_layers=2, num_kv_heads=4, head_dim=8, max_cache_len=16)
+        assert cache.key_storage.dtype == torch.get_default_dtype()
+        assert cache.key_storage.device == torch.get_default_device()
+
     def test_memory_bytes(self):
         cache = make(num_layers=3, heads=4, dim=8, room=16, batch=2)
         assert cache.memory_bytes == 2 * 3 * 2 * 4 * 16 * 8 * 4
