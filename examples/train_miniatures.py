@@ -6,8 +6,9 @@
 The text is examples/data/tinyshakespeare.txt, its last tenth held out. Each folder becomes an ordinary model folder:
 config, generation config, tokenizer, float32 safetensors. A run that is stopped goes on where it was (`checkpoint.pt`
 in the model's folder, removed at the end). `training.json` and `training.png` in --out record what was reached, beside
-what bz2 and xz make of the same held-out text when they have seen the same training text. The held-out text also chooses
-the step whose weights are kept, and chose the default settings: its score is a validation score, not a test score.
+what bz2 and xz make of the same held-out text when they have seen the same training text. The held-out text also
+chooses the step whose weights are kept, and chose the default settings: its score is a validation score, not a test
+score.
 """
 
 from __future__ import annotations
