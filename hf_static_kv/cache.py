@@ -121,10 +121,16 @@ class StaticContiguousCache(Cache):
         members: dict[tuple[LayerShape, torch.device], list[int]] = {}
         for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
             members.setdefault((shape, device), []).append(layer_idx)
-        key_dtype, value_dtype = dtypes
-        how = {"batch_size": batch_size, "key_dtype": key_dtype, "value_dtype": value_dtype}
         groups = [
-            StorageGroup(len(rows), shape, self._max_cache_len, device=device, **how)  # type: ignore[arg-type]
+            StorageGroup(
+                len(rows),
+                shape,
+                self._max_cache_len,
+                batch_size=batch_size,
+                key_dtype=dtypes[0],
+                value_dtype=dtypes[1],
+                device=device,
+            )
             for (shape, device), rows in members.items()
         ]
         for group, rows in zip(groups, members.values(), strict=True):

@@ -27,7 +27,11 @@ def toy(name):
 @pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.7}, {"num_beams": 3}], ids=str)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
 def test_sampling_and_beams(name, options):
-    """In float64: on a GPU float32 rounds by 1e-5 of these logits, and one sampled token in thousands turns on it."""
+    """In float64, whole prompts, five architectures.
+
+    Not covered: seeded sampling in float32 on a left-padded batch. On an H200 (torch 2.11) 1 of 14 such runs, Cohere2's,
+    parted from `use_cache=False` in its last tokens; why is not known. On a CPU none of 348 did.
+    """
     model = toy(name).double()
     ids = torch.randint(3, 128, (2, 13), device="cuda")
     cache = StaticContiguousCache(model.config, 64)
@@ -68,7 +72,7 @@ def test_bad_input_is_refused_before_the_device_sees_it():
     )
 
 
-def test_offloaded_storage_lands_where_the_layer_computes():
+def test_storage_lands_where_the_model_is():
     model = toy_model("llama", num_hidden_layers=2).cuda()
     cache = StaticContiguousCache.from_model(model, 8)
     assert {layer.device for layer in cache.layers} == {model.device}
