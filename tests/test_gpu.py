@@ -29,8 +29,8 @@ def toy(name):
 def test_sampling_and_beams(name, options):
     """In float64, whole prompts, five architectures.
 
-    Not covered: seeded sampling in float32 on a left-padded batch. On an H200 (torch 2.11) 1 of 14 such runs, Cohere2's,
-    parted from `use_cache=False` in its last tokens; why is not known. On a CPU none of 348 did.
+    Not covered: seeded sampling in float32 on a left-padded batch. On an H200 (torch 2.11) 1 of 14 runs parted from
+    `use_cache=False` in its last tokens (Cohere2); why is not known. On a CPU none of 348 did.
     """
     model = toy(name).double()
     ids = torch.randint(3, 128, (2, 13), device="cuda")

@@ -84,8 +84,8 @@ def test_true_shapes_are_exact_across_the_window(true_shape, full_float32):
 def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
     """After a prompt of 2048 tokens, warmed up; the first token, which both compute alike, is in both times.
 
-    Shorter prompts measure the host: an eager step of Gemma's 26 layers takes it 30 ms, whatever the GPU has to do. After
-    1024 tokens Gemma was only 1.7 times as fast (6.6 s against 4.0 s, H200), and this test would fail.
+    Shorter prompts measure the host: an eager step of Gemma's 26 layers takes it 30 ms, whatever the GPU has to do.
+    After 1024 tokens Gemma was only 1.7 times as fast (6.6 s against 4.0 s, H200), and this test would fail.
     """
     ids = torch.randint(10, 100_000, (1, 2048), device="cuda")
     seconds = {}
