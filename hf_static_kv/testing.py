@@ -10,13 +10,22 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 
@@ -179,6 +188,11 @@ class Source:
     location: str
     gguf_file: str | None = None
 
+    @property
+    def extra(self) -> dict[str, Any]:
+        """What `from_pretrained` has to be told beside the location."""
+        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
+
 
 def find_source(model: str) -> Source:
     """Where the weights of `model` are: a miniature, a dev model's short name, a GGUF file, a folder or a hub id.
@@ -218,17 +232,25 @@ def load_model(
     32
     """
     source = find_source(model)
-    extra = {"gguf_file": source.gguf_file} if source.gguf_file else {}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **extra)
+    with _one_line_errors(model, source):
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.extra)
         loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype, device_map=device, attn_implementation=attn, **extra
+            source.location, dtype=dtype, device_map=device, attn_implementation=attn, **source.extra
         )
-    except Exception as error:  # a dozen kinds, for files that are absent, private, broken or of another format
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
     loaded.train(False)
     return loaded, tokenizer
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """The config alone, from where `load_model` takes the weights.
+
+    >>> load_config("llama").max_position_embeddings
+    512
+    """
+    source = find_source(model)
+    with _one_line_errors(model, source):
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source.location, **source.extra)
+    return config
 
 
 def weights_variable(name: str) -> str:
@@ -252,6 +274,16 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         "commit": commit or os.environ.get("COMMIT", "unknown"),
         "command": " ".join(["python", *sys.argv]),
     }
+
+
+@contextmanager
+def _one_line_errors(model: str, source: Source) -> Iterator[None]:
+    """What goes wrong in loading, as a `ValueError` of one line."""
+    try:
+        yield
+    except Exception as error:  # a dozen kinds, for files that are absent, private, broken or of another format
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
 
 
 def _named(name: str, models: dict[str, Any]) -> Any:

@@ -1,0 +1,251 @@
+"""What one more token costs against the length of the text, and against the room that the cache was given.
+
+    python benchmarks/bench_context.py --model llama-3.2-1b --json context.json --plot context.png
+    python benchmarks/bench_context.py --model llama --device cpu --contexts 64 128 256 --capacities 300 400 500
+
+Two sweeps, every contender in a process of its own, in turns:
+  context    texts of 512 to 32k tokens, room for the longest
+  capacity   a text of 512 tokens, room for 1k to 32k
+The last tokens of each text are generated: a figure is the median over the steps of one clocked run of `generate` after
+a warm-up run of the same lengths, its spread the 10th to 90th percentile. `DynamicCache` has no capacity:
+it is measured once in the second sweep.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from contenders import CONTENDERS, OURS, Keywords, contender_names
+from measure import Bandwidth, Clock, bytes_per_step, percentile
+from processes import Failed, FreshProcess
+from tqdm import tqdm
+from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
+
+from hf_static_kv.testing import provenance
+
+Record = dict[str, Any]
+DEFAULT = ["dynamic", "static", "static-compiled", OURS]
+HAVE_NO_CAPACITY = ("dynamic", "no-cache")
+
+
+class Runner:
+    """One contender with its model, in a process of its own; keeps its cache while the capacity stays the same."""
+
+    def __init__(self, name: str, workload: Workload) -> None:
+        self.name, self.workload, self.model = name, workload, workload.build_model()
+        self.capacity = 0
+        self.next_keywords: Callable[[], Keywords] | None = None
+
+    def measure(self, context: int, capacity: int, steps: int) -> Record:
+        if capacity != self.capacity:
+            self._set_up(capacity)
+        self._step_ms(context, steps)  # lengths that were never seen cost more the first time
+        times = self._step_ms(context, steps)
+        return {
+            "median_ms": percentile(times, 50),
+            "p10_ms": percentile(times, 10),
+            "p90_ms": percentile(times, 90),
+            "bytes_per_step": bytes_per_step(self.model, context - steps - 1, steps + 1, self.workload.batch_size),
+        }
+
+    def _set_up(self, capacity: int) -> None:
+        self.next_keywords = None  # the old cache goes before the new one comes
+        torch._dynamo.reset()  # compiled for the old shape; kept, it would be compiled again for any shape
+        set_up = CONTENDERS[self.name].set_up
+        self.next_keywords = set_up(self.model, capacity, self.workload.batch_size)
+        self.capacity = capacity
+
+    def _step_ms(self, context: int, steps: int) -> list[float]:
+        clock = Clock(self.workload.device, self.workload.batch_size)
+        prompt = self.workload.prompt(context - steps - 1)
+        keywords = self.next_keywords()
+        self.model.generate(**prompt, **keywords, max_new_tokens=steps + 1, do_sample=False, stopping_criteria=[clock])
+        return clock.step_ms
+
+
+def sweep(points: list[tuple[int, int]], processes: dict[str, FreshProcess], steps: int, bar: tqdm) -> list[Record]:
+    """A row for each (context, capacity) and contender; one that fails is reported and asked no more."""
+    rows: list[Record] = []
+    for context, capacity in points:
+        for name in list(processes):
+            seen = any(row["contender"] == name and row["context"] == context for row in rows)
+            bar.set_description(f"{name}: text {context}, capacity {capacity}")
+            bar.update()
+            if name in HAVE_NO_CAPACITY and seen:
+                continue
+            row: Record = {"contender": name, "context": context, "max_cache_len": capacity}
+            try:
+                row |= processes[name].call("measure", context, capacity, steps)
+            except Failed as failure:
+                row |= {"error": str(failure)}
+                processes.pop(name).close()
+            rows.append(row)
+    return rows
+
+
+def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
+    bandwidth = FreshProcess(Bandwidth, workload.device)
+    bytes_per_second = bandwidth.call("read")
+    bandwidth.close()
+    sweeps = {
+        "context": [(context, max(args.contexts)) for context in args.contexts],
+        "capacity": [(args.text, capacity) for capacity in args.capacities],
+    }
+    processes: dict[str, FreshProcess] = {}
+    total = sum(map(len, sweeps.values())) * len(args.contenders)
+    try:
+        with tqdm(total=total, desc="loading", leave=False, disable=None) as bar:
+            processes |= {name: FreshProcess(Runner, name, workload) for name in args.contenders}
+            results = {name: sweep(points, processes, args.steps, bar) for name, points in sweeps.items()}
+    finally:
+        for process in processes.values():
+            process.close()
+    return {
+        **provenance(workload.device),
+        "model": workload.model,
+        "dtype": workload.dtype,
+        "batch_size": workload.batch_size,
+        "random_weights": workload.has_random_weights,
+        "steps": args.steps,
+        "bandwidth_gb_per_s": bytes_per_second / 1e9,
+        **results,
+    }
+
+
+def limit_ms(row: Record, record: Record) -> float:
+    """What the bytes that a step must read take at the measured bandwidth."""
+    return row["bytes_per_step"] / record["bandwidth_gb_per_s"] / 1e6
+
+
+def markdown(record: Record) -> str:
+    where = f"{record['hardware']}, torch {record['torch']}, transformers {record['transformers']}"
+    weights = "random weights" if record["random_weights"] else "trained weights"
+    head = (
+        f"{record['model']} ({weights}, {record['dtype']}), batch {record['batch_size']}; {where}, commit "
+        f"{record['commit']}; reads {record['bandwidth_gb_per_s']:,.0f} GB/s. Milliseconds per token, median (10th to "
+        f"90th percentile) of {record['steps']} steps."
+    )
+    room, text = record["context"][0]["max_cache_len"], record["capacity"][0]["context"]
+    parts = [
+        head,
+        table(record, "context", "context", f"text, tokens (room for {room:,})"),
+        table(record, "capacity", "max_cache_len", f"room, tokens (text of {text:,})"),
+    ]
+    errors = [row for row in record["context"] + record["capacity"] if "error" in row]
+    parts += [f"- {row['contender']} at {row['context']}, {row['max_cache_len']}: {row['error']}" for row in errors]
+    return "\n\n".join(parts)
+
+
+def table(record: Record, sweep_name: str, key: str, words: str) -> str:
+    """One line for each value of `key`, one column for each contender, the memory's limit last, the best marked."""
+    rows = [row for row in record[sweep_name] if "median_ms" in row]
+    names = list(dict.fromkeys(row["contender"] for row in rows))
+    lines = [f"| {words} | " + " | ".join(names) + " | bandwidth allows |", "|---" * (len(names) + 2) + "|"]
+    for value in dict.fromkeys(row[key] for row in rows):
+        cells = {row["contender"]: row for row in rows if row[key] == value}
+        best = min(cells.values(), key=lambda row: row["median_ms"])["contender"]
+        figures = [_cell(cells.get(name), name == best) for name in names]
+        limit = limit_ms(next(iter(cells.values())), record)
+        lines.append(f"| {value:,} | " + " | ".join(figures) + f" | {limit:.2f} |")
+    return "\n".join(lines)
+
+
+def _cell(row: Record | None, best: bool) -> str:
+    if row is None:
+        return "-"
+    middle = f"{row['median_ms']:.2f}"
+    return f"{f'**{middle}**' if best else middle} ({row['p10_ms']:.2f} to {row['p90_ms']:.2f})"
+
+
+def plot(record: Record, path: Path) -> None:
+    """Left the sweep over the text, right over the capacity; the same colour for the same contender."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
+    panels = (("context", "context", "text, tokens"), ("capacity", "max_cache_len", "room of the cache, tokens"))
+    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["contender"] for row in record["context"]))}
+    for axis, (sweep_name, key, label) in zip(axes, panels, strict=True):
+        rows = [row for row in record[sweep_name] if "median_ms" in row]
+        values = list(dict.fromkeys(row[key] for row in rows))
+        for name, color in colors.items():
+            mine = [row for row in rows if row["contender"] == name]
+            if name in HAVE_NO_CAPACITY and sweep_name == "capacity" and mine:
+                axis.axhline(mine[0]["median_ms"], color=color, linestyle=":", label=f"{name} (has no room)")
+                continue
+            x = [row[key] for row in mine]
+            axis.plot(x, [row["median_ms"] for row in mine], color=color, marker="o", label=name)
+            axis.fill_between(x, [r["p10_ms"] for r in mine], [r["p90_ms"] for r in mine], color=color, alpha=0.2)
+        limits = {row[key]: limit_ms(row, record) for row in rows}
+        axis.plot(list(limits), list(limits.values()), color="black", linestyle="--", label="bandwidth allows")
+        axis.set(xlabel=label, yscale="log")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(values, [f"{value:,}" for value in values])
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.grid(alpha=0.3, which="both")
+    axes[0].set(ylabel="ms per token", title=f"room for {record['context'][0]['max_cache_len']:,}")
+    axes[1].set(title=f"text of {record['capacity'][0]['context']:,}")
+    axes[1].legend(fontsize=8)
+    figure.suptitle(f"{record['model']}, {record['dtype']}, {record['hardware']}", fontsize=10)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument(
+        "--text", type=int, help="length of the text in the second sweep; default: the shortest context"
+    )
+    parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
+    parser.add_argument("--json", type=Path, help="write the record here")
+    parser.add_argument("--markdown", type=Path, help="write the tables here")
+    parser.add_argument("--plot", type=Path, help="write the picture here")
+    return parser.parse_args()
+
+
+def chosen(args: argparse.Namespace) -> Workload:
+    args.text = args.text if args.text is not None else min(args.contexts)
+    if args.steps < 2 or min([args.text, *args.contexts]) < args.steps + 2:
+        raise BadArgument(
+            f"--steps must be at least 2, --contexts and --text at least {args.steps + 2}: a prompt and --steps + 1"
+        )
+    if min(args.capacities) < args.text:
+        raise BadArgument(f"--capacities {min(args.capacities)} is less than the text of {args.text} tokens")
+    check_workload_arguments(args, max([args.text, *args.contexts]))
+    return Workload(
+        args.model, args.device, args.dtype, args.text, args.steps + 1, args.batch_size, 0, args.real_weights
+    )
+
+
+def main() -> int:
+    args = parse_args()
+    try:
+        workload = chosen(args)
+    except BadArgument as error:
+        print(f"bench_context.py: {error}", file=sys.stderr)
+        return 2
+    record = measure_all(args, workload)
+    print(markdown(record))
+    if args.json:
+        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    if args.markdown:
+        args.markdown.write_text(markdown(record) + "\n")
+    if args.plot:
+        plot(record, args.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""The table, the words and the picture of a record of `bench_generation.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from contenders import CONTENDERS, OURS
+
+Record = dict[str, Any]
+
+# Why another contender can be ahead of ours. A name that is not here gets no reason: add one with the contender.
+WHY_AHEAD = {
+    "static-compiled": "its step is compiled and replayed as one CUDA graph, where eager `generate` sends every kernel "
+    "from Python and the GPU waits for it; ours runs eagerly here. It pays with its cold start",
+    "dynamic": "both run the same kernels on the same views and wait for Python; ours looks up where to write, which "
+    "costs the host a little more than making a new tensor does at this length",
+    "static": "at a room that is just filled it masks next to nothing; its time grows with the room, ours does not",
+    "no-cache": "at this length a whole pass takes no longer than one token's",
+}
+
+
+def conditions(record: Record) -> str:
+    """One line: what ran where."""
+    w = record["workload"]
+    weights = "random weights" if record["random_weights"] else "trained weights"
+    where = record["hardware"] + ("" if w["device"].startswith("cuda") else f", {record['threads']} threads")
+    return (
+        f"{w['model']} ({weights}, {w['dtype']}), batch {w['batch_size']}, prompt {w['prompt_len']}, {w['new_tokens']} "
+        f"new tokens, static caches with room for {w['max_cache_len']}; {where}, torch {record['torch']}, transformers "
+        f"{record['transformers']}, commit {record['commit']}; reads {record['bandwidth_gb_per_s']:,.1f} GB/s"
+    )
+
+
+def markdown(record: Record) -> str:
+    """Conditions, both tables, and the words that belong to them."""
+    ran = [row for row in record["contenders"] if "summary" in row]
+    parts = [conditions(record) + "."]
+    if ran:
+        parts += [speed_table(record), step_table(ran)]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in notes(record))]).rstrip()
+
+
+def speed_table(record: Record) -> str:
+    ran = {row["name"]: row for row in record["contenders"] if "summary" in row}
+    best = fastest(record)
+    lines = [
+        "| | first token, ms | prompt, tokens/s | decode, tokens/s | ms per token | of the bandwidth "
+        "| cold start, s | of it warm-up | cache, MiB | peak over the model, MiB |",
+        "|---" * 10 + "|",
+    ]
+    for name, row in ran.items():
+        s = row["summary"]
+        mark = " **fastest**" if name == best and len(ran) > 1 else ""
+        fewer = f" ({row['new_tokens']} tokens)" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
+        peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
+        cells = [
+            f"{CONTENDERS[name].words if name in CONTENDERS else name}{mark}",
+            with_range(s["first_token_ms"], ".1f"),
+            f"{s['prompt_tokens_per_s']:,.0f}",
+            with_range(s["decode_tokens_per_s"], ",.1f"),
+            f"{s['decode_ms']['median']:.2f}",
+            f"{s['bandwidth_share']:.1%} ({s['gb_per_s']:,.1f} GB/s)",
+            f"{s['cold_start_s']:.2f}{fewer}",
+            f"{s['cold_share']:.0%}",
+            f"{row['cache_bytes'] / 2**20:,.2f}",
+            peak,
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def step_table(ran: list[Record]) -> str:
+    lines = ["| ms per step, clocked | mean | P50 | P95 | P99 | min | max |", "|---" * 7 + "|"]
+    for row in ran:
+        figures = row["summary"]["latency_ms"]
+        cells = [f"{figures[key]:.2f}" for key in ("mean", "p50", "p95", "p99", "min", "max")]
+        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def notes(record: Record) -> list[str]:
+    """Where ours is behind and why, what ran with fewer tokens, what did not run."""
+    w, found = record["workload"], []
+    if (behind := where_behind(record)) is not None:
+        found.append(behind)
+    for row in record["contenders"]:
+        if "unavailable" in row:
+            found.append(f"{row['name']} was not run: {row['unavailable']}.")
+        elif "error" in row:
+            found.append(f"{row['name']} FAILED: {row['error']}")
+        elif row["new_tokens"] < w["new_tokens"]:
+            found.append(
+                f"{row['name']} ran {row['new_tokens']} tokens, not {w['new_tokens']}: its steps grow with the text, "
+                "so the rest would be slower still, and its cold start is not that of the others."
+            )
+    shares = [row["summary"]["bandwidth_share"] for row in record["contenders"] if "summary" in row]
+    if shares and max(shares) > 1:
+        found.append("More than all of the bandwidth: this model's weights fit into the processor's own caches.")
+    return found
+
+
+def fastest(record: Record) -> str | None:
+    rates = {row["name"]: row["summary"]["decode_ms"]["median"] for row in record["contenders"] if "summary" in row}
+    return min(rates, key=rates.__getitem__) if rates else None
+
+
+def where_behind(record: Record) -> str | None:
+    """One sentence when another contender decodes faster than ours."""
+    summaries = {row["name"]: row["summary"] for row in record["contenders"] if "summary" in row}
+    best = fastest(record)
+    if OURS not in summaries or best is None or best == OURS:
+        return None
+    ours, theirs = summaries[OURS]["decode_ms"], summaries[best]["decode_ms"]
+    overlap = theirs["max"] >= ours["min"]
+    size = f"{ours['median'] / theirs['median']:.2f} times as fast" + (", within the spread" if overlap else "")
+    reason = f": {WHY_AHEAD[best]}" if best in WHY_AHEAD else ""
+    return f"**Ours is not the fastest here**: {best} decodes {size}{reason}."
+
+
+def with_range(figures: dict[str, float], form: str) -> str:
+    return f"{figures['median']:{form}} ({figures['min']:{form}} to {figures['max']:{form}})"
+
+
+def plot(records: list[Record], path: Path) -> None:
+    """One panel for each record: decode rate of each contender against what the bandwidth allows."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    height = 1.6 + 0.35 * max(len(record["contenders"]) for record in records)
+    figure, axes = plt.subplots(
+        1, len(records), figsize=(1.5 + 4 * len(records), height), squeeze=False, sharey=True, constrained_layout=True
+    )
+    for axis, record in zip(axes[0], records, strict=True):
+        ran = [row for row in record["contenders"] if "summary" in row]
+        rates = [row["summary"]["decode_tokens_per_s"] for row in ran]
+        middle = [rate["median"] for rate in rates]
+        errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
+        colors = ["tab:green" if row["name"] == OURS else "tab:gray" for row in ran]
+        bars = axis.barh([row["name"] for row in ran], middle, xerr=errors, color=colors)
+        axis.bar_label(bars, [f" {rate:,.0f}" for rate in middle], padding=3)
+        limit = max(r["median"] / row["summary"]["bandwidth_share"] for r, row in zip(rates, ran, strict=True) if r)
+        axis.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
+        axis.text(limit, -0.62, f"bandwidth allows {limit:,.0f} ", color="tab:red", ha="right", va="bottom", fontsize=8)
+        axis.set(title=record["workload"]["model"], xlabel="decode, tokens/s (log)", xscale="log")
+        axis.set_xlim(min(middle) / 3, limit * 2)
+        axis.grid(axis="x", alpha=0.3)
+    axes[0][0].invert_yaxis()
+    w = records[0]["workload"]
+    figure.suptitle(
+        f"{records[0]['hardware']}, {w['dtype']}, batch {w['batch_size']}, prompt {w['prompt_len']}, "
+        f"{w['new_tokens']} new tokens",
+        fontsize=10,
+    )
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

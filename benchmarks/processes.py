@@ -1,0 +1,89 @@
+"""An object in a fresh process of its own, called from here: nothing that ran before can have warmed it up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+from multiprocessing.connection import Connection
+from typing import Any
+
+
+class Failed(Exception):
+    """A call in the other process raised, or the process died. `kind` is the exception's name there."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message = kind, message
+
+
+class FreshProcess:
+    """`cls(*args)` in a new process, with no compiled code on disk; its methods are called by name.
+
+    Imports are done before the process is forked, the device is first touched in it.
+    """
+
+    def __init__(self, cls: type, *args: Any) -> None:
+        context = _context()
+        self.connection, theirs = context.Pipe()
+        self.process = context.Process(target=_serve, args=(theirs, cls, args), daemon=False)
+        self.process.start()
+        theirs.close()
+        self._answer()
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.connection.send((method, args))
+        return self._answer()
+
+    def close(self) -> None:
+        """End the process and give back its memory; once is enough, twice does no harm."""
+        self.connection.close()
+        self.process.join(timeout=10)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+    def _answer(self) -> Any:
+        try:
+            result, failure = self.connection.recv()
+        except EOFError:
+            self.process.join()
+            reason = f"exit status {self.process.exitcode}; out of memory?"
+            failure = ("ProcessDied", reason)
+        if failure:
+            raise Failed(*failure)
+        return result
+
+
+def _context() -> Any:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "transformers.generation"])
+    return context
+
+
+def _serve(connection: Connection, cls: type, args: tuple[Any, ...]) -> None:
+    """Build the object, then answer one call after the other with (result, failure) until the other side closes."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
+        served, message = None, ("", args)
+        while message is not None:
+            method, args = message
+            try:
+                if served is None:
+                    served, result = cls(*args), None
+                else:
+                    result = getattr(served, method)(*args)
+                connection.send((result, None))
+            except Exception as error:  # sent back as words: not every exception can be pickled
+                connection.send((None, (type(error).__name__, next(iter(str(error).splitlines()), ""))))
+            message = _next(connection)
+
+
+def _next(connection: Connection) -> Any:
+    try:
+        return connection.recv()
+    except (EOFError, OSError):
+        return None

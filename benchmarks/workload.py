@@ -1,0 +1,110 @@
+"""What a benchmark runs: a model, a prompt, a number of new tokens; and the arguments that say so on a command line."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+import transformers
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_static_kv.testing import DEV_MODELS, dev_config, load_config, load_model, random_model
+
+
+class BadArgument(Exception):
+    """Something that the user can mend; its message is one line."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One text to generate. `max_cache_len` is the room that a static cache is given."""
+
+    model: str
+    device: str
+    dtype: str
+    prompt_len: int
+    new_tokens: int
+    batch_size: int
+    max_cache_len: int
+    real_weights: bool = False
+
+    @property
+    def has_random_weights(self) -> bool:
+        return self.model in DEV_MODELS and not self.real_weights
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.startswith("cuda")
+
+    def build_model(self) -> PreTrainedModel:
+        """The model on its device: a dev model's true shape with random weights, anything else loaded."""
+        quiet()
+        dtype = getattr(torch, self.dtype)
+        if self.has_random_weights:
+            model = random_model(dev_config(self.model), device=self.device, dtype=dtype)
+        else:
+            model, _ = load_model(self.model, device=self.device, dtype=dtype)
+        # An end token that no model can choose: the test for it is paid, as in any real run, and no run stops early.
+        model.generation_config.eos_token_id = model.config.get_text_config().vocab_size
+        model.generation_config.pad_token_id = 0
+        return model
+
+    def prompt(self, length: int | None = None) -> dict[str, torch.Tensor]:
+        """Random tokens, the same for every contender: `length` of them, or `prompt_len`."""
+        vocab_size = find_config(self.model, self.real_weights).get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(vocab_size, (self.batch_size, length or self.prompt_len), generator=generator)
+        return {"input_ids": ids.to(self.device), "attention_mask": torch.ones_like(ids).to(self.device)}
+
+
+def find_config(model: str, real_weights: bool = False) -> PreTrainedConfig:
+    """The model's config, without its weights; `BadArgument` where there is none."""
+    if model in DEV_MODELS and not real_weights:
+        return dev_config(model)
+    try:
+        return load_config(model)
+    except ValueError as error:
+        raise BadArgument(str(error)) from error
+
+
+def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+    gpu = torch.cuda.is_available()
+    parser.add_argument(
+        "--model",
+        default="llama-3.2-1b" if gpu else "llama",
+        help="a dev model's true shape with random weights (llama-3.2-1b, qwen3-1.7b, gemma-3-1b), a miniature (llama, "
+        "qwen3, gemma3), smollm2, a hub id, a folder or a GGUF file; default: %(default)s",
+    )
+    parser.add_argument("--real-weights", action="store_true", help="load a dev model's weights instead")
+    parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU"
+    )
+    parser.add_argument("--batch-size", type=int, default=1)
+
+
+def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> None:
+    """Fill in the dtype; refuse a device that is absent and a text that is longer than the model's context."""
+    quiet()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise BadArgument(f"--device {args.device}: this machine has no CUDA device")
+    if args.batch_size < 1:
+        raise BadArgument(f"--batch-size must be at least 1, got {args.batch_size}")
+    context = context_length(args)
+    if longest_text > context:
+        raise BadArgument(
+            f"prompt and new tokens come to {longest_text} tokens: more than the {context} of {args.model}'s context. "
+            "Shorten one of them"
+        )
+    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+
+
+def context_length(args: argparse.Namespace) -> int:
+    return find_config(args.model, args.real_weights).get_text_config().max_position_embeddings
+
+
+def quiet() -> None:
+    """Only errors and our own words on the terminal."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
