@@ -91,8 +91,8 @@ def notes(record: Record) -> list[str]:
             found.append(f"{row['name']} FAILED: {row['error']}")
         elif row["new_tokens"] < w["new_tokens"]:
             found.append(
-                f"{row['name']} ran {row['new_tokens']} tokens, not {w['new_tokens']}: its steps grow with the text, "
-                "so the rest would be slower still, and its cold start is not that of the others."
+                f"{row['name']} ran {row['new_tokens']} tokens, not {w['new_tokens']}: over a longer text its steps "
+                "can only be slower, and its cold start is not that of the others."
             )
     shares = [row["summary"]["bandwidth_share"] for row in record["contenders"] if "summary" in row]
     if shares and max(shares) > 1:

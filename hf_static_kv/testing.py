@@ -261,7 +261,7 @@ def weights_variable(name: str) -> str:
 def provenance(device: str = "cpu") -> dict[str, Any]:
     """Where and with what a record was made: hardware, versions, commit, command.
 
-    Outside a git checkout the commit is read from the environment variable `COMMIT`.
+    The commit is that of the environment variable `COMMIT` where it is set (for a copy that is no git checkout).
     """
     on_gpu = device.startswith("cuda")
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
@@ -271,7 +271,7 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "commit": commit or os.environ.get("COMMIT", "unknown"),
+        "commit": os.environ.get("COMMIT") or commit or "unknown",
         "command": " ".join(["python", *sys.argv]),
     }
 
