@@ -1,10 +1,11 @@
 # make test      everything CI runs: a fresh .venv, ruff, mypy --strict, pytest
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
+# make results   benchmarks/RESULTS.md and its pictures, from the records in benchmarks/results
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 PYTHON ?= python3
 
-.PHONY: test compare test-gpu test-5.17 bench-update clean
+.PHONY: test compare test-gpu test-5.17 results bench-update clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -20,6 +21,9 @@ test-gpu:
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 -m "not slow"
+
+results: .venv/.installed
+	.venv/bin/python benchmarks/write_results.py
 
 bench-update: .venv/.installed
 	.venv/bin/python benchmarks/bench_update.py --json benchmarks/results/update.json --plot benchmarks/results/update.png

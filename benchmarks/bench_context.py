@@ -6,9 +6,9 @@
 Two sweeps, every contender in a process of its own, in turns:
   context    texts of 512 to 32k tokens, room for the longest
   capacity   a text of 512 tokens, room for 1k to 32k
-The last tokens of each text are generated: a figure is the median over the steps of one clocked run of `generate` after
-a warm-up run of the same lengths, its spread the 10th to 90th percentile. `DynamicCache` has no capacity:
-it is measured once in the second sweep.
+The last tokens of each text are generated. A figure is the median over the steps of `--rounds` clocked runs of
+`generate`, in turns with the others, after one run to warm up; the spread is the 10th to 90th percentile.
+`DynamicCache` has no capacity: it is measured once in the second sweep.
 """
 
 from __future__ import annotations
@@ -39,27 +39,24 @@ class Runner:
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload, self.model = name, workload, workload.build_model()
-        self.capacity = 0
+        self.point = (0, 0)
         self.next_keywords: Callable[[], Keywords] | None = None
 
     def measure(self, context: int, capacity: int, steps: int) -> Record:
-        if capacity != self.capacity:
-            self._set_up(capacity)
-        self._step_ms(context, steps)  # lengths that were never seen cost more the first time
-        times = self._step_ms(context, steps)
-        return {
-            "median_ms": percentile(times, 50),
-            "p10_ms": percentile(times, 10),
-            "p90_ms": percentile(times, 90),
-            "bytes_per_step": bytes_per_step(self.model, context - steps - 1, steps + 1, self.workload.batch_size),
-        }
+        """Milliseconds of each step of one run, and the bytes that a step must read."""
+        if (context, capacity) != self.point:
+            if capacity != self.point[1]:
+                self._set_up(capacity)
+            self._step_ms(context, steps)  # lengths that were never seen cost more the first time
+            self.point = (context, capacity)
+        needed = bytes_per_step(self.model, context - steps - 1, steps + 1, self.workload.batch_size)
+        return {"step_ms": self._step_ms(context, steps), "bytes_per_step": needed}
 
     def _set_up(self, capacity: int) -> None:
         self.next_keywords = None  # the old cache goes before the new one comes
         torch._dynamo.reset()  # compiled for the old shape; kept, it would be compiled again for any shape
         set_up = CONTENDERS[self.name].set_up
         self.next_keywords = set_up(self.model, capacity, self.workload.batch_size)
-        self.capacity = capacity
 
     def _step_ms(self, context: int, steps: int) -> list[float]:
         clock = Clock(self.workload.device, self.workload.batch_size)
@@ -69,24 +66,35 @@ class Runner:
         return clock.step_ms
 
 
-def sweep(points: list[tuple[int, int]], processes: dict[str, FreshProcess], steps: int, bar: tqdm) -> list[Record]:
+def sweep(
+    points: list[tuple[int, int]], processes: dict[str, FreshProcess], steps: int, rounds: int, bar: tqdm
+) -> list[Record]:
     """A row for each (context, capacity) and contender; one that fails is reported and asked no more."""
-    rows: list[Record] = []
+    rows: dict[tuple[str, int, int], Record] = {}
     for context, capacity in points:
-        for name in list(processes):
-            seen = any(row["contender"] == name and row["context"] == context for row in rows)
-            bar.set_description(f"{name}: text {context}, capacity {capacity}")
-            bar.update()
-            if name in HAVE_NO_CAPACITY and seen:
-                continue
-            row: Record = {"contender": name, "context": context, "max_cache_len": capacity}
-            try:
-                row |= processes[name].call("measure", context, capacity, steps)
-            except Failed as failure:
-                row |= {"error": str(failure)}
-                processes.pop(name).close()
-            rows.append(row)
-    return rows
+        for _ in range(rounds):
+            for name in list(processes):
+                bar.set_description(f"{name}: text {context}, capacity {capacity}")
+                bar.update()
+                if name in HAVE_NO_CAPACITY and any(k[:2] == (name, context) and k[2] != capacity for k in rows):
+                    continue
+                row = rows.setdefault((name, context, capacity), {"step_ms": []})
+                try:
+                    result = processes[name].call("measure", context, capacity, steps)
+                    row["step_ms"] += result.pop("step_ms")
+                    row |= result
+                except Failed as failure:
+                    row["error"] = str(failure)
+                    processes.pop(name).close()
+    return [_summary(*key, row) for key, row in rows.items()]
+
+
+def _summary(name: str, context: int, capacity: int, row: Record) -> Record:
+    point = {"contender": name, "context": context, "max_cache_len": capacity}
+    if "error" in row:
+        return point | {"error": row["error"]}
+    percentiles = {key: percentile(row["step_ms"], p) for key, p in (("median_ms", 50), ("p10_ms", 10), ("p90_ms", 90))}
+    return point | percentiles | {"bytes_per_step": row["bytes_per_step"]}
 
 
 def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
@@ -98,11 +106,11 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
         "capacity": [(args.text, capacity) for capacity in args.capacities],
     }
     processes: dict[str, FreshProcess] = {}
-    total = sum(map(len, sweeps.values())) * len(args.contenders)
+    total = sum(map(len, sweeps.values())) * len(args.contenders) * args.rounds
     try:
         with tqdm(total=total, desc="loading", leave=False, disable=None) as bar:
             processes |= {name: FreshProcess(Runner, name, workload) for name in args.contenders}
-            results = {name: sweep(points, processes, args.steps, bar) for name, points in sweeps.items()}
+            results = {name: sweep(points, processes, args.steps, args.rounds, bar) for name, points in sweeps.items()}
     finally:
         for process in processes.values():
             process.close()
@@ -113,6 +121,7 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
         "batch_size": workload.batch_size,
         "random_weights": workload.has_random_weights,
         "steps": args.steps,
+        "rounds": args.rounds,
         "bandwidth_gb_per_s": bytes_per_second / 1e9,
         **results,
     }
@@ -129,7 +138,7 @@ def markdown(record: Record) -> str:
     head = (
         f"{record['model']} ({weights}, {record['dtype']}), batch {record['batch_size']}; {where}, commit "
         f"{record['commit']}; reads {record['bandwidth_gb_per_s']:,.0f} GB/s. Milliseconds per token, median (10th to "
-        f"90th percentile) of {record['steps']} steps."
+        f"90th percentile) of {record.get('rounds', 1)} x {record['steps']} steps."
     )
     room, text = record["context"][0]["max_cache_len"], record["capacity"][0]["context"]
     parts = [
@@ -137,6 +146,7 @@ def markdown(record: Record) -> str:
         table(record, "context", "context", f"text, tokens (room for {room:,})"),
         table(record, "capacity", "max_cache_len", f"room, tokens (text of {text:,})"),
     ]
+    parts += [words for key in ("context", "capacity") if (words := where_behind(record, key))]
     errors = [row for row in record["context"] + record["capacity"] if "error" in row]
     parts += [f"- {row['contender']} at {row['context']}, {row['max_cache_len']}: {row['error']}" for row in errors]
     return "\n\n".join(parts)
@@ -156,6 +166,23 @@ def table(record: Record, sweep_name: str, key: str, words: str) -> str:
     return "\n".join(lines)
 
 
+def where_behind(record: Record, sweep_name: str) -> str | None:
+    """Where another contender is faster than ours, with the reason; None where none is."""
+    rows = [row for row in record[sweep_name] if "median_ms" in row]
+    behind: dict[str, list[str]] = {}
+    key = "context" if sweep_name == "context" else "max_cache_len"
+    for value in dict.fromkeys(row[key] for row in rows):
+        cells = {row["contender"]: row for row in rows if row[key] == value}
+        best = min(cells, key=lambda name: cells[name]["median_ms"])
+        if OURS in cells and best != OURS:
+            overlap = cells[best]["p90_ms"] >= cells[OURS]["p10_ms"]
+            behind.setdefault(best, []).append(f"{value:,}" + (" (within the spread)" if overlap else ""))
+    if not behind:
+        return None
+    parts = [f"{name} is ahead at {', '.join(at)}: {CONTENDERS[name].why_ahead}" for name, at in behind.items()]
+    return "**Ours is not the fastest everywhere**: " + "; ".join(parts) + "."
+
+
 def _cell(row: Record | None, best: bool) -> str:
     if row is None:
         return "-"
@@ -170,16 +197,16 @@ def plot(record: Record, path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True, constrained_layout=True)
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, constrained_layout=True)
     panels = (("context", "context", "text, tokens"), ("capacity", "max_cache_len", "room of the cache, tokens"))
-    colors = {name: f"C{i}" for i, name in enumerate(dict.fromkeys(row["contender"] for row in record["context"]))}
+    colors = {row["contender"]: CONTENDERS[row["contender"]].color for row in record["context"]}
     for axis, (sweep_name, key, label) in zip(axes, panels, strict=True):
         rows = [row for row in record[sweep_name] if "median_ms" in row]
         values = list(dict.fromkeys(row[key] for row in rows))
         for name, color in colors.items():
             mine = [row for row in rows if row["contender"] == name]
             if name in HAVE_NO_CAPACITY and sweep_name == "capacity" and mine:
-                axis.axhline(mine[0]["median_ms"], color=color, linestyle=":", label=f"{name} (has no room)")
+                axis.axhline(mine[0]["median_ms"], color=color, linestyle=":", label=name)
                 continue
             x = [row[key] for row in mine]
             axis.plot(x, [row["median_ms"] for row in mine], color=color, marker="o", label=name)
@@ -192,8 +219,9 @@ def plot(record: Record, path: Path) -> None:
         axis.yaxis.set_major_formatter("{x:g}")
         axis.grid(alpha=0.3, which="both")
     axes[0].set(ylabel="ms per token", title=f"room for {record['context'][0]['max_cache_len']:,}")
-    axes[1].set(title=f"text of {record['capacity'][0]['context']:,}")
-    axes[1].legend(fontsize=8)
+    axes[1].set(title=f"text of {record['capacity'][0]['context']:,} (dotted: has no room)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     figure.suptitle(f"{record['model']}, {record['dtype']}, {record['hardware']}", fontsize=10)
     figure.savefig(path, dpi=130)
     plt.close(figure)
@@ -208,6 +236,7 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each point, in turns (%(default)s)")
     parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--markdown", type=Path, help="write the tables here")
@@ -217,6 +246,8 @@ def parse_args() -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> Workload:
     args.text = args.text if args.text is not None else min(args.contexts)
+    if args.rounds < 1:
+        raise BadArgument(f"--rounds must be at least 1, got {args.rounds}")
     if args.steps < 2 or min([args.text, *args.contexts]) < args.steps + 2:
         raise BadArgument(
             f"--steps must be at least 2, --contexts and --text at least {args.steps + 2}: a prompt and --steps + 1"

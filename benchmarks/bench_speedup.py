@@ -144,6 +144,12 @@ def markdown(record: Record) -> str:
             f"| {without} | {ours} | {pass_ms[row['tokens']]:.2f} |"
         )
     longest = max(pass_ms)
+    slower = [str(row["tokens"]) for row in record["rows"] if row["measured"] < 1]
+    if slower:
+        lines += [
+            "",
+            f"**With a cache it is slower here**, at {', '.join(slower)} tokens: there is nothing to save yet.",
+        ]
     lines += [
         "",
         f"Why so far from paper: a pass over {longest} tokens takes {pass_ms[longest] / pass_ms[1]:.1f} times a pass "

@@ -116,6 +116,13 @@ def table(rows: list[dict], key: str) -> str:
     return "\n".join(lines)
 
 
+def markdown(report: dict) -> str:
+    where = f"{report['hardware']}, {report['threads']} threads, torch {report['torch']}, commit {report['commit']}"
+    how = f"float32; median (10th to 90th percentile) of {report['repeats']} steps"
+    tables = [table(report["updates"], "length"), table(report["model"], "capacity")]
+    return "\n\n".join([f"{where}, {how}.", *tables])
+
+
 def plot(report: dict, path: Path) -> None:
     import matplotlib
 
@@ -169,9 +176,7 @@ def main() -> None:
         "updates": bench_updates(args.lengths, args.repeats),
         "model": bench_model(args.capacities, args.repeats),
     }
-    where = f"{report['hardware']}, {report['threads']} threads"
-    print(f"{where}, median (10th to 90th percentile) of {args.repeats} steps\n")
-    print(table(report["updates"], "length"), table(report["model"], "capacity"), sep="\n\n")
+    print(markdown(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot:

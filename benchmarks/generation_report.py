@@ -9,16 +9,6 @@ from contenders import CONTENDERS, OURS
 
 Record = dict[str, Any]
 
-# Why another contender can be ahead of ours. A name that is not here gets no reason: add one with the contender.
-WHY_AHEAD = {
-    "static-compiled": "its step is compiled and replayed as one CUDA graph, where eager `generate` sends every kernel "
-    "from Python and the GPU waits for it; ours runs eagerly here. It pays with its cold start",
-    "dynamic": "both run the same kernels on the same views and wait for Python; ours looks up where to write, which "
-    "costs the host a little more than making a new tensor does at this length",
-    "static": "at a room that is just filled it masks next to nothing; its time grows with the room, ours does not",
-    "no-cache": "at this length a whole pass takes no longer than one token's",
-}
-
 
 def conditions(record: Record) -> str:
     """One line: what ran where."""
@@ -55,7 +45,7 @@ def speed_table(record: Record) -> str:
         fewer = f" ({row['new_tokens']} tokens)" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
         peak = "-" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:,.0f}"
         cells = [
-            f"{CONTENDERS[name].words if name in CONTENDERS else name}{mark}",
+            f"{CONTENDERS[name].words}{mark}",
             with_range(s["first_token_ms"], ".1f"),
             f"{s['prompt_tokens_per_s']:,.0f}",
             with_range(s["decode_tokens_per_s"], ",.1f"),
@@ -114,8 +104,7 @@ def where_behind(record: Record) -> str | None:
     ours, theirs = summaries[OURS]["decode_ms"], summaries[best]["decode_ms"]
     overlap = theirs["max"] >= ours["min"]
     size = f"{ours['median'] / theirs['median']:.2f} times as fast" + (", within the spread" if overlap else "")
-    reason = f": {WHY_AHEAD[best]}" if best in WHY_AHEAD else ""
-    return f"**Ours is not the fastest here**: {best} decodes {size}{reason}."
+    return f"**Ours is not the fastest here**: {best} decodes {size}. Why: {CONTENDERS[best].why_ahead}."
 
 
 def with_range(figures: dict[str, float], form: str) -> str:
@@ -138,14 +127,22 @@ def plot(records: list[Record], path: Path) -> None:
         rates = [row["summary"]["decode_tokens_per_s"] for row in ran]
         middle = [rate["median"] for rate in rates]
         errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-        colors = ["tab:green" if row["name"] == OURS else "tab:gray" for row in ran]
+        colors = [CONTENDERS[row["name"]].color for row in ran]
         bars = axis.barh([row["name"] for row in ran], middle, xerr=errors, color=colors)
-        axis.bar_label(bars, [f" {rate:,.0f}" for rate in middle], padding=3)
-        limit = max(r["median"] / row["summary"]["bandwidth_share"] for r, row in zip(rates, ran, strict=True) if r)
-        axis.axvline(limit, color="tab:red", linestyle="--", linewidth=1)
-        axis.text(limit, -0.62, f"bandwidth allows {limit:,.0f} ", color="tab:red", ha="right", va="bottom", fontsize=8)
-        axis.set(title=record["workload"]["model"], xlabel="decode, tokens/s (log)", xscale="log")
-        axis.set_xlim(min(middle) / 3, limit * 2)
+        axis.bar_label(bars, [f"{rate:,.0f}" for rate in middle], padding=4)
+        limit = rates[-1]["median"] / ran[-1]["summary"]["bandwidth_share"]
+        axis.axvline(limit, color="black", linestyle="--", linewidth=1)
+        axis.text(
+            limit * 0.99,
+            0.5,
+            f"bandwidth allows {limit:,.0f}",
+            rotation=90,
+            ha="right",
+            transform=axis.get_xaxis_transform(),
+            va="center",
+            fontsize=8,
+        )
+        axis.set(title=record["workload"]["model"], xlabel="decode, tokens/s", xlim=(0, max(limit, *middle) * 1.06))
         axis.grid(axis="x", alpha=0.3)
     axes[0][0].invert_yaxis()
     w = records[0]["workload"]

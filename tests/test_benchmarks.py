@@ -1,0 +1,446 @@
+"""The benchmarks at toy size: what they report, and their arithmetic against numbers made by hand."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_static_kv.testing import random_model, tiny_config
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+def run(script, *args):
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, args)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+class TestArithmetic:
+    def test_percentiles_and_spread(self):
+        from measure import latency, percentile, spread
+
+        assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+        hundred_and_one = [float(i) for i in range(101)]
+        assert latency(hundred_and_one) == {"mean": 50, "p50": 50, "p95": 95, "p99": 99, "min": 0, "max": 100}
+        assert spread([5.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 5.0}
+
+    def test_the_clock_counts_from_token_to_token(self):
+        from measure import Clock
+
+        clock = Clock("cpu", batch_size=2)
+        clock.times = [10.0, 10.5, 10.75]
+        assert clock.step_ms == [500.0, 250.0]
+        go_on = clock(torch.ones(2, 3), None)
+        assert go_on.tolist() == [False, False]
+        assert len(clock.times) == 4
+
+    def test_a_tied_embedding_is_read_and_an_untied_one_is_not(self):
+        from measure import weights_read
+
+        # Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16, two norms of 8; one more norm at the end.
+        layer = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
+        sizes = {
+            "vocab_size": 10,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        }
+        for tied in (True, False):
+            model = random_model(LlamaConfig(**sizes, tie_word_embeddings=tied))
+            assert weights_read(model) == 4 * (2 * layer + 8 + 80)
+
+    def test_a_window_limits_what_a_step_reads(self):
+        from measure import bytes_per_step, cache_read, weights_read
+
+        # Six layers, the last one full, the others with a window of 8; one KV head of 16, keys and values, 4 bytes.
+        model = random_model(tiny_config("gemma3"))
+        position = 2 * 16 * 4
+        assert cache_read(model, text=20, batch_size=1) == position * (5 * 8 + 20)
+        assert cache_read(model, text=5, batch_size=3) == 3 * position * 6 * 5
+        # A prompt of 18 and 3 tokens: the two steps after the first token read texts of 19 and 20.
+        mean = position * (5 * 8 + 19.5)
+        assert bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1) == weights_read(model) + mean
+
+    def test_the_summary_of_one_contender(self):
+        from bench_generation import summarize
+
+        row = {
+            "new_tokens": 11,
+            "cold_start_s": 8.0,
+            "trials_s": [[0.5, 2.5], [0.25, 1.25], [1.0, 5.0]],
+            "step_ms": [100.0, 300.0],
+            "bytes_per_step": 4e9,
+        }
+        summary = summarize(row, prompt_len=100, batch_size=2, bandwidth=80e9)
+        assert summary == {
+            "first_token_ms": {"median": 500.0, "min": 250.0, "max": 1000.0},
+            "prompt_tokens_per_s": 400.0,
+            "decode_ms": {"median": 200.0, "min": 100.0, "max": 400.0},
+            "decode_tokens_per_s": {"median": 10.0, "min": 5.0, "max": 20.0},
+            "latency_ms": {"mean": 200.0, "p50": 200.0, "p95": 290.0, "p99": 298.0, "min": 100.0, "max": 300.0},
+            "cold_start_s": 8.0,
+            "cold_share": 1 - 2.5 / 8,
+            "gb_per_s": 20.0,
+            "bandwidth_share": 0.25,
+        }
+
+    def test_speed_up_on_paper_and_from_pass_times(self):
+        from bench_speedup import predicted, theoretical
+
+        assert [theoretical(n) for n in (1, 10, 200)] == [1.0, 5.5, 100.5]
+        assert predicted(4, {1: 10.0, 3: 30.0, 4: 70.0}) == (10 + 20 + 30 + 70) / (4 * 10)
+
+    def test_the_limit_of_a_step(self):
+        from bench_context import limit_ms
+
+        assert limit_ms({"bytes_per_step": 5e9}, {"bandwidth_gb_per_s": 1000.0}) == 5.0
+
+    def test_bytes_held_counts_rooms_and_not_texts(self):
+        from contenders import CONTENDERS, bytes_held
+
+        model = random_model(tiny_config("llama"))
+        ids = torch.ones(1, 5, dtype=torch.long)
+        held = {}
+        for name in ("dynamic", "static", "contiguous"):
+            keywords = CONTENDERS[name].set_up(model, 32, 1)()
+            model.generate(ids, **keywords, max_new_tokens=4, do_sample=False, eos_token_id=999)
+            held[name] = bytes_held(keywords["past_key_values"])
+        position = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
+        assert held == {"dynamic": 8 * position, "static": 32 * position, "contiguous": 32 * position}
+        assert bytes_held(None) == 0
+
+
+def summary(name, median, lowest=None, highest=None):
+    figures = {"median": median, "min": lowest or median, "max": highest or median}
+    return {"name": name, "summary": {"decode_ms": figures}}
+
+
+class TestWords:
+    def test_where_ours_is_behind_it_is_said_with_the_reason(self):
+        from generation_report import where_behind
+
+        rows = [summary("contiguous", 10.0), summary("static-compiled", 2.5), summary("dynamic", 11.0)]
+        words = where_behind({"contenders": rows})
+        assert words.startswith("**Ours is not the fastest here**: static-compiled decodes 4.00 times as fast")
+        assert "CUDA graph" in words
+        assert "within the spread" not in words
+
+    def test_within_the_spread(self):
+        from generation_report import where_behind
+
+        rows = [summary("contiguous", 10.0, 9.0, 11.0), summary("dynamic", 9.5, 9.0, 12.0)]
+        assert "1.05 times as fast, within the spread" in where_behind({"contenders": rows})
+
+    def test_nothing_is_said_where_ours_is_ahead_or_absent(self):
+        from generation_report import where_behind
+
+        assert where_behind({"contenders": [summary("contiguous", 1.0), summary("dynamic", 2.0)]}) is None
+        assert where_behind({"contenders": [summary("static", 1.0), summary("dynamic", 2.0)]}) is None
+
+    def test_every_contender_that_can_be_ahead_has_its_reason(self):
+        from contenders import CONTENDERS, OURS
+
+        assert [name for name, contender in CONTENDERS.items() if not contender.why_ahead] == [OURS]
+
+    def test_where_ours_is_behind_in_a_sweep(self):
+        from bench_context import where_behind
+
+        def row(name, context, middle):
+            figures = {"median_ms": middle, "p10_ms": middle - 1, "p90_ms": middle + 1}
+            return {"contender": name, "context": context, "max_cache_len": 9, **figures}
+
+        rows = [row("contiguous", 1024, 9.0), row("dynamic", 1024, 3.0), row("contiguous", 2048, 5.0)]
+        rows += [row("dynamic", 2048, 4.5), row("contiguous", 4096, 6.0), row("dynamic", 4096, 8.0)]
+        words = where_behind({"context": rows}, "context")
+        assert words.startswith(
+            "**Ours is not the fastest everywhere**: dynamic is ahead at 1,024, 2,048 (within the spread): both run"
+        )
+        assert where_behind({"context": rows[4:]}, "context") is None
+
+
+class Failing:
+    """What a fresh process may have to serve."""
+
+    def __init__(self, how=""):
+        if how == "at once":
+            raise ValueError("no room\nand a second line")
+
+    def double(self, number):
+        return 2 * number
+
+    def fail(self):
+        raise RuntimeError("first line\nsecond line")
+
+    def die(self):
+        import os
+
+        os._exit(9)
+
+
+class TestFreshProcess:
+    def test_answers_and_goes_on_after_a_failure(self):
+        from processes import Failed, FreshProcess
+
+        process = FreshProcess(Failing)
+        assert process.call("double", 21) == 42
+        with pytest.raises(Failed, match=r"^RuntimeError: first line$"):
+            process.call("fail")
+        assert process.call("double", 4) == 8
+        process.close()
+        process.close()
+        assert not process.process.is_alive()
+
+    def test_a_failure_at_once_and_a_death_are_reported(self):
+        from processes import Failed, FreshProcess
+
+        with pytest.raises(Failed, match=r"^ValueError: no room$"):
+            FreshProcess(Failing, "at once")
+        process = FreshProcess(Failing)
+        with pytest.raises(Failed, match="ProcessDied: exit status 9"):
+            process.call("die")
+        process.close()
+
+
+@pytest.fixture(scope="module")
+def generation(tmp_path_factory):
+    """One small run with everything that can be written."""
+    folder = tmp_path_factory.mktemp("generation")
+    sizes = ["--prompt-len", 12, "--new-tokens", 6, "--uncached-tokens", 4, "--trials", 2, "--max-cache-len", 40]
+    files = {name: folder / f"report.{name}" for name in ("json", "csv", "markdown", "png")}
+    outputs = ["--json", files["json"], "--csv", files["csv"], "--markdown", files["markdown"], "--plot", files["png"]]
+    result = run("bench_generation.py", "--model", "gemma3", "--device", "cpu", "--compare", *sizes, *outputs)
+    return SimpleNamespace(result=result, files=files)
+
+
+class TestGeneration:
+    def test_the_record(self, generation):
+        assert generation.result.returncode == 0, generation.result.stderr
+        record = json.loads(generation.files["json"].read_text())
+        assert record.keys() >= PROVENANCE
+        assert record["bandwidth_gb_per_s"] > 0
+        rows = {row["name"]: row for row in record["contenders"]}
+        assert list(rows) == ["no-cache", "dynamic", "static", "static-compiled", "contiguous"]
+        assert rows.pop("static-compiled")["unavailable"] == "generate compiles on a GPU only, and this is cpu"
+        from bench_generation import summarize
+
+        for row in rows.values():
+            assert row["new_tokens"] == (4 if row["name"] == "no-cache" else 6)
+            assert len(row["trials_s"]) == 2
+            assert len(row["step_ms"]) == row["new_tokens"] - 1
+            assert row["summary"] == summarize(row, 12, 1, record["bandwidth_gb_per_s"] * 1e9)
+        assert rows["no-cache"]["cache_bytes"] == 0
+        # 40 positions of 6 layers, one KV head of 32, keys and values in float32.
+        assert rows["contiguous"]["cache_bytes"] == 40 * 6 * 2 * 32 * 4
+
+    def test_the_table_says_what_was_not_run_and_what_ran_shorter(self, generation):
+        text = generation.files["markdown"].read_text()
+        assert text.strip() in generation.result.stdout
+        assert "static-compiled was not run: generate compiles on a GPU only" in text
+        assert "no-cache ran 4 tokens, not 6" in text
+        assert text.count("| `Static") == 2
+
+    def test_csv_and_picture(self, generation):
+        with generation.files["csv"].open() as file:
+            rows = list(csv.DictReader(file))
+        assert [row["name"] for row in rows][-1] == "contiguous"
+        assert float(rows[-1]["decode_ms.min"]) <= float(rows[-1]["decode_ms.median"])
+        assert generation.files["png"].read_bytes().startswith(b"\x89PNG")
+
+    def test_a_contender_that_fails_is_reported_and_the_others_run(self, monkeypatch):
+        import bench_generation
+        from processes import Failed
+        from workload import Workload
+
+        class Process:
+            """Answers at once, from no process; "static" breaks in its second trial."""
+
+            def __init__(self, cls, name, workload, new_tokens):
+                self.name, self.trials = name, 0
+
+            def call(self, method):
+                self.trials += method == "trial"
+                if self.name == "static" and self.trials == 2:
+                    raise Failed("OutOfMemoryError", "no room")
+                sizes = {"cache_bytes": 1, "peak_bytes": None, "bytes_per_step": 1.0}
+                return {"trial": (self.trials, 10), "sizes": sizes}.get(method, 1.0)
+
+            def close(self):
+                pass
+
+        monkeypatch.setattr(bench_generation, "FreshProcess", Process)
+        workload = Workload("llama", "cpu", "float32", 8, 4, 1, 12)
+        static, ours = bench_generation.contest(["static", "contiguous"], workload, 4, 3)
+        assert static["error"] == "OutOfMemoryError: no room"
+        assert "error" not in ours
+        assert ours["trials_s"] == [(1, 10), (2, 10), (3, 10)]
+
+    def test_a_failure_is_in_the_table_and_in_the_exit_status(self, monkeypatch, capsys):
+        import bench_generation
+
+        row = {"name": "contiguous", "new_tokens": 4, "error": "RuntimeError: broken"}
+        monkeypatch.setattr(bench_generation, "contest", lambda *args: [row])
+        monkeypatch.setattr(sys, "argv", ["bench_generation.py", "--model", "llama", "--device", "cpu"])
+        assert bench_generation.main() == 1
+        assert "contiguous FAILED: RuntimeError: broken" in capsys.readouterr().out
+
+
+class TestContext:
+    def test_both_sweeps(self, tmp_path):
+        record, picture = tmp_path / "context.json", tmp_path / "context.png"
+        sizes = ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--text", 10, "--rounds", 2]
+        result = run(
+            "bench_context.py", "--model", "gemma3", "--device", "cpu", *sizes, "--json", record, "--plot", picture
+        )
+        assert result.returncode == 0, result.stderr
+        report = json.loads(record.read_text())
+        assert report.keys() >= PROVENANCE | {"model", "dtype", "steps", "bandwidth_gb_per_s"}
+        points = [(row["contender"], row["context"], row["max_cache_len"]) for row in report["context"]]
+        names = ("dynamic", "static", "static-compiled", "contiguous")
+        # "static-compiled" cannot run on a CPU: it is reported once and then left out.
+        assert points == [(name, 12, 24) for name in names] + [
+            (name, 24, 24) for name in names if name != "static-compiled"
+        ]
+        points = [(row["contender"], row["context"], row["max_cache_len"]) for row in report["capacity"]]
+        assert points == [
+            ("dynamic", 10, 16),
+            ("static", 10, 16),
+            ("contiguous", 10, 16),
+            ("static", 10, 32),
+            ("contiguous", 10, 32),
+        ]
+        ran = [row for row in report["context"] + report["capacity"] if "error" not in row]
+        assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in ran)
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert "generate compiles on a GPU only" in result.stdout
+
+    def test_bad_sizes(self):
+        result = run("bench_context.py", "--model", "llama", "--device", "cpu", "--contexts", 64, "--capacities", 60)
+        assert result.returncode == 2
+        assert "--capacities 60 is less than the text of 64 tokens" in result.stderr
+        result = run("bench_context.py", "--model", "llama", "--device", "cpu", "--contexts", 20)
+        assert result.returncode == 2
+        assert "--contexts and --text at least 34" in result.stderr
+
+
+class TestSpeedup:
+    def test_the_rows(self, tmp_path):
+        record, picture = tmp_path / "speedup.json", tmp_path / "speedup.png"
+        sizes = ["--tokens", 3, 6, "--trials", 2]
+        result = run(
+            "bench_speedup.py", "--model", "llama", "--device", "cpu", *sizes, "--json", record, "--plot", picture
+        )
+        assert result.returncode == 0, result.stderr
+        report = json.loads(record.read_text())
+        assert report.keys() >= PROVENANCE
+        assert list(report["pass_ms"]) == ["1", "3", "6"]
+        assert [(row["tokens"], row["theoretical"]) for row in report["rows"]] == [(3, 2.0), (6, 3.5)]
+        for row in report["rows"]:
+            assert row["measured"] == row["uncached_s"]["median"] / row["cached_s"]["median"]
+        assert picture.read_bytes().startswith(b"\x89PNG")
+        assert "a pass over 6 tokens takes" in result.stdout
+
+    def test_bad_sizes(self):
+        result = run("bench_speedup.py", "--model", "llama", "--device", "cpu", "--tokens", 512)
+        assert result.returncode == 2
+        assert "513 tokens: more than the 512" in result.stderr
+
+
+class TestRecords:
+    """What is committed agrees with itself: raw times with summaries, records with pages."""
+
+    paths = sorted((BENCHMARKS / "results").glob("*.json"))
+
+    @pytest.mark.parametrize("path", paths, ids=lambda path: path.stem)
+    def test_has_its_provenance_and_no_foreign_paths(self, path):
+        record = json.loads(path.read_text())
+        assert record.keys() >= PROVENANCE
+        assert record["commit"] != "unknown"
+        assert record["command"].startswith("python benchmarks/bench_")
+        name = path.name.replace("rerun", "generation")  # a second run of the same command
+        assert f"--json benchmarks/results/{name}" in record["command"]
+
+    @pytest.mark.parametrize(
+        "path", [p for p in paths if p.stem.startswith(("generation", "rerun"))], ids=lambda path: path.stem
+    )
+    def test_summaries_are_those_of_the_raw_times(self, path):
+        from bench_generation import summarize
+
+        record = json.loads(path.read_text())
+        w = record["workload"]
+        ran = [row for row in record["contenders"] if "summary" in row]
+        assert len(ran) >= 4
+        for row in ran:
+            expected = summarize(row, w["prompt_len"], w["batch_size"], record["bandwidth_gb_per_s"] * 1e9)
+            assert row["summary"] == expected
+
+    def test_three_dev_models_with_all_five_contenders_on_the_gpu(self):
+        from write_results import generation_records
+
+        records = generation_records("h200")
+        assert [record["workload"]["model"] for record in records] == ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
+        for record in records:
+            assert "H200" in record["hardware"]
+            assert [row["name"] for row in record["contenders"] if "summary" in row][:5] == [
+                "no-cache",
+                "dynamic",
+                "static",
+                "static-compiled",
+                "contiguous",
+            ]
+            assert (record["workload"]["prompt_len"], record["workload"]["new_tokens"]) == (512, 256)
+
+    def test_the_page_is_written_from_the_records(self):
+        from write_results import page
+
+        text = page()
+        assert (BENCHMARKS / "RESULTS.md").read_text() == text
+        for path in self.paths:
+            assert json.loads(path.read_text())["command"] in text
+        for name in [line.split("](results/")[1].rstrip(")") for line in text.splitlines() if line.startswith("![")]:
+            assert (BENCHMARKS / "results" / name).read_bytes().startswith(b"\x89PNG")
+
+    def test_the_readme_shows_the_overview(self):
+        from write_results import generation_records, overview
+
+        readme, records = (ROOT / "README.md").read_text(), generation_records("h200")
+        assert overview(records) in readme
+        decode = [{r["name"]: r["summary"]["decode_ms"]["median"] for r in rec["contenders"]} for rec in records]
+        times = [ms["contiguous"] / ms["static-compiled"] for ms in decode]
+        assert f"goes {min(times):.0f} to {max(times):.0f} times further" in " ".join(readme.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "lama"], "'lama' is no folder, no hub id (owner/name) and no short name"),
+        (["--contenders", "dynamic,turbo"], "unknown turbo: choose from no-cache, dynamic"),
+        (["--prompt-len", 500, "--new-tokens", 13], "513 tokens: more than the 512 of llama's context"),
+        (["--new-tokens", 2], "--new-tokens must be at least 3, got 2"),
+        (["--trials", 0], "--trials must be at least 1, got 0"),
+        (["--batch-size", 0], "--batch-size must be at least 1, got 0"),
+        (["--max-cache-len", 10], "--max-cache-len 10 is less than 256 + 128 tokens"),
+        (["--device", "cuda"], "--device cuda: this machine has no CUDA device"),
+    ],
+)
+def test_bad_arguments_get_one_line_and_exit_status_2(arguments, message):
+    if arguments[0] == "--device" and torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    result = run("bench_generation.py", *([] if arguments[0] == "--model" else ["--model", "llama"]), *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
