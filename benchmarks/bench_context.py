@@ -14,7 +14,6 @@ The last tokens of each text are generated. A figure is the median over the step
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, OURS, Keywords, contender_names
 from measure import Bandwidth, Clock, bytes_per_step, percentile
+from outputs import add_output_arguments, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
 from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
@@ -238,9 +238,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each point, in turns (%(default)s)")
     parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    parser.add_argument("--plot", type=Path, help="write the picture here")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 
@@ -268,13 +266,7 @@ def main() -> int:
         print(f"bench_context.py: {error}", file=sys.stderr)
         return 2
     record = measure_all(args, workload)
-    print(markdown(record))
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(markdown(record) + "\n")
-    if args.plot:
-        plot(record, args.plot)
+    write_outputs(args, record, markdown, plot)
     return 0
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ import torch
 from contenders import CONTENDERS, OURS, Keywords, Unavailable, bytes_held, contender_names
 from generation_report import markdown, plot
 from measure import Bandwidth, Clock, bytes_per_step, latency, seconds, spread
+from outputs import add_output_arguments, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
 from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments, context_length
@@ -209,10 +209,8 @@ def parse_args() -> argparse.Namespace:
     who.add_argument("--contenders", type=contender_names, help=f"by commas, of {', '.join(CONTENDERS)}")
     parser.add_argument("--uncached-tokens", type=int, default=32, help="at most so many without a cache (%(default)s)")
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--csv", type=Path, help="write the figures here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--plot", type=Path, help="write the picture here")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 
@@ -245,15 +243,9 @@ def main() -> int:
         print(f"bench_generation.py: {error}", file=sys.stderr)
         return 2
     record = measure_all(names, workload, args.uncached_tokens, args.trials)
-    print(markdown(record))
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
+    write_outputs(args, record, markdown, lambda record, path: plot([record], path))
     if args.csv:
         write_csv(record, args.csv)
-    if args.markdown:
-        args.markdown.write_text(markdown(record) + "\n")
-    if args.plot:
-        plot([record], args.plot)
     return 1 if any("error" in row for row in record["contenders"]) else 0
 
 

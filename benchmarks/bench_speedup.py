@@ -12,7 +12,6 @@ Medians over trials in turns, after one warm-up run of each; the spread is least
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 from dataclasses import replace
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, OURS
 from measure import seconds, spread
+from outputs import add_output_arguments, write_outputs
 from tqdm import tqdm
 from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
 
@@ -190,9 +190,7 @@ def parse_args() -> argparse.Namespace:
     add_workload_arguments(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10, 50, 128, 200])
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--markdown", type=Path, help="write the table here")
-    parser.add_argument("--plot", type=Path, help="write the picture here")
+    add_output_arguments(parser)
     return parser.parse_args()
 
 
@@ -207,13 +205,7 @@ def main() -> int:
         return 2
     workload = Workload(args.model, args.device, args.dtype, 1, 1, args.batch_size, 0, args.real_weights)
     record = measure_all(args, workload)
-    print(markdown(record))
-    if args.json:
-        args.json.write_text(json.dumps(record, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(markdown(record) + "\n")
-    if args.plot:
-        plot(record, args.plot)
+    write_outputs(args, record, markdown, plot)
     return 0
 
 

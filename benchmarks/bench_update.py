@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from outputs import add_output_arguments, write_outputs
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
@@ -154,8 +154,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384])
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=120)
-    parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--plot", type=Path, help="write the picture here")
+    add_output_arguments(parser)
     args = parser.parse_args()
     if args.repeats < 2 or min(args.lengths + args.capacities) < 1:
         parser.error("--repeats must be at least 2, lengths and capacities at least 1")
@@ -176,11 +175,7 @@ def main() -> None:
         "updates": bench_updates(args.lengths, args.repeats),
         "model": bench_model(args.capacities, args.repeats),
     }
-    print(markdown(report))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
-    if args.plot:
-        plot(report, args.plot)
+    write_outputs(args, report, markdown, plot)
 
 
 if __name__ == "__main__":

@@ -424,6 +424,14 @@ class TestRecords:
         assert f"goes {min(times):.0f} to {max(times):.0f} times further" in " ".join(readme.split())
 
 
+def test_the_scripts_import_neither_datasets_nor_evaluate():
+    scripts = sorted(path.stem for path in BENCHMARKS.glob("*.py"))
+    blocked = f"import sys; sys.modules.update(datasets=None, evaluate=None); sys.path.insert(0, {str(BENCHMARKS)!r})"
+    code = "\n".join([blocked, *(f"import {name}" for name in scripts), "print('all imported')"])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "all imported", result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
