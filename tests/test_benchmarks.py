@@ -1,6 +1,7 @@
 """The benchmarks at toy size: what they report, and their arithmetic against numbers made by hand."""
 
 import csv
+import importlib
 import json
 import subprocess
 import sys
@@ -23,9 +24,20 @@ def _on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
 
 
-def run(script, *args):
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, args)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """A script's `main` with these arguments, here: a process of its own takes seconds to import torch."""
+
+    def run_main(script, *args):
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py", *map(str, args)])
+        try:
+            status = importlib.import_module(script).main()
+        except SystemExit as leaving:  # argparse
+            status = leaving.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
+
+    return run_main
 
 
 class TestArithmetic:
@@ -218,12 +230,14 @@ class TestFreshProcess:
 
 @pytest.fixture(scope="module")
 def generation(tmp_path_factory):
-    """One small run with everything that can be written."""
+    """One small run as a user would start it, with everything that can be written."""
     folder = tmp_path_factory.mktemp("generation")
     sizes = ["--prompt-len", 12, "--new-tokens", 6, "--uncached-tokens", 4, "--trials", 2, "--max-cache-len", 40]
     files = {name: folder / f"report.{name}" for name in ("json", "csv", "markdown", "png")}
     outputs = ["--json", files["json"], "--csv", files["csv"], "--markdown", files["markdown"], "--plot", files["png"]]
-    result = run("bench_generation.py", "--model", "gemma3", "--device", "cpu", "--compare", *sizes, *outputs)
+    command = [sys.executable, "benchmarks/bench_generation.py", "--model", "gemma3", "--device", "cpu", "--compare"]
+    command = [str(part) for part in [*command, *sizes, *outputs]]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     return SimpleNamespace(result=result, files=files)
 
 
@@ -289,22 +303,22 @@ class TestGeneration:
         assert "error" not in ours
         assert ours["trials_s"] == [(1, 10), (2, 10), (3, 10)]
 
-    def test_a_failure_is_in_the_table_and_in_the_exit_status(self, monkeypatch, capsys):
+    def test_a_failure_is_in_the_table_and_in_the_exit_status(self, run, monkeypatch):
         import bench_generation
 
         row = {"name": "contiguous", "new_tokens": 4, "error": "RuntimeError: broken"}
         monkeypatch.setattr(bench_generation, "contest", lambda *args: [row])
-        monkeypatch.setattr(sys, "argv", ["bench_generation.py", "--model", "llama", "--device", "cpu"])
-        assert bench_generation.main() == 1
-        assert "contiguous FAILED: RuntimeError: broken" in capsys.readouterr().out
+        result = run("bench_generation", "--model", "llama", "--device", "cpu")
+        assert result.returncode == 1
+        assert "contiguous FAILED: RuntimeError: broken" in result.stdout
 
 
 class TestContext:
-    def test_both_sweeps(self, tmp_path):
+    def test_both_sweeps(self, run, tmp_path):
         record, picture = tmp_path / "context.json", tmp_path / "context.png"
         sizes = ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--text", 10, "--rounds", 2]
         result = run(
-            "bench_context.py", "--model", "gemma3", "--device", "cpu", *sizes, "--json", record, "--plot", picture
+            "bench_context", "--model", "gemma3", "--device", "cpu", *sizes, "--json", record, "--plot", picture
         )
         assert result.returncode == 0, result.stderr
         report = json.loads(record.read_text())
@@ -328,21 +342,21 @@ class TestContext:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert "generate compiles on a GPU only" in result.stdout
 
-    def test_bad_sizes(self):
-        result = run("bench_context.py", "--model", "llama", "--device", "cpu", "--contexts", 64, "--capacities", 60)
+    def test_bad_sizes(self, run):
+        result = run("bench_context", "--model", "llama", "--device", "cpu", "--contexts", 64, "--capacities", 60)
         assert result.returncode == 2
         assert "--capacities 60 is less than the text of 64 tokens" in result.stderr
-        result = run("bench_context.py", "--model", "llama", "--device", "cpu", "--contexts", 20)
+        result = run("bench_context", "--model", "llama", "--device", "cpu", "--contexts", 20)
         assert result.returncode == 2
         assert "--contexts and --text at least 34" in result.stderr
 
 
 class TestSpeedup:
-    def test_the_rows(self, tmp_path):
+    def test_the_rows(self, run, tmp_path):
         record, picture = tmp_path / "speedup.json", tmp_path / "speedup.png"
         sizes = ["--tokens", 3, 6, "--trials", 2]
         result = run(
-            "bench_speedup.py", "--model", "llama", "--device", "cpu", *sizes, "--json", record, "--plot", picture
+            "bench_speedup", "--model", "llama", "--device", "cpu", *sizes, "--json", record, "--plot", picture
         )
         assert result.returncode == 0, result.stderr
         report = json.loads(record.read_text())
@@ -354,8 +368,8 @@ class TestSpeedup:
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert "a pass over 6 tokens takes" in result.stdout
 
-    def test_bad_sizes(self):
-        result = run("bench_speedup.py", "--model", "llama", "--device", "cpu", "--tokens", 512)
+    def test_bad_sizes(self, run):
+        result = run("bench_speedup", "--model", "llama", "--device", "cpu", "--tokens", 512)
         assert result.returncode == 2
         assert "513 tokens: more than the 512" in result.stderr
 
@@ -445,10 +459,10 @@ def test_the_scripts_import_neither_datasets_nor_evaluate():
         (["--device", "cuda"], "--device cuda: this machine has no CUDA device"),
     ],
 )
-def test_bad_arguments_get_one_line_and_exit_status_2(arguments, message):
+def test_bad_arguments_get_one_line_and_exit_status_2(run, arguments, message):
     if arguments[0] == "--device" and torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
-    result = run("bench_generation.py", *([] if arguments[0] == "--model" else ["--model", "llama"]), *arguments)
+    result = run("bench_generation", *([] if arguments[0] == "--model" else ["--model", "llama"]), *arguments)
     assert result.returncode == 2
     assert message in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
