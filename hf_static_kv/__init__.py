@@ -1,7 +1,8 @@
-"""One contiguous, preallocated KV cache for `model.generate`."""
+"""One contiguous, preallocated KV cache for `model.generate`, and a decode loop that replays one captured step."""
 
 from hf_static_kv.cache import StaticContiguousCache
+from hf_static_kv.decode import GraphDecoder
 from hf_static_kv.layer import StaticContiguousLayer
 from hf_static_kv.layout import cache_bytes
 
-__all__ = ["StaticContiguousCache", "StaticContiguousLayer", "cache_bytes"]
+__all__ = ["GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "cache_bytes"]

@@ -11,7 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_static_kv.layer import StaticContiguousLayer
-from hf_static_kv.layout import LayerPlan, check_positive, known_shapes, plan_layers, refuse_beyond_positions
+from hf_static_kv.layout import (
+    LayerPlan,
+    check_positive,
+    known_shapes,
+    layer_devices,
+    plan_layers,
+    refuse_beyond_positions,
+)
 from hf_static_kv.storage import LayerShape, StorageGroup
 
 logger = logging.getLogger(__name__)
@@ -52,7 +59,7 @@ class StaticContiguousCache(Cache):
         cache = cls(model.config, max_cache_len)
         check_positive(batch_size=batch_size)
         shapes = known_shapes(cache._plans, model.config)
-        devices = _layer_devices(model, len(shapes))
+        devices = layer_devices(model, len(shapes))
         cache._allocate(range(len(shapes)), shapes, batch_size, (model.dtype, model.dtype), devices)
         if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
             logger.warning("This model's generation config has use_cache=False: call generate with use_cache=True.")
@@ -281,6 +288,20 @@ class StaticContiguousCache(Cache):
             raise ValueError(f"advance({n}): the step in progress has {self._step_kind[1]} tokens. Advance by that.")
         self._complete_step()
 
+    def mark_written(self, n: int) -> None:
+        """Count `n` tokens that something else has written behind the text: a kernel or a captured graph.
+
+        `update` counts for itself. Every layer's storage must hold them at positions [seq_len, seq_len + n).
+        """
+        room = min(layer.max_cache_len - layer.length for layer in self.layers)
+        if not 0 <= n <= room or self._step_kind is not None:
+            raise ValueError(
+                f"mark_written({n}): there is room for {room} tokens behind the {self.seq_len} of the text"
+                + (", and a step is in progress." if self._step_kind else ".")
+            )
+        for layer in self.layers:
+            layer.length += n
+
     # --- the text
 
     @property
@@ -370,29 +391,3 @@ def _for_each_layer(name: str, number: int | Sequence[int], num_layers: int) -> 
         raise ValueError(f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each.")
     check_positive(**{name if isinstance(number, int) else f"{name}[{i}]": n for i, n in enumerate(numbers)})
     return numbers
-
-
-def _layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
-    """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
-    devices: dict[int, torch.device] = {}
-    for module in model.modules():
-        layer_idx = getattr(module, "layer_idx", None)
-        if isinstance(layer_idx, int) and (device := _compute_device(module)) is not None:
-            devices[layer_idx] = device
-    found = max(devices, default=num_layers - 1) + 1
-    if found < num_layers:
-        raise ValueError(
-            f"The model has {found} layers and its config says {num_layers}: a step would never be complete. "
-            f"Set `model.config.num_hidden_layers = {found}`."
-        )
-    return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
-
-
-def _compute_device(module: torch.nn.Module) -> torch.device | None:
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    planned = (getattr(hook, "execution_device", None) for hook in hooks)
-    device = next((device for device in planned if device is not None), None)
-    if device is not None:
-        return torch.device(device)
-    parameter = next(module.parameters(), None)
-    return None if parameter is None else parameter.device

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv.storage import LayerShape
 
@@ -119,6 +119,22 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive int, got {size!r}.")
 
 
+def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
+    """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
+    devices: dict[int, torch.device] = {}
+    for module in model.modules():
+        layer_idx = getattr(module, "layer_idx", None)
+        if isinstance(layer_idx, int) and (device := _compute_device(module)) is not None:
+            devices[layer_idx] = device
+    found = max(devices, default=num_layers - 1) + 1
+    if found < num_layers:
+        raise ValueError(
+            f"The model has {found} layers and its config says {num_layers}: a step would never be complete. "
+            f"Set `model.config.num_hidden_layers = {found}`."
+        )
+    return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
+
+
 def _layer_configs(config: PreTrainedConfig) -> list[Any]:
     # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
     return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
@@ -162,3 +178,13 @@ def _num_kv_heads(layer_config: Any, num_heads: int | None) -> int | None:
     if getattr(layer_config, "new_decoder_architecture", False):  # Falcon
         return getattr(layer_config, "num_kv_heads", num_heads)
     return 1 if getattr(layer_config, "multi_query", False) else num_heads
+
+
+def _compute_device(module: torch.nn.Module) -> torch.device | None:
+    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
+    planned = (getattr(hook, "execution_device", None) for hook in hooks)
+    device = next((device for device in planned if device is not None), None)
+    if device is not None:
+        return torch.device(device)
+    parameter = next(module.parameters(), None)
+    return None if parameter is None else parameter.device

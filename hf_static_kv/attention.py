@@ -1,0 +1,115 @@
+"""The attention name "static_contiguous": a function for transformers' `AttentionInterface`, and its mask.
+
+    model.set_attn_implementation("static_contiguous")
+
+A prompt runs in SDPA without cuDNN, which would build a plan for every length that it has not seen. One new token on a
+GPU runs in the decode kernel, over the cache's own memory. Where neither serves (a soft cap or sinks over a prompt) the
+same is computed in plain PyTorch.
+
+A decode loop that knows the spans of every layer passes them in the place of the mask, int64 of [B, 3 L, 1, 1]:
+transformers hands a mask of four dims to every layer as it is. Then the keys are the layer's whole storage.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from hf_static_kv.kernels.decode_attention import decode_attention
+
+ATTENTION_NAME = "static_contiguous"
+_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_MAX_DIM = 256
+
+
+def static_contiguous_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
+
+    query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]   attention_mask: [B, 1, q, n], true where seen
+    """
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is not None and attention_mask.dtype == torch.int64:
+        at = 3 * int(module.layer_idx)  # type: ignore[arg-type]  # torch takes every attribute for a module
+        spans, window = attention_mask[:, at : at + 3, 0, 0], kwargs.get("sliding_window")
+        output = decode_attention(query, key, value, spans, scale=scale, max_span=window, softcap=softcap, sinks=s_aux)
+        return output, None
+    if _in_kernel(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
+        spans = _whole(query.shape[0], key.shape[2], query.device)
+        seen = None if attention_mask is None else attention_mask[:, 0, 0]
+        return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=s_aux), None
+    if softcap is not None or s_aux is not None:
+        return _plain(query, key, value, attention_mask, scale, softcap, s_aux), None
+    with sdpa_kernel(_WITHOUT_CUDNN):
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
+        )
+    return output, None
+
+
+def _in_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    """Whether the decode kernel can do this: one new token without gradients, on a GPU, under a mask for whole rows."""
+    return (
+        query.is_cuda
+        and query.shape[2] == 1
+        and query.dtype in _KERNEL_DTYPES
+        and query.dtype == key.dtype == value.dtype
+        and max(query.shape[-1], value.shape[-1]) <= _KERNEL_MAX_DIM
+        and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and not (torch.is_grad_enabled() and query.requires_grad)
+    )
+
+
+@lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
+def _whole(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
+    """Spans that cover all keys of a view: origin 0, first 0, end `length`."""
+    return torch.tensor([[0, 0, length]] * batch_size, device=device)
+
+
+def _plain(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Every score at once, softmax in float32; for what neither SDPA nor the kernel computes."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = (query @ key.transpose(2, 3)) * scale  # [B, Hq, q, n]
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is None and query.shape[2] > 1:  # transformers leaves out the mask of a whole causal pass
+        mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(ATTENTION_NAME, static_contiguous_attention)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

@@ -1,0 +1,146 @@
+"""Decode attention in Triton: split over the text, then combined. Formula and shapes are in decode_attention.py.
+
+    split     program (row and KV head, piece) reads SPLIT positions of a KV head once for all query heads that share
+              it: its running maximum m, the sum l of exp(score - m), and the sum of exp(score - m) * value
+    combine   program (row and query head) folds the pieces that exist, sixteen at a time in their order
+
+Pieces are counted from the row's origin. The fold's shape depends on the number of pieces alone, never on the room.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+SPLIT = 256
+FOLD = 16
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _tanh(x):
+    return 1 - 2 / (tl.exp2(x * 2 * LOG2_E) + 1)
+
+
+@triton.jit
+def _split(
+    query, keys, values, spans, seen, sums, maxima, totals,
+    scale, softcap,
+    query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
+    H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
+    DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    row_head, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
+    span = spans + b * spans_b
+    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    start = origin + ((first - origin) // SPLIT + piece) * SPLIT
+    if start >= end:
+        return
+    g, d, dv, n = tl.arange(0, G_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, N_TILE)
+    q_at = query + b * query_b + (h * G + g)[:, None] * query_h + d[None, :]
+    q = tl.load(q_at, mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)  # [G, D]
+    maximum = tl.full((G_TILE,), -float("inf"), tl.float32)
+    total = tl.zeros((G_TILE,), tl.float32)
+    summed = tl.zeros((G_TILE, DV_TILE), tl.float32)
+    for at in range(start, tl.minimum(start + SPLIT, end), N_TILE):
+        position = (at + n).to(tl.int64)
+        here = (position >= first) & (position < end)
+        if HAS_SEEN:
+            here &= tl.load(seen + b * seen_b + position, mask=here, other=0) != 0
+        k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
+        k = tl.load(k_at, mask=here[None, :] & (d[:, None] < D), other=0.0)  # [D, N]
+        score = tl.dot(q, k, input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            score = softcap * _tanh(score / softcap)
+        score = tl.where(here[None, :], score * LOG2_E, -float("inf"))
+        larger = tl.maximum(maximum, tl.max(score, 1))
+        # A tile may have nothing to see: 0 in the place of -inf keeps the differences from being nan.
+        reference = tl.where(larger == -float("inf"), 0.0, larger)
+        shrink = tl.exp2(maximum - reference)
+        p = tl.exp2(score - reference[:, None])
+        total = total * shrink + tl.sum(p, 1)
+        v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
+        v = tl.load(v_at, mask=here[:, None] & (dv[None, :] < DV), other=0.0)  # [N, DV]
+        summed = summed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        maximum = larger
+    out = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
+    tl.store(maxima + out, maximum)
+    tl.store(totals + out, total)
+    tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed)
+
+
+@triton.jit
+def _combine(
+    sums, maxima, totals, spans, sinks, output, spans_b, num_pieces,
+    H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
+    SPLIT: tl.constexpr, FOLD: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    row_head, g = tl.program_id(0), tl.program_id(1)
+    b, h = (row_head // H).to(tl.int64), row_head % H
+    span = spans + b * spans_b
+    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
+    fold, dv = tl.arange(0, FOLD), tl.arange(0, DV_TILE)
+    maximum = -float("inf")
+    total = 0.0
+    if HAS_SINKS:
+        maximum = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E
+        total = 1.0
+    summed = tl.zeros((DV_TILE,), tl.float32)
+    for at in range(0, filled, FOLD):
+        piece = at + fold
+        here = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
+        m = tl.load(maxima + here, mask=piece < filled, other=-float("inf"))
+        larger = tl.maximum(maximum, tl.max(m, 0))
+        reference = tl.where(larger == -float("inf"), 0.0, larger)
+        weight = tl.exp2(m - reference)
+        shrink = tl.exp2(maximum - reference)
+        total = total * shrink + tl.sum(weight * tl.load(totals + here, mask=piece < filled, other=0.0), 0)
+        s = tl.load(sums + here[:, None] * DV_TILE + dv[None, :], mask=piece[:, None] < filled, other=0.0)
+        summed = summed * shrink + tl.sum(s * weight[:, None], 0)
+        maximum = larger
+    at = (b * H * G + h * G + g) * DV + dv
+    tl.store(output + at, (summed / total).to(output.dtype.element_ty), mask=dv < DV)
+
+
+def decode_attention_triton(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: torch.Tensor,
+    seen: torch.Tensor | None,
+    scale: float,
+    max_span: int,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    batch, query_heads, _, dim = query.shape
+    heads, value_dim = keys.shape[1], values.shape[-1]
+    if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or spans.stride(-1) != 1:
+        raise ValueError("decode_attention needs the last dim of query, keys, values and spans side by side in memory.")
+    groups = query_heads // heads
+    group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
+    value_tile = max(16, triton.next_power_of_2(value_dim))
+    # A window that does not begin at a piece's border touches one piece more than its length needs.
+    num_pieces = triton.cdiv(max_span, SPLIT) + (1 if max_span < keys.shape[2] else 0)
+    tile = 64 if dim * query.element_size() <= 256 else 32
+    sums = torch.empty(batch * heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
+    maxima = torch.empty(batch * heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
+    totals = torch.empty_like(maxima)
+    output = torch.empty(batch, 1, query_heads, value_dim, dtype=query.dtype, device=query.device)
+    _split[(batch * heads, num_pieces)](
+        query, keys, values, spans, query if seen is None else seen, sums, maxima, totals, scale, softcap or 0.0,
+        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        values.stride(0), values.stride(1), values.stride(2), spans.stride(0), 0 if seen is None else seen.stride(0),
+        H=heads, G=groups, G_TILE=group_tile, D=dim, D_TILE=dim_tile, DV=value_dim, DV_TILE=value_tile,
+        N_TILE=tile, SPLIT=SPLIT, HAS_SEEN=seen is not None, HAS_SOFTCAP=softcap is not None, num_warps=4,
+    )  # fmt: skip
+    _combine[(batch * heads, groups)](
+        sums, maxima, totals, spans, query if sinks is None else sinks, output, spans.stride(0), num_pieces,
+        H=heads, G=groups, G_TILE=group_tile, DV=value_dim, DV_TILE=value_tile, SPLIT=SPLIT, FOLD=FOLD,
+        HAS_SINKS=sinks is not None, num_warps=4,
+    )  # fmt: skip
+    return output

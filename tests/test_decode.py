@@ -1,0 +1,268 @@
+"""`GraphDecoder` gives the tokens of `generate` without it. On a CPU the step runs uncaptured; all else is the same."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, toy_model
+from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
+from transformers import AttentionInterface, DynamicCache, StoppingCriteria
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.attention import ATTENTION_NAME
+
+CAPACITY = 64
+# Why a toy runs in the loop of `generate`; the others run as a step.
+NOT_CAPTURED = {"llama4": "layers attend in chunks"}
+OWN_ATTENTION = {name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES}
+
+
+def run(model, ids=PROMPT, decoder=None, cache=None, seed=None, **kwargs):
+    """One call: without a cache, or with ours in the hands of the decoder."""
+    if seed is not None:
+        torch.manual_seed(seed)
+    how = {"use_cache": False}
+    if decoder is not None:
+        cache = cache if cache is not None else StaticContiguousCache(model.config, CAPACITY)
+        how = {"past_key_values": cache, "custom_generate": decoder}
+    return model.generate(ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how, **kwargs})
+
+
+def padded():
+    mask = torch.ones_like(BATCH)
+    mask[1, :4] = 0
+    return {"ids": BATCH * mask, "attention_mask": mask}
+
+
+MODES = {
+    "greedy": {},
+    "batch": {"ids": BATCH},
+    "sampled": {"ids": BATCH, "seed": 42, "do_sample": True, "temperature": 0.7, "top_k": 20},
+    "padded": padded(),
+    "padded and sampled": {**padded(), "seed": 42, "do_sample": True, "temperature": 0.7, "top_p": 0.9},
+    "processors": {"ids": BATCH, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "return sequences": {"seed": 42, "do_sample": True, "num_return_sequences": 3},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "one token": {"max_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_tokens_are_those_of_generate(name, mode):
+    model, decoder = toy_model(name, OWN_ATTENTION[name]), GraphDecoder()
+    expected = run(model, **{**MODES[mode], "prefill_chunk_size": None})  # which needs a cache
+    assert torch.equal(run(model, decoder=decoder, **MODES[mode]), expected)
+    assert decoder.fallback_reason == NOT_CAPTURED.get(name)
+    assert model.config._attn_implementation == OWN_ATTENTION[name]
+
+
+@pytest.fixture
+def model():
+    return toy_model("gemma3")
+
+
+class After(StoppingCriteria):
+    """Stops row b after `numbers[b]` tokens of text."""
+
+    def __init__(self, *numbers):
+        self.numbers = torch.tensor(numbers)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.numbers
+
+
+class TestStops:
+    def test_every_row_ends_at_its_own_eos_and_is_padded(self, model):
+        free = run(model, BATCH)[:, BATCH.shape[1] :]
+        eos = int(free[0, 3])  # the first row ends here, the second goes on or ends elsewhere
+        expected = run(model, BATCH, eos_token_id=eos, pad_token_id=7)
+        got = run(model, BATCH, GraphDecoder(), eos_token_id=eos, pad_token_id=7)
+        assert torch.equal(got, expected)
+        assert eos in got
+
+    def test_the_cache_ends_where_that_of_generate_does(self, model):
+        eos = int(run(model)[0, PROMPT.shape[1] + 4])
+        plain, ours = (StaticContiguousCache(model.config, CAPACITY) for _ in range(2))
+        model.generate(PROMPT, **{**COMMON, "eos_token_id": eos}, past_key_values=plain)
+        run(model, decoder=GraphDecoder(), cache=ours, eos_token_id=eos)
+        assert ours.seq_len == plain.seq_len < PROMPT.shape[1] + NEW_TOKENS - 1
+
+    def test_a_criterion_of_ones_own(self, model):
+        stops = [After(13, 17)]
+        got = run(model, BATCH, GraphDecoder(), stopping_criteria=stops, pad_token_id=0)
+        assert torch.equal(got, run(model, BATCH, stopping_criteria=stops, pad_token_id=0))
+        assert got.shape[1] == 17
+
+
+class TestOutputs:
+    def test_scores_and_logits(self, model):
+        asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.5}
+        asked |= {"do_sample": True, "seed": 3}
+        expected, got = run(model, BATCH, **asked), run(model, BATCH, GraphDecoder(), **asked)
+        assert torch.equal(got.sequences, expected.sequences)
+        for theirs, ours in ((expected.scores, got.scores), (expected.logits, got.logits)):
+            assert len(ours) == NEW_TOKENS
+            torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=0, atol=1e-3)
+        assert got.past_key_values.seq_len == BATCH.shape[1] + NEW_TOKENS - 1
+
+    def test_nothing_that_was_not_asked_for(self, model):
+        got = run(model, decoder=GraphDecoder(), return_dict_in_generate=True)
+        assert got.scores is None
+        assert got.logits is None
+
+    @pytest.mark.parametrize("name", ["gemma3", "llama4"])
+    def test_a_streamer_sees_prompt_tokens_and_end(self, name):
+        model, stream = toy_model(name), Collect()
+        tokens = run(model, decoder=GraphDecoder(streamer=stream))
+        assert stream.tokens == tokens[0].tolist()
+        assert stream.ended
+
+
+class TestReuse:
+    def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        first = run(model, decoder=decoder, cache=cache)
+        monkeypatch.setattr("hf_static_kv.decode.DecodeStep", None)  # a new one could not be made
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), first)
+
+    def test_other_rows_and_lengths_on_one_cache(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
+        for ids in (PROMPT, BATCH, PROMPT[:, :3], BATCH):
+            cache.reset()
+            assert torch.equal(run(model, ids, decoder, cache), run(model, ids))
+
+    def test_two_models_and_two_caches_side_by_side(self):
+        decoder = GraphDecoder()
+        models = [toy_model("llama", seed=seed) for seed in (0, 1)]
+        caches = [StaticContiguousCache(model.config, CAPACITY) for model in models]
+        for _ in range(2):
+            for model, cache in zip(models, caches, strict=True):
+                cache.reset()
+                assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+
+    def test_going_on_with_the_text(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        first = run(model, decoder=decoder, cache=cache)
+        longer = torch.cat([first, torch.tensor([[9, 31]])], dim=1)
+        assert torch.equal(run(model, longer, decoder, cache), run(model, longer))
+
+    def test_the_step_goes_with_its_cache(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        run(model, decoder=decoder, cache=cache)
+        (step,) = decoder._steps[cache].values()
+        step, storage = weakref.ref(step), weakref.ref(cache.storage_groups[0])
+        del cache
+        gc.collect()
+        assert step() is None
+        assert storage() is None
+        assert len(decoder._steps) == 0
+
+
+class TestRefusals:
+    def test_a_text_that_cannot_fit_is_refused_before_any_token(self, model):
+        cache, stream = StaticContiguousCache(model.config, 20), Collect()
+        with pytest.raises(ValueError, match=r"may grow to 27 tokens .* room for 20.* >= 27, or ask for at most 7 new"):
+            run(model, decoder=GraphDecoder(), cache=cache)
+        assert cache.seq_len == 0
+        assert torch.equal(
+            run(model, decoder=GraphDecoder(stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
+        )
+
+    def test_beams(self, model):
+        with pytest.raises(ValueError, match=r"this is beam_search. Leave `custom_generate` out"):
+            run(model, decoder=GraphDecoder(), num_beams=3)
+
+    @pytest.mark.parametrize(
+        ("kwargs", "reason"),
+        [
+            ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states are asked for"),
+            ({"attention_mask": torch.tensor([[1, 1, 1, 0, *[1] * 9]])}, "the attention mask has holes"),
+        ],
+    )
+    def test_what_cannot_be_captured_runs_in_the_loop_of_generate(self, model, caplog, kwargs, reason):
+        decoder = GraphDecoder()
+        with caplog.at_level(logging.WARNING, logger="hf_static_kv"):
+            got = [run(model, decoder=decoder, **kwargs) for _ in range(2)]
+        expected = run(model, **kwargs)
+        tokens, reference = (out if torch.is_tensor(out) else out.sequences for out in (got[0], expected))
+        assert torch.equal(tokens, reference)
+        assert reason in decoder.fallback_reason
+        assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+    def test_another_cache(self, model):
+        decoder = GraphDecoder()
+        got = run(model, decoder=decoder, cache=DynamicCache(config=model.config))
+        assert torch.equal(got, run(model))
+        assert decoder.fallback_reason == "past_key_values is a DynamicCache, not a StaticContiguousCache"
+
+    def test_embeds(self, model):
+        decoder, embeds = GraphDecoder(), model.get_input_embeddings()(PROMPT)
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        got = model.generate(inputs_embeds=embeds, past_key_values=cache, custom_generate=decoder, **COMMON)
+        assert torch.equal(got, run(model)[:, PROMPT.shape[1] :])
+        assert "inputs_embeds" in decoder.fallback_reason
+
+    def test_a_step_that_disagrees_with_an_ordinary_one_is_not_used(self, model, monkeypatch):
+        """As a model would whose step depends on a length that the host counts."""
+        decoder = GraphDecoder()
+        monkeypatch.setattr("hf_static_kv.step._StepLayer.update", lambda self, keys, values, *args: self.room)
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert "from those of an ordinary step" in decoder.fallback_reason
+
+
+class TestFaults:
+    """An exception leaves the model as it was and in the cache nothing but complete steps."""
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_in_the_middle_of_the_loop(self, model, error):
+        class Failing(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] == 18:
+                    raise error
+                return torch.zeros(len(input_ids), dtype=torch.bool)
+
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model)
+        with pytest.raises(error):
+            run(model, decoder=decoder, cache=cache, stopping_criteria=[Failing()])
+        assert model.config._attn_implementation == "sdpa"
+        assert cache.seq_len == 17  # of 18 tokens the last one was not yet written
+        assert torch.equal(run(model, expected[:, :18], decoder, cache, max_new_tokens=9), expected)
+
+    def test_in_the_middle_of_a_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model, decoder=decoder, cache=cache)
+        cache.reset()
+        calls = 0
+
+        def fail(*args):
+            nonlocal calls
+            calls += 1
+            if calls == 4:  # the prompt, then two whole steps
+                raise RuntimeError("out of something")
+
+        hook = model.model.layers[3].mlp.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="out of something"):
+            run(model, decoder=decoder, cache=cache)
+        hook.remove()
+        assert cache.seq_len == PROMPT.shape[1] + 2
+        assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+
+
+def test_the_attention_name_serves_generate_by_itself():
+    """With our cache and with others, padded or not, on every architecture."""
+    assert ATTENTION_NAME in AttentionInterface().valid_keys()
+    for name in ARCHITECTURES:
+        model = toy_model(name, OWN_ATTENTION[name])
+        expected = [run(model), run(model, **padded())]
+        model.set_attn_implementation(ATTENTION_NAME)
+        for make in (lambda m: StaticContiguousCache(m.config, CAPACITY), lambda m: DynamicCache(config=m.config)):
+            plain = model.generate(PROMPT, past_key_values=make(model), **COMMON)
+            ids, mask = padded().values()
+            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON)
+            assert torch.equal(plain, expected[0]), name
+            assert torch.equal(batch, expected[1]), name

@@ -1,0 +1,196 @@
+"""Each kernel and its plain twin against float64 on odd shapes; on a CPU the kernel runs in Triton's interpreter."""
+
+import pytest
+import torch
+
+from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):
+    """The Triton kernel itself, which `decode_attention` takes on a GPU only."""
+    triton_kernel = pytest.importorskip(
+        "hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed"
+    )
+    if DEVICE == "cpu" and query.dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter keeps bfloat16 as integers and multiplies those; on a GPU this runs")
+    span = min(max_span or keys.shape[2], keys.shape[2])
+    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks)
+
+
+def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):
+    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks)
+
+
+def in_float64(query, keys, values, spans, scale, softcap=None, sinks=None, seen=None):
+    """Every score of every position, masked: nothing in common with either implementation."""
+    query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.einsum("bhqd,bhsd->bhs", query, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(keys.shape[2])
+    spans = spans.cpu()
+    hidden = (position < spans[:, 1:2]) | (position >= spans[:, 2:3])
+    if seen is not None:
+        hidden |= ~seen.cpu()
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().cpu()[None, :, None].expand(len(scores), -1, 1)], -1)
+    return torch.einsum("bhs,bhsd->bhd", scores.softmax(-1)[..., : keys.shape[2]], values)[:, None]
+
+
+def error_bound(query, keys, values, scale):
+    """How far rounding alone can take the result from the float64 one, which starts from the same rounded inputs.
+
+    A score is a sum of D products in float32: off by D eps32 times the sum of their magnitudes, which moves every
+    weight by that share. Weights and sums over n positions add n eps32. A weight is rounded to the values' dtype before
+    it multiplies them, and so is the result: one eps of that dtype together.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    magnitudes = query.double().abs() @ keys.double().abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
+    score_error = (query.shape[-1] + 4) * torch.finfo(torch.float32).eps * magnitudes.max().item()
+    summing = (keys.shape[2] + 8) * torch.finfo(torch.float32).eps
+    own = torch.finfo(values.dtype).eps if values.dtype != torch.float32 else 0.0
+    return (2 * score_error + summing + own) * values.double().abs().max().item()
+
+
+def tensors(heads, kv_heads, dim, room, batch=1, dtype=torch.float32, value_dim=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    return (
+        normal(batch, heads, 1, dim),
+        normal(batch, kv_heads, room, dim),
+        normal(batch, kv_heads, room, value_dim or dim),
+    )
+
+
+def spans_of(*rows):
+    return torch.tensor(rows, device=DEVICE)
+
+
+SHAPES = {  # query heads, KV heads, head dim: the dev models, one group, a large group, dims that are no power of two
+    "llama": (32, 8, 64),
+    "qwen3": (16, 8, 128),
+    "gemma3": (4, 1, 256),
+    "smollm2": (9, 3, 64),
+    "multi-head": (3, 3, 80),
+    "multi-query": (20, 1, 96),
+}
+
+
+@pytest.mark.parametrize("implementation", [kernel, plain], ids=["triton", "plain"])
+class TestDecodeAttention:
+    @pytest.mark.parametrize("length", [1, 31, 64, 255, 256, 257, 300])
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_every_length_of_a_text(self, implementation, shape, length):
+        query, keys, values = tensors(*SHAPES[shape], room=300)
+        spans = spans_of([0, 0, length])
+        scale = query.shape[-1] ** -0.5
+        got = implementation(query, keys, values, spans, scale)
+        expected = in_float64(query, keys, values, spans, scale)
+        assert got.shape == expected.shape
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, scale)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_dtypes_on_padded_rows_of_unlike_length_under_a_window(self, implementation, dtype):
+        query, keys, values = tensors(4, 2, 64, room=600, batch=3, dtype=dtype)
+        spans = spans_of([0, 420, 520], [7, 420, 520], [500, 500, 520])
+        got = implementation(query, keys, values, spans, 0.125, max_span=100)
+        expected = in_float64(query, keys, values, spans, 0.125)
+        assert got.dtype == dtype
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+
+    def test_soft_cap_and_sinks(self, implementation):
+        query, keys, values = tensors(4, 2, 64, room=40)
+        query = query * 20  # far into the cap
+        sinks = torch.tensor([-1.0, 0.0, 3.0, 50.0], device=DEVICE)
+        spans = spans_of([3, 3, 33])
+        got = implementation(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
+        expected = in_float64(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+        assert got[0, 0, 3].abs().max() < 1e-6  # a sink that takes everything leaves nothing
+
+    def test_a_mask_with_holes(self, implementation):
+        """Rows of a chat that was padded in the middle; in one of them the first pieces are hidden altogether."""
+        query, keys, values = tensors(4, 2, 64, room=600, batch=2)
+        seen = torch.rand(2, 600, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
+        seen[1, :520], seen[:, 599] = False, True
+        spans = spans_of([0, 0, 600], [0, 0, 600])
+        got = implementation(query, keys, values, spans, 0.125, seen=seen)
+        expected = in_float64(query, keys, values, spans, 0.125, seen=seen)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+
+    def test_values_of_another_dim(self, implementation):
+        query, keys, values = tensors(4, 2, 48, room=20, value_dim=32)
+        spans = spans_of([0, 0, 20])
+        got = implementation(query, keys, values, spans, 0.2)
+        assert got.shape == (1, 1, 4, 32)
+        assert (got.double().cpu() - in_float64(query, keys, values, spans, 0.2)).abs().max() <= error_bound(
+            query, keys, values, 0.2
+        )
+
+    def test_what_lies_outside_the_span_is_never_read(self, implementation):
+        query, keys, values = tensors(4, 2, 16, room=300)
+        spans = spans_of([2, 5, 290])
+        expected = implementation(query, keys, values, spans, 0.25)
+        for unread in (slice(0, 5), slice(290, 300)):
+            keys[:, :, unread], values[:, :, unread] = torch.nan, torch.inf
+        assert torch.equal(implementation(query, keys, values, spans, 0.25), expected)
+
+    def test_a_view_of_a_larger_storage(self, implementation):
+        query, keys, values = tensors(4, 2, 16, room=50, batch=2)
+        storage = torch.full((2, 3, 2, 80, 16), torch.nan, device=DEVICE)
+        storage[0, :2, :, :50], storage[1, :2, :, :50] = keys, values
+        spans = spans_of([0, 0, 50], [10, 10, 50])
+        got = implementation(query, storage[0, :2], storage[1, :2], spans, 0.25)
+        assert torch.equal(got, implementation(query, keys, values, spans, 0.25))
+
+
+class TestBits:
+    """The kernel's result for a row is the same to the bit wherever the row stands."""
+
+    def test_room_padding_and_neighbours_change_nothing(self):
+        query, keys, values = tensors(4, 2, 64, room=700)
+        alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125)
+        # A larger room, a prefix of padding that is no multiple of anything, and a second row.
+        batch_query, wide_keys, wide_values = tensors(4, 2, 64, room=6000, batch=2, seed=1)
+        batch_query[1], wide_keys[1, :, 37:737], wide_values[1, :, 37:737] = query[0], keys[0], values[0]
+        both = kernel(batch_query, wide_keys, wide_values, spans_of([0, 0, 737], [37, 37, 737]), 0.125)
+        assert torch.equal(both[1], alone[0])
+
+    def test_under_a_window(self):
+        query, keys, values = tensors(4, 1, 64, room=900)
+        alone = kernel(query, keys, values, spans_of([0, 400, 900]), 0.125, max_span=500)
+        shifted_keys, shifted_values = (torch.zeros(1, 1, 2000, 64, device=DEVICE) for _ in range(2))
+        shifted_keys[:, :, 11:911], shifted_values[:, :, 11:911] = keys, values
+        spans = spans_of([11, 411, 911])
+        assert torch.equal(kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one new token in each row, got 2"),
+        (lambda q, k, v, s: (q[:, :3], k, v, s), "Hq a multiple of H"),
+        (lambda q, k, v, s: (q, k, v[:, :, :9], s), "do not fit"),
+        (lambda q, k, v, s: (q, k, v, s[:, :2]), r"spans must be \[1, 3\], origin first end"),
+        (lambda q, k, v, s: (q, k, v.half(), s), "must have one dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    query, keys, values = tensors(4, 2, 16, room=10)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(*change(query, keys, values, spans_of([0, 0, 5])), scale=0.25)
+
+
+def test_the_choice_follows_the_device():
+    query, keys, values = tensors(4, 2, 16, room=10)
+    spans = spans_of([0, 0, 5])
+    expected = (kernel if DEVICE == "cuda" else plain)(query, keys, values, spans, 0.25)
+    assert torch.equal(decode_attention(query, keys, values, spans, scale=0.25), expected)
