@@ -6,8 +6,9 @@ A prompt runs in SDPA without cuDNN, which would build a plan for every length t
 GPU runs in the decode kernel, over the cache's own memory. Where neither serves (a soft cap or sinks over a prompt) the
 same is computed in plain PyTorch.
 
-A decode loop that knows the spans of every layer passes them in the place of the mask, int64 of [B, 3 L, 1, 1]:
-transformers hands a mask of four dims to every layer as it is. Then the keys are the layer's whole storage.
+A captured step (step.py) passes the spans of every layer in the place of the mask, int64 of [B, 3 L, 1, 1]:
+transformers hands a mask of four dims to every layer as it is. Then keys and values are the storage of all layers, and
+the layer's number is on the device.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import decode_attention
+from hf_static_kv.kernels.storage_ops import attend
 
 ATTENTION_NAME = "static_contiguous"
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -47,10 +49,9 @@ def static_contiguous_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dtype == torch.int64:
-        at = 3 * int(module.layer_idx)  # type: ignore[arg-type]  # torch takes every attribute for a module
-        spans, window = attention_mask[:, at : at + 3, 0, 0], kwargs.get("sliding_window")
-        output = decode_attention(query, key, value, spans, scale=scale, max_span=window, softcap=softcap, sinks=s_aux)
-        return output, None
+        spans = attention_mask.view(query.shape[0], -1, 3)
+        window = kwargs.get("sliding_window") or key.shape[3]
+        return attend(query, key, value, spans, module.layer_idx, scale, window, softcap, s_aux), None
     if _in_kernel(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
         spans = _whole(query.shape[0], key.shape[2], query.device)
         seen = None if attention_mask is None else attention_mask[:, 0, 0]

@@ -26,7 +26,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.step import COMPILE, DecodeStep
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,10 @@ _KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cac
 class GraphDecoder:
     """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
 
-    `streamer`: `generate` does not hand its own to a custom loop. `fallback_reason` says why the last call ran in
-    transformers' loop, and is None when it did not.
+    `compile` is for the captured step on a GPU: "none" captures it as it is; "layers" compiles one decoder layer for all
+    that are like it; "model" compiles everything, for the best speed after a long first call. `streamer`: `generate`
+    does not hand its own to a custom loop. `fallback_reason` says why the last call ran in transformers' loop, and is
+    None when it did not.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -49,8 +51,10 @@ class GraphDecoder:
     True
     """
 
-    def __init__(self, streamer: BaseStreamer | None = None) -> None:
-        self.streamer = streamer
+    def __init__(self, compile: str = "none", streamer: BaseStreamer | None = None) -> None:
+        if compile not in COMPILE:
+            raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
+        self.compile, self.streamer = compile, streamer
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[tuple[Any, ...], DecodeStep]] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -109,7 +113,7 @@ class GraphDecoder:
         if key not in steps:
             step = DecodeStep(model, cache, len(call.origin))
             if call.origin.is_cuda:
-                step.capture(cache.seq_len, call.origin)
+                step.capture(cache.seq_len, call.origin, self.compile)
             _compare(step, call)
             steps[key] = step
         return steps[key]

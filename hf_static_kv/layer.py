@@ -75,11 +75,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         keys, values = self._group.slices(self.batch_size, first, length)
         return keys[self._row], values[self._row]
 
-    def room(self, batch_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, H, S, D] of the first rows with all their room, written or not."""
-        assert self._group is not None, "attach storage first"
-        return self._group.keys[self._row, :batch_size], self._group.values[self._row, :batch_size]
-
     # --- the text: read, write, commit
 
     def update(

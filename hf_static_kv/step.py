@@ -8,14 +8,17 @@ On a CPU the same step runs without a graph.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.layer import StaticContiguousLayer
+from hf_static_kv.kernels.storage_ops import write_token
+from hf_static_kv.storage import StorageGroup
 
 _WARM_UPS = 3  # runs before the capture: they compile the kernels and let libraries allocate what they need
 
@@ -27,6 +30,8 @@ class DecodeStep:
     """
 
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+        if len(cache.storage_groups) > 1:
+            raise ValueError(f"The layers are of {len(cache.storage_groups)} unlike shapes: a step takes one.")
         self.model, self.batch_size, self.max_cache_len = model, batch_size, cache.max_cache_len
         device, num_layers = cache.layers[0].device, len(cache.layers)
         whole = torch.iinfo(torch.int64).max // 2
@@ -35,7 +40,7 @@ class DecodeStep:
         self.origin = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
         self.spans = torch.zeros(batch_size, num_layers, 3, dtype=torch.int64, device=device)
-        self.cache = Cache(layers=[_StepLayer(layer, batch_size, self.slot) for layer in cache.layers])
+        self.cache = _StepCache(cache.storage_groups[0], self.slot)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
 
@@ -56,8 +61,15 @@ class DecodeStep:
         assert self.logits is not None
         return self.logits
 
-    def capture(self, length: int, origin: torch.Tensor) -> None:
-        """Record the step as a graph. Writes at position `length`, which the first `run` writes again."""
+    def capture(self, length: int, origin: torch.Tensor, compile: str = "none") -> None:
+        """Record the step as a graph, compiled or not. Writes at position `length`, which the first `run` writes again.
+
+        What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
+        """
+        with compiled(self.model, compile, num_layers=self.spans.shape[1]):
+            self._capture(length, origin)
+
+    def _capture(self, length: int, origin: torch.Tensor) -> None:
         stream = torch.cuda.Stream(self.slot.device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(self.slot.device))
         with torch.cuda.stream(stream):
@@ -72,6 +84,10 @@ class DecodeStep:
         self.graph = graph
 
     def _forward(self) -> torch.Tensor:
+        with _layer_numbers_on_device(self.model, self.slot.device):
+            return self._count_on_and_run()
+
+    def _count_on_and_run(self) -> torch.Tensor:
         self.slot += 1
         end = self.slot + 1
         torch.maximum(self.origin, end - self.windows, out=self.spans[:, :, 1])
@@ -87,36 +103,72 @@ class DecodeStep:
         return logits
 
 
-class _StepLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """A layer's storage [B, H, S, D], written at a position that is read on the device."""
+COMPILE = ("none", "layers", "model")
 
-    is_compileable = False
-    is_sliding = False
 
-    def __init__(self, layer: StaticContiguousLayer, batch_size: int, slot: torch.Tensor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.room = self.keys, self.values = layer.room(batch_size)
-        self.slot, self.is_initialized = slot, True
+@contextmanager
+def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any) -> Iterator[None]:
+    """The model with its decoder layers or all of it compiled, and afterwards with its own `forward` again.
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    Layers of one kind share one compilation: a matter of seconds, where the whole model takes a minute.
+    """
+    parts: list[torch.nn.Module] = [model] if what == "model" else []
+    if what == "layers":
+        parts = _decoder_layers(model, num_layers)
+    before = [part.__dict__.get("forward") for part in parts]  # hooks of accelerate stand here
+    for part in parts:
+        part.forward = torch.compile(part.forward, dynamic=False, **options)
+    try:
+        yield
+    finally:
+        for part, own in zip(parts, before, strict=True):
+            del part.forward
+            if own is not None:
+                part.forward = own
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[torch.nn.Module]:
+    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+    return next((list(layers) for layers in lists if len(layers) == num_layers), [])
+
+
+@contextmanager
+def _layer_numbers_on_device(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Every `layer_idx` as a tensor while the step runs, and as the int that it was afterwards.
+
+    To `torch.compile` an int is a constant, and every layer with another one is compiled again.
+    """
+    numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    before: list[Any] = [module.layer_idx for module in numbered]
+    on_device = torch.arange(max(before, default=0) + 1, device=device)
+    for module, layer_idx in zip(numbered, before, strict=True):
+        module.layer_idx = on_device[layer_idx]
+    try:
+        yield
+    finally:
+        for module, layer_idx in zip(numbered, before, strict=True):
+            module.layer_idx = layer_idx
+
+
+class _StepCache(Cache):
+    """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
+
+    A graph must not hold a length, so it has none to tell. Whatever a model computes from the zero is wrong at every
+    step, and so it is seen when the captured step is compared with an ordinary one.
+    """
+
+    def __init__(self, group: StorageGroup, slot: torch.Tensor) -> None:
+        super().__init__(layers=[])
+        self.keys, self.values, self.slot = group.keys, group.values, slot
+
+    def update(  # type: ignore[override]  # the number is a tensor here
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        for room, states in zip(self.room, (key_states, value_states), strict=True):
-            room.index_copy_(2, self.slot, states)
-        return self.room
+        write_token(self.keys, self.values, key_states, value_states, self.slot, layer_idx)
+        return self.keys, self.values
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        raise AssertionError("a step's layers have their storage from the start")
-
-    # A graph must not hold a length. Whatever a model computes from this one is wrong at every step, and so it is seen
-    # when the captured step is compared with an ordinary one.
-    def get_seq_length(self) -> int:
+    def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_max_length(), 0
-
-    def get_max_length(self) -> int:
-        return self.room[0].shape[2]
-
-    get_max_cache_shape = get_max_length
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.keys.shape[3], 0

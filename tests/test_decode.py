@@ -8,10 +8,12 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, toy_model
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, DynamicCache, StoppingCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
+from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
 # Why a toy runs in the loop of `generate`; the others run as a step.
@@ -169,7 +171,7 @@ class TestRefusals:
             run(model, decoder=GraphDecoder(), cache=cache)
         assert cache.seq_len == 0
         assert torch.equal(
-            run(model, decoder=GraphDecoder(stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
+            run(model, decoder=GraphDecoder(streamer=stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
         )
 
     def test_beams(self, model):
@@ -209,7 +211,7 @@ class TestRefusals:
     def test_a_step_that_disagrees_with_an_ordinary_one_is_not_used(self, model, monkeypatch):
         """As a model would whose step depends on a length that the host counts."""
         decoder = GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.step._StepLayer.update", lambda self, keys, values, *args: self.room)
+        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
         assert torch.equal(run(model, decoder=decoder), run(model))
         assert "from those of an ordinary step" in decoder.fallback_reason
 
@@ -251,6 +253,93 @@ class TestFaults:
         hook.remove()
         assert cache.seq_len == PROMPT.shape[1] + 2
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+
+
+class TestCompiled:
+    """The step with compiled layers, on a CPU without code generation: what is compiled, how often, and the tokens."""
+
+    @pytest.mark.parametrize(
+        ("name", "kinds"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("gpt2", 1), ("gemma3", 2), ("gpt_oss", 2)]
+    )
+    def test_layers_of_one_kind_share_one_compilation(self, name, kinds):
+        torch._dynamo.reset()
+        model = toy_model(name, ATTENTION_NAME, num_hidden_layers=6)
+        cache, counter = StaticContiguousCache.from_model(model, CAPACITY), CompileCounterWithBackend("aot_eager")
+        origin, token = torch.zeros(1, dtype=torch.long), torch.tensor([5])
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+            step = DecodeStep(model, cache, 1)
+            step.begin(cache.seq_len, origin)
+            expected = step.run(token)
+            with compiled(model, "layers", 6, backend=counter):
+                step.begin(cache.seq_len, origin)
+                got = [step.run(token), step.run(token)]
+        assert counter.frame_count == kinds
+        assert torch.equal(got[0], expected)
+        assert not torch.equal(got[1], expected)  # the second token stands elsewhere and sees the first
+
+    @pytest.mark.parametrize("what", ["none", "layers", "model"])
+    def test_the_model_has_its_own_forward_back_even_after_an_exception(self, model, what):
+        parts = [model, *model.model.layers]
+        model.model.layers[1].forward = own = model.model.layers[1].forward  # as a hook of accelerate would
+        before = [dict(part.__dict__) for part in parts]
+        changed = []
+
+        def fail_inside():
+            with compiled(model, what, 6):
+                changed.extend(part.__dict__.get("forward") not in (None, own) for part in parts)
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail_inside()
+        assert changed == [what == "model", *[what == "layers"] * 6]
+        assert [dict(part.__dict__) for part in parts] == before
+
+    def test_layer_numbers_are_ints_again_after_an_exception(self, model):
+        numbered = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        before = [module.layer_idx for module in numbered]
+        inside = []
+
+        def fail_inside():
+            with _layer_numbers_on_device(model, torch.device("cpu")):
+                inside.extend(module.layer_idx for module in numbered)
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail_inside()
+        assert torch.stack(inside).tolist() == before
+        assert [module.layer_idx for module in numbered] == before
+        assert all(type(number) is int for number in before)
+
+    def test_an_unknown_setting(self):
+        with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', 'model', got 'max'"):
+            GraphDecoder(compile="max")
+
+
+def test_the_kernels_serve_a_whole_generation(monkeypatch):
+    """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
+    write = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
+    attend = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed")
+    calls = []
+
+    def write_token(*args):
+        calls.append("write")
+        write.write_token_triton(*args)
+
+    def decode(query, keys, values, spans, seen, layer, *, scale, max_span, softcap, sinks):
+        calls.append("attend")
+        return attend.decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
+
+    monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
+    monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
+    for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
+        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}
+        assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
+        assert decoder.fallback_reason is None
+        layers = model.config.num_hidden_layers
+        # Four tokens are written and attended to, and one more where the step is compared with an ordinary one.
+        assert calls.count("write") == calls.count("attend") == 5 * layers
+        calls.clear()
 
 
 def test_the_attention_name_serves_generate_by_itself():

@@ -16,7 +16,7 @@ def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span
     if DEVICE == "cpu" and query.dtype == torch.bfloat16:
         pytest.skip("Triton's interpreter keeps bfloat16 as integers and multiplies those; on a GPU this runs")
     span = min(max_span or keys.shape[2], keys.shape[2])
-    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks)
+    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, None, scale, span, softcap, sinks)
 
 
 def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):

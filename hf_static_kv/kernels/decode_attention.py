@@ -27,6 +27,7 @@ def decode_attention(
     values: torch.Tensor,
     spans: torch.Tensor,
     seen: torch.Tensor | None = None,
+    layer: torch.Tensor | None = None,
     *,
     scale: float,
     max_span: int | None = None,
@@ -41,13 +42,19 @@ def decode_attention(
     any span can hold (a window); the kernel starts no more work than that needs. Positions of the span where `seen` is
     false are left out. `softcap` bounds the scores by c * tanh(score / c). `sinks` are scores of one more key for each
     query head, whose value is nothing.
+
+    With `layer`, a number in the device's memory, keys and values are the storage of all layers, [L, B, H, S, D] (B or
+    more rows), and spans are [B, L, 3].
     """
-    _check(query, keys, values, spans)
-    max_span = min(max_span or keys.shape[2], keys.shape[2])
+    _check(query, keys, values, spans, layer)
+    max_span = min(max_span or keys.shape[-2], keys.shape[-2])
     if query.is_cuda:
         from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
-        return decode_attention_triton(query, keys, values, spans, seen, scale, max_span, softcap, sinks)
+        return decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
+    if layer is not None:
+        number, rows = int(layer), query.shape[0]
+        keys, values, spans = keys[number, :rows], values[number, :rows], spans[:, number]
     return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks)
 
 
@@ -93,17 +100,28 @@ def _one_row(
     return (probabilities @ values).reshape(query.shape[0], -1)  # [Hq, Dv]
 
 
-def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor) -> None:
+def _check(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor, layer: torch.Tensor | None
+) -> None:
     batch, heads, length, dim = query.shape
+    dims = 4 if layer is None else 5
     if length != 1:
         raise ValueError(f"decode_attention takes one new token in each row, got {length}: use SDPA for a prompt.")
-    if keys.shape[0] != batch or keys.shape[-1] != dim or keys.shape[:3] != values.shape[:3] or heads % keys.shape[1]:
+    if (
+        keys.ndim != dims
+        or (keys.shape[0] != batch if layer is None else keys.shape[1] < batch)
+        or keys.shape[-1] != dim
+        or keys.shape[:-1] != values.shape[:-1]
+        or heads % keys.shape[-3]
+    ):
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit: they "
-            "must be [B, Hq, 1, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H."
+            "must be [B, Hq, 1, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H (and L in front of keys and "
+            "values with a layer)."
         )
-    if spans.shape != (batch, len(SPAN)):
-        raise ValueError(f"spans must be [{batch}, 3], {' '.join(SPAN)} of each row, got {tuple(spans.shape)}.")
+    expected = (batch, len(SPAN)) if layer is None else (batch, keys.shape[0], len(SPAN))
+    if spans.shape != expected:
+        raise ValueError(f"spans must be {list(expected)}, {' '.join(SPAN)} of each row, got {list(spans.shape)}.")
     if not query.dtype == keys.dtype == values.dtype:
         raise ValueError(
             f"query, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}."

@@ -25,15 +25,18 @@ def _tanh(x):
 
 @triton.jit
 def _split(
-    query, keys, values, spans, seen, sums, maxima, totals,
-    scale, softcap,
+    query, keys, values, spans, seen, layer, sums, maxima, totals,
+    scale, softcap, keys_l, values_l, spans_l,
     query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     row_head, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
+    if HAS_LAYER:
+        number = tl.load(layer).to(tl.int64)
+        keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
     span = spans + b * spans_b
     origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     start = origin + ((first - origin) // SPLIT + piece) * SPLIT
@@ -74,12 +77,14 @@ def _split(
 
 @triton.jit
 def _combine(
-    sums, maxima, totals, spans, sinks, output, spans_b, num_pieces,
+    sums, maxima, totals, spans, layer, sinks, output, spans_l, spans_b, num_pieces,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FOLD: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, FOLD: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     row_head, g = tl.program_id(0), tl.program_id(1)
     b, h = (row_head // H).to(tl.int64), row_head % H
+    if HAS_LAYER:
+        spans += tl.load(layer).to(tl.int64) * spans_l
     span = spans + b * spans_b
     origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
@@ -112,35 +117,42 @@ def decode_attention_triton(
     values: torch.Tensor,
     spans: torch.Tensor,
     seen: torch.Tensor | None,
+    layer: torch.Tensor | None,
     scale: float,
     max_span: int,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     batch, query_heads, _, dim = query.shape
-    heads, value_dim = keys.shape[1], values.shape[-1]
+    heads, room, value_dim = keys.shape[-3], keys.shape[-2], values.shape[-1]
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or spans.stride(-1) != 1:
         raise ValueError("decode_attention needs the last dim of query, keys, values and spans side by side in memory.")
     groups = query_heads // heads
     group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
     value_tile = max(16, triton.next_power_of_2(value_dim))
     # A window that does not begin at a piece's border touches one piece more than its length needs.
-    num_pieces = triton.cdiv(max_span, SPLIT) + (1 if max_span < keys.shape[2] else 0)
+    num_pieces = triton.cdiv(max_span, SPLIT) + (1 if max_span < room else 0)
     tile = 64 if dim * query.element_size() <= 256 else 32
     sums = torch.empty(batch * heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
     maxima = torch.empty(batch * heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
     totals = torch.empty_like(maxima)
     output = torch.empty(batch, 1, query_heads, value_dim, dtype=query.dtype, device=query.device)
+    unused = query  # a pointer has to be passed for what is absent
+    keys_l, values_l, spans_l = (
+        t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
+    )
+    sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": SPLIT}
     _split[(batch * heads, num_pieces)](
-        query, keys, values, spans, query if seen is None else seen, sums, maxima, totals, scale, softcap or 0.0,
-        query.stride(0), query.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        values.stride(0), values.stride(1), values.stride(2), spans.stride(0), 0 if seen is None else seen.stride(0),
-        H=heads, G=groups, G_TILE=group_tile, D=dim, D_TILE=dim_tile, DV=value_dim, DV_TILE=value_tile,
-        N_TILE=tile, SPLIT=SPLIT, HAS_SEEN=seen is not None, HAS_SOFTCAP=softcap is not None, num_warps=4,
+        query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
+        sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
+        query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
+        values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0), 0 if seen is None else seen.stride(0),
+        D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_LAYER=layer is not None, HAS_SEEN=seen is not None,
+        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
     )  # fmt: skip
     _combine[(batch * heads, groups)](
-        sums, maxima, totals, spans, query if sinks is None else sinks, output, spans.stride(0), num_pieces,
-        H=heads, G=groups, G_TILE=group_tile, DV=value_dim, DV_TILE=value_tile, SPLIT=SPLIT, FOLD=FOLD,
-        HAS_SINKS=sinks is not None, num_warps=4,
+        sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
+        spans_l, spans.stride(0), num_pieces,
+        FOLD=FOLD, HAS_LAYER=layer is not None, HAS_SINKS=sinks is not None, **sizes, num_warps=4,
     )  # fmt: skip
     return output
