@@ -37,7 +37,7 @@ _KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cac
 class GraphDecoder:
     """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
 
-    `compile` is for the captured step on a GPU: "none" captures it as it is; "layers" compiles one decoder layer for all
+    `compile` is for the captured step on a GPU: "none" captures it as it is; "layers" compiles a decoder layer for all
     that are like it; "model" compiles everything, for the best speed after a long first call. `streamer`: `generate`
     does not hand its own to a custom loop. `fallback_reason` says why the last call ran in transformers' loop, and is
     None when it did not.
