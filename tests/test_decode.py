@@ -1,4 +1,7 @@
-"""`GraphDecoder` gives the tokens of `generate` without it. On a CPU the step runs uncaptured; all else is the same."""
+"""`GraphDecoder` gives the tokens of `generate` without it, on a GPU where there is one.
+
+On a CPU the step runs uncaptured; all else is the same.
+"""
 
 import gc
 import logging
@@ -6,7 +9,8 @@ import weakref
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, toy_model
+from architectures import ARCHITECTURES
+from architectures import toy_model as toy_on_cpu
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AttentionInterface, DynamicCache, StoppingCriteria
@@ -16,9 +20,16 @@ from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT, BATCH = PROMPT.to(DEVICE), BATCH.to(DEVICE)
+needs_no_graph = pytest.mark.skipif(DEVICE == "cuda", reason="a replayed graph calls no Python")
 # Why a toy runs in the loop of `generate`; the others run as a step.
 NOT_CAPTURED = {"llama4": "layers attend in chunks"}
 OWN_ATTENTION = {name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES}
+
+
+def toy_model(*args, **kwargs):
+    return toy_on_cpu(*args, **kwargs).to(DEVICE)
 
 
 def run(model, ids=PROMPT, decoder=None, cache=None, seed=None, **kwargs):
@@ -70,7 +81,7 @@ class After(StoppingCriteria):
     """Stops row b after `numbers[b]` tokens of text."""
 
     def __init__(self, *numbers):
-        self.numbers = torch.tensor(numbers)
+        self.numbers = torch.tensor(numbers, device=DEVICE)
 
     def __call__(self, input_ids, scores, **kwargs):
         return input_ids.shape[1] >= self.numbers
@@ -149,7 +160,7 @@ class TestReuse:
     def test_going_on_with_the_text(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        longer = torch.cat([first, torch.tensor([[9, 31]])], dim=1)
+        longer = torch.cat([first, torch.tensor([[9, 31]], device=DEVICE)], dim=1)
         assert torch.equal(run(model, longer, decoder, cache), run(model, longer))
 
     def test_the_step_goes_with_its_cache(self, model):
@@ -182,7 +193,7 @@ class TestRefusals:
         ("kwargs", "reason"),
         [
             ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states are asked for"),
-            ({"attention_mask": torch.tensor([[1, 1, 1, 0, *[1] * 9]])}, "the attention mask has holes"),
+            ({"attention_mask": torch.tensor([[1, 1, 1, 0, *[1] * 9]], device=DEVICE)}, "the attention mask has holes"),
         ],
     )
     def test_what_cannot_be_captured_runs_in_the_loop_of_generate(self, model, caplog, kwargs, reason):
@@ -225,7 +236,7 @@ class TestFaults:
             def __call__(self, input_ids, scores, **kwargs):
                 if input_ids.shape[1] == 18:
                     raise error
-                return torch.zeros(len(input_ids), dtype=torch.bool)
+                return torch.zeros(len(input_ids), dtype=torch.bool, device=DEVICE)
 
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         expected = run(model)
@@ -235,6 +246,7 @@ class TestFaults:
         assert cache.seq_len == 17  # of 18 tokens the last one was not yet written
         assert torch.equal(run(model, expected[:, :18], decoder, cache, max_new_tokens=9), expected)
 
+    @needs_no_graph
     def test_in_the_middle_of_a_step(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         expected = run(model, decoder=decoder, cache=cache)
@@ -263,11 +275,11 @@ class TestCompiled:
     )
     def test_layers_of_one_kind_share_one_compilation(self, name, kinds):
         torch._dynamo.reset()
-        model = toy_model(name, ATTENTION_NAME, num_hidden_layers=6)
+        model = toy_on_cpu(name, ATTENTION_NAME, num_hidden_layers=6)
         cache, counter = StaticContiguousCache.from_model(model, CAPACITY), CompileCounterWithBackend("aot_eager")
         origin, token = torch.zeros(1, dtype=torch.long), torch.tensor([5])
         with torch.no_grad():
-            model(PROMPT, past_key_values=cache)
+            model(PROMPT.cpu(), past_key_values=cache)
             step = DecodeStep(model, cache, 1)
             step.begin(cache.seq_len, origin)
             expected = step.run(token)
@@ -316,6 +328,7 @@ class TestCompiled:
             GraphDecoder(compile="max")
 
 
+@needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
     write = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
