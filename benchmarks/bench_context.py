@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, OURS, Keywords, contender_names
+from contenders import CONTENDERS, OURS, Keywords, contender_names, fastest_of_ours
 from measure import Bandwidth, Clock, bytes_per_step, percentile
 from outputs import add_output_arguments, write_outputs
 from processes import Failed, FreshProcess
@@ -109,7 +109,8 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
     total = sum(map(len, sweeps.values())) * len(args.contenders) * args.rounds
     try:
         with tqdm(total=total, desc="loading", leave=False, disable=None) as bar:
-            processes |= {name: FreshProcess(Runner, name, workload) for name in args.contenders}
+            can_run = [name for name in args.contenders if workload.on_gpu or not CONTENDERS[name].gpu_only]
+            processes |= {name: FreshProcess(Runner, name, workload) for name in can_run}
             results = {name: sweep(points, processes, args.steps, args.rounds, bar) for name, points in sweeps.items()}
     finally:
         for process in processes.values():
@@ -123,6 +124,7 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
         "steps": args.steps,
         "rounds": args.rounds,
         "bandwidth_gb_per_s": bytes_per_second / 1e9,
+        "not_run": {name: CONTENDERS[name].gpu_only for name in args.contenders if name not in can_run},
         **results,
     }
 
@@ -147,6 +149,7 @@ def markdown(record: Record) -> str:
         table(record, "capacity", "max_cache_len", f"room, tokens (text of {text:,})"),
     ]
     parts += [words for key in ("context", "capacity") if (words := where_behind(record, key))]
+    parts += [f"- {name} was not run: {reason}." for name, reason in record.get("not_run", {}).items()]
     errors = [row for row in record["context"] + record["capacity"] if "error" in row]
     parts += [f"- {row['contender']} at {row['context']}, {row['max_cache_len']}: {row['error']}" for row in errors]
     return "\n\n".join(parts)
@@ -173,9 +176,10 @@ def where_behind(record: Record, sweep_name: str) -> str | None:
     key = "context" if sweep_name == "context" else "max_cache_len"
     for value in dict.fromkeys(row[key] for row in rows):
         cells = {row["contender"]: row for row in rows if row[key] == value}
-        best = min(cells, key=lambda name: cells[name]["median_ms"])
-        if OURS in cells and best != OURS:
-            overlap = cells[best]["p90_ms"] >= cells[OURS]["p10_ms"]
+        times = {name: cell["median_ms"] for name, cell in cells.items()}
+        best, mine = min(times, key=times.__getitem__), fastest_of_ours(times)
+        if mine is not None and best != mine:
+            overlap = cells[best]["p90_ms"] >= cells[mine]["p10_ms"]
             behind.setdefault(best, []).append(f"{value:,}" + (" (within the spread)" if overlap else ""))
     if not behind:
         return None

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, OURS, Keywords, Unavailable, bytes_held, contender_names
+from contenders import CONTENDERS, OURS, Keywords, bytes_held, contender_names
 from generation_report import markdown, plot
 from measure import Bandwidth, Clock, bytes_per_step, latency, seconds, spread
 from outputs import add_output_arguments, write_outputs
@@ -93,6 +93,9 @@ class Entry:
     def __init__(self, name: str, workload: Workload, new_tokens: int, bar: tqdm) -> None:
         self.row: Record = {"name": name, "new_tokens": new_tokens}
         self.bar, self.process = bar, None
+        if CONTENDERS[name].gpu_only and not workload.on_gpu:
+            self.row["unavailable"] = CONTENDERS[name].gpu_only
+            return
         with self._reporting("loading"):
             self.process = FreshProcess(Runner, name, workload, new_tokens)
 
@@ -112,8 +115,7 @@ class Entry:
         try:
             yield
         except Failed as failure:
-            unavailable = failure.kind == Unavailable.__name__
-            self.row |= {"unavailable": failure.message} if unavailable else {"error": str(failure)}
+            self.row["error"] = str(failure)
             self.close()
         self.bar.update()
 

@@ -13,29 +13,32 @@ from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
-from hf_static_kv import StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.attention import ATTENTION_NAME
 
 Keywords = dict[str, Any]
 SetUp = Callable[[PreTrainedModel, int, int], Callable[[], Keywords]]
 OURS = "contiguous"
 
 
-class Unavailable(Exception):
-    """This contender cannot run here, for a reason that is no fault."""
-
-
 @dataclass(frozen=True)
 class Contender:
     """`set_up(model, max_cache_len, batch_size)` gives a function that gives the keywords of one call of `generate`.
 
-    `why_ahead` is said in reports wherever this contender is faster than ours; `color` is its own in every picture.
+    `why_ahead` is said in reports wherever this contender is faster than every one of ours, and is empty for ours;
+    `color` is its own in every picture; `gpu_only` says why it cannot run on a CPU.
     """
 
     set_up: SetUp
     words: str
-    why_ahead: str
     color: str
+    why_ahead: str = ""
     cached: bool = True
+    gpu_only: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        return not self.why_ahead
 
 
 def _no_cache(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
@@ -51,13 +54,24 @@ def _static(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Call
 
 
 def _static_compiled(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
-    if model.device.type != "cuda":
-        raise Unavailable(f"generate compiles on a GPU only, and this is {model.device.type}")
     return _used_again(StaticCache(config=model.config, max_cache_len=max_cache_len))
 
 
 def _contiguous(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
     return _used_again(StaticContiguousCache.from_model(model, max_cache_len, batch_size))
+
+
+def _contiguous_kernel(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+    model.set_attn_implementation(ATTENTION_NAME)
+    return _contiguous(model, max_cache_len, batch_size)
+
+
+def _graph(compile: str) -> SetUp:
+    def set_up(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+        cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size)
+        return _used_again(cache, custom_generate=GraphDecoder(compile))
+
+    return set_up
 
 
 def _used_again(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
@@ -68,36 +82,49 @@ def _used_again(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
     return call
 
 
+_NO_GRAPH = "a CUDA graph needs a GPU"
 CONTENDERS = {
     "no-cache": Contender(
         _no_cache,
         "`use_cache=False`",
-        "at this length a whole pass takes no longer than a pass over one token",
         "tab:gray",
+        "at this length a whole pass takes no longer than a pass over one token",
         cached=False,
     ),
     "dynamic": Contender(
         _dynamic,
         "`DynamicCache`, the default",
+        "tab:blue",
         "both run the same kernels on the same keys and wait for Python; finding where to write costs ours a little "
         "more of it than making new tensors does",
-        "tab:blue",
     ),
     "static": Contender(
         _static,
         "`StaticCache`, eager",
-        "both wait for Python, whose pace drifts by more than the two caches differ",
         "tab:orange",
+        "both wait for Python, whose pace drifts by more than the two caches differ",
     ),
     "static-compiled": Contender(
         _static_compiled,
         "`StaticCache`, compiled by `generate`",
+        "tab:red",
         "its step is compiled and replayed as one CUDA graph, where ours, run eagerly, sends every kernel from Python "
         "and the GPU waits; it pays with its cold start, and again for every new room",
-        "tab:red",
+        gpu_only="generate compiles on a GPU only",
     ),
-    OURS: Contender(_contiguous, "`StaticContiguousCache` (ours), eager", "", "tab:green"),
+    OURS: Contender(_contiguous, "`StaticContiguousCache` (ours), eager", "tab:green"),
+    "contiguous-kernel": Contender(
+        _contiguous_kernel, "the same with our attention", "tab:olive", gpu_only="on a CPU it is SDPA"
+    ),
+    "graph": Contender(_graph("none"), "`GraphDecoder()`", "tab:cyan", gpu_only=_NO_GRAPH),
+    "graph-layers": Contender(_graph("layers"), '`GraphDecoder("layers")`', "tab:purple", gpu_only=_NO_GRAPH),
+    "graph-model": Contender(_graph("model"), '`GraphDecoder("model")`', "tab:pink", gpu_only=_NO_GRAPH),
 }
+
+
+def fastest_of_ours(times: dict[str, float]) -> str | None:
+    """The name with the least time among those that are ours."""
+    return min((name for name in times if CONTENDERS[name].is_ours), key=times.__getitem__, default=None)
 
 
 def contender_names(text: str) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from contenders import CONTENDERS, OURS
+from contenders import CONTENDERS, fastest_of_ours
 
 Record = dict[str, Any]
 
@@ -97,11 +97,11 @@ def fastest(record: Record) -> str | None:
 
 def where_behind(record: Record) -> str | None:
     """One sentence when another contender decodes faster than ours."""
-    summaries = {row["name"]: row["summary"] for row in record["contenders"] if "summary" in row}
-    best = fastest(record)
-    if OURS not in summaries or best is None or best == OURS:
+    decode = {row["name"]: row["summary"]["decode_ms"] for row in record["contenders"] if "summary" in row}
+    best, mine = fastest(record), fastest_of_ours({name: figures["median"] for name, figures in decode.items()})
+    if best is None or mine is None or best == mine:
         return None
-    ours, theirs = summaries[OURS]["decode_ms"], summaries[best]["decode_ms"]
+    ours, theirs = decode[mine], decode[best]
     overlap = theirs["max"] >= ours["min"]
     size = f"{ours['median'] / theirs['median']:.2f} times as fast" + (", within the spread" if overlap else "")
     return f"**Ours is not the fastest here**: {best} decodes {size}. Why: {CONTENDERS[best].why_ahead}."

@@ -13,7 +13,7 @@ import bench_context
 import bench_speedup
 import bench_update
 import generation_report
-from contenders import CONTENDERS, OURS
+from contenders import CONTENDERS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
@@ -95,7 +95,7 @@ def overview(records: list[Record]) -> str:
     for name in dict.fromkeys(row["name"] for record in records for row in record["contenders"]):
         words = CONTENDERS[name].words
         cells = [_overview_cell(rows[model].get(name), records[0]["workload"]["new_tokens"]) for model in models]
-        lines.append(f"| {f'**{words}**' if name == OURS else words} | " + " | ".join(cells) + " |")
+        lines.append(f"| {f'**{words}**' if CONTENDERS[name].is_ours else words} | " + " | ".join(cells) + " |")
     limits = [_limit(record) for record in records]
     lines.append("| what the measured bandwidth allows | " + " | ".join(f"{limit:,.0f}" for limit in limits) + " |")
     return "\n".join(lines)
@@ -109,8 +109,8 @@ def _overview_cell(row: Record | None, new_tokens: int) -> str:
 
 
 def _limit(record: Record) -> float:
-    ours = next(row["summary"] for row in record["contenders"] if row["name"] == OURS)
-    return ours["decode_tokens_per_s"]["median"] / ours["bandwidth_share"]
+    cached = next(row for row in record["contenders"] if "summary" in row and CONTENDERS[row["name"]].cached)
+    return cached["summary"]["decode_tokens_per_s"]["median"] / cached["summary"]["bandwidth_share"]
 
 
 def heading(path: Path) -> list[str]:

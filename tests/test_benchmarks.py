@@ -151,6 +151,8 @@ class TestWords:
         assert words.startswith("**Ours is not the fastest here**: static-compiled decodes 4.00 times as fast")
         assert "CUDA graph" in words
         assert "within the spread" not in words
+        assert "2.00 times as fast" in where_behind({"contenders": [*rows, summary("graph", 5.0)]})
+        assert where_behind({"contenders": [*rows, summary("graph", 2.0)]}) is None
 
     def test_within_the_spread(self):
         from generation_report import where_behind
@@ -165,9 +167,10 @@ class TestWords:
         assert where_behind({"contenders": [summary("static", 1.0), summary("dynamic", 2.0)]}) is None
 
     def test_every_contender_that_can_be_ahead_has_its_reason(self):
-        from contenders import CONTENDERS, OURS
+        from contenders import CONTENDERS
 
-        assert [name for name, contender in CONTENDERS.items() if not contender.why_ahead] == [OURS]
+        ours = [name for name, contender in CONTENDERS.items() if contender.is_ours]
+        assert ours == ["contiguous", "contiguous-kernel", "graph", "graph-layers", "graph-model"]
 
     def test_where_ours_is_behind_in_a_sweep(self):
         from bench_context import where_behind
@@ -248,8 +251,10 @@ class TestGeneration:
         assert record.keys() >= PROVENANCE
         assert record["bandwidth_gb_per_s"] > 0
         rows = {row["name"]: row for row in record["contenders"]}
-        assert list(rows) == ["no-cache", "dynamic", "static", "static-compiled", "contiguous"]
-        assert rows.pop("static-compiled")["unavailable"] == "generate compiles on a GPU only, and this is cpu"
+        assert list(rows)[:5] == ["no-cache", "dynamic", "static", "static-compiled", "contiguous"]
+        not_run = {name: rows.pop(name)["unavailable"] for name in list(rows) if "unavailable" in rows[name]}
+        assert not_run.keys() == {"static-compiled", "contiguous-kernel", "graph", "graph-layers", "graph-model"}
+        assert not_run["static-compiled"] == "generate compiles on a GPU only"
         from bench_generation import summarize
 
         for row in rows.values():
@@ -267,12 +272,13 @@ class TestGeneration:
         assert "static-compiled was not run: generate compiles on a GPU only" in text
         assert "no-cache ran 4 tokens, not 6" in text
         assert text.count("| `Static") == 2
+        assert "graph was not run: a CUDA graph needs a GPU" in text
 
     def test_csv_and_picture(self, generation):
         with generation.files["csv"].open() as file:
             rows = list(csv.DictReader(file))
-        assert [row["name"] for row in rows][-1] == "contiguous"
-        assert float(rows[-1]["decode_ms.min"]) <= float(rows[-1]["decode_ms.median"])
+        ours = next(row for row in rows if row["name"] == "contiguous")
+        assert float(ours["decode_ms.min"]) <= float(ours["decode_ms.median"])
         assert generation.files["png"].read_bytes().startswith(b"\x89PNG")
 
     def test_a_contender_that_fails_is_reported_and_the_others_run(self, monkeypatch):
@@ -324,11 +330,9 @@ class TestContext:
         report = json.loads(record.read_text())
         assert report.keys() >= PROVENANCE | {"model", "dtype", "steps", "bandwidth_gb_per_s"}
         points = [(row["contender"], row["context"], row["max_cache_len"]) for row in report["context"]]
-        names = ("dynamic", "static", "static-compiled", "contiguous")
-        # "static-compiled" cannot run on a CPU: it is reported once and then left out.
-        assert points == [(name, 12, 24) for name in names] + [
-            (name, 24, 24) for name in names if name != "static-compiled"
-        ]
+        names = ("dynamic", "static", "contiguous")
+        assert points == [(name, context, 24) for context in (12, 24) for name in names]
+        assert report["not_run"] == {"static-compiled": "generate compiles on a GPU only"}
         points = [(row["contender"], row["context"], row["max_cache_len"]) for row in report["capacity"]]
         assert points == [
             ("dynamic", 10, 16),
