@@ -9,7 +9,7 @@ On a CPU the same step runs without a graph.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_static_kv.cache import StaticContiguousCache
+from hf_static_kv.fusion import fused_norms
 from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.storage import StorageGroup
 
@@ -66,7 +67,8 @@ class DecodeStep:
 
         What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
         """
-        with compiled(self.model, compile, num_layers=self.spans.shape[1]):
+        fused = fused_norms(self.model) if compile == "none" else nullcontext()  # a compiler fuses them itself
+        with fused, compiled(self.model, compile, num_layers=self.spans.shape[1]):
             self._capture(length, origin)
 
     def _capture(self, length: int, origin: torch.Tensor) -> None:

@@ -9,7 +9,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 # Reading order is import order: a file imports only from the ones before it.
-READING_ORDER = ["storage", "layout", "layer", "cache", "kernels", "attention", "step", "decode", "testing", "__init__"]
+READING_ORDER = [
+    "storage",
+    "layout",
+    "layer",
+    "cache",
+    "kernels",
+    "attention",
+    "fusion",
+    "step",
+    "decode",
+    "testing",
+    "__init__",
+]
 
 
 def imports_of(source):

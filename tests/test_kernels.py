@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
+from hf_static_kv.kernels.rms_norm import STYLES, rms_norm, rms_norm_plain
+from hf_static_kv.kernels.storage_ops import write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def skip_bfloat16_on_a_cpu(tensor):
+    if DEVICE == "cpu" and tensor.dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding")
 
 
 def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):
@@ -13,8 +20,7 @@ def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span
     triton_kernel = pytest.importorskip(
         "hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed"
     )
-    if DEVICE == "cpu" and query.dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter keeps bfloat16 as integers and multiplies those; on a GPU this runs")
+    skip_bfloat16_on_a_cpu(query)
     span = min(max_span or keys.shape[2], keys.shape[2])
     return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, None, scale, span, softcap, sinks)
 
@@ -194,3 +200,71 @@ def test_the_choice_follows_the_device():
     spans = spans_of([0, 0, 5])
     expected = (kernel if DEVICE == "cuda" else plain)(query, keys, values, spans, 0.25)
     assert torch.equal(decode_attention(query, keys, values, spans, scale=0.25), expected)
+
+
+def norm_in_float64(x, weight, eps, style):
+    x, weight = x.double().cpu(), weight.double().cpu()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (style.offset + weight)
+
+
+def norm_kernel(x, *args):
+    module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
+    skip_bfloat16_on_a_cpu(x)
+    return module.rms_norm_triton(x, *args)
+
+
+@pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
+class TestRmsNorm:
+    @pytest.mark.parametrize("style", STYLES, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 1, 2048), (2, 3, 1152), (1, 4, 1, 128), (5, 48)], ids=str)
+    def test_against_float64(self, implementation, shape, dtype, style):
+        x, weight = torch.randn(shape).to(DEVICE, dtype) * 3, torch.randn(shape[-1]).to(DEVICE, dtype)
+        got, expected = implementation(x, weight, 1e-6, style), norm_in_float64(x, weight, 1e-6, style)
+        assert got.shape == x.shape
+        assert got.dtype == dtype
+        # The mean of D squares in float32 is off by (D + 4) eps32 at most, its root by half of that; then two roundings
+        # to the model's dtype, of y and of the product: half of an eps each, or of the spacing of the least numbers.
+        info = torch.finfo(dtype)
+        relative = (shape[-1] + 8) * torch.finfo(torch.float32).eps + info.eps
+        least = info.smallest_normal * info.eps * (1 + weight.double().abs().max().item())
+        assert ((got.double().cpu() - expected).abs() <= relative * expected.abs() + least).all()
+
+    def test_a_view_that_is_not_contiguous(self, implementation):
+        x, weight = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1), torch.randn(32, device=DEVICE)
+        expected = implementation(x.contiguous(), weight, 1e-6, STYLES[0])
+        assert torch.equal(implementation(x, weight, 1e-6, STYLES[0]), expected)
+
+    def test_a_row_does_not_depend_on_the_others(self, implementation):
+        x, weight = torch.randn(7, 200, device=DEVICE), torch.randn(200, device=DEVICE)
+        together = implementation(x, weight, 1e-6, STYLES[0])
+        assert torch.equal(together[3:4], implementation(x[3:4], weight, 1e-6, STYLES[0]))
+
+
+def test_a_norm_of_another_dim_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
+        rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6, STYLES[0])
+
+
+class TestWriteToken:
+    @pytest.mark.parametrize("implementation", ["triton", "as the device chooses"])
+    def test_one_slot_of_one_layer_and_nothing_else(self, implementation):
+        keys, values = torch.zeros(3, 4, 2, 10, 24, device=DEVICE), torch.zeros(3, 4, 2, 10, 16, device=DEVICE)
+        # As a projection leaves them: heads and tokens transposed. Two of four rows are in use.
+        key_states = torch.randn(2, 1, 2, 24, device=DEVICE).transpose(1, 2)
+        value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
+        slot, layer = torch.tensor([7], device=DEVICE), torch.tensor(1, device=DEVICE)
+        if implementation == "triton":
+            module = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
+            module.write_token_triton(keys, values, key_states, value_states, slot, layer)
+        else:
+            write_token(keys, values, key_states, value_states, slot, layer)
+        expected = torch.zeros_like(keys), torch.zeros_like(values)
+        expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = key_states[:, :, 0], value_states[:, :, 0]
+        assert torch.equal(keys, expected[0])
+        assert torch.equal(values, expected[1])
+
+    def test_another_dtype_is_refused(self):
+        storage, states = torch.zeros(1, 1, 1, 4, 8), torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"storage is torch.float32 and the states are torch.bfloat16"):
+            write_token(storage, storage.clone(), states, states, torch.tensor([0]), torch.tensor(0))

@@ -1,0 +1,43 @@
+"""RMS norm of each row: the plain PyTorch twin, and the choice between it and the kernel.
+
+    y = x / sqrt(mean(x^2) + eps)        in float32
+
+Models differ in what follows. `NormStyle(offset, cast_first)`: Llama multiplies by the weight after y is back in the
+model's dtype, (0, True); Gemma by 1 + weight before, (1, False).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class NormStyle(NamedTuple):
+    """What is added to the weight, and whether y is rounded to the model's dtype before it is multiplied."""
+
+    offset: float
+    cast_first: bool
+
+
+STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
+    """The norm of every row of `x` [..., D], times `weight` [D]; in x's dtype."""
+    if x.shape[-1] != weight.shape[0] or weight.ndim != 1:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [..., D] and [D].")
+    if x.is_cuda:
+        from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps, style)
+    return rms_norm_plain(x, weight, eps, style)
+
+
+def rms_norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
+    """The same in plain PyTorch."""
+    y = x.float()
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    if style.cast_first:
+        return weight * y.to(x.dtype)
+    return (y * (style.offset + weight.float())).to(x.dtype)

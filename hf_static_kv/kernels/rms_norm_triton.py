@@ -1,0 +1,31 @@
+"""RMS norm in Triton, one program a row. Formula and styles are in rms_norm.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_static_kv.kernels.rms_norm import NormStyle
+
+
+@triton.jit
+def _rms_norm(x, weight, output, eps, offset, D: tl.constexpr, TILE: tl.constexpr, CAST_FIRST: tl.constexpr):
+    row, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    loaded = tl.load(x + row * D + d, mask=d < D, other=0.0)
+    y = loaded.to(tl.float32)
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)
+    w = tl.load(weight + d, mask=d < D, other=0.0)
+    y = y.to(loaded.dtype).to(tl.float32) * w.to(tl.float32) if CAST_FIRST else y * (offset + w.to(tl.float32))
+    tl.store(output + row * D + d, y.to(loaded.dtype), mask=d < D)
+
+
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
+    x = x.contiguous()
+    output, dim = torch.empty_like(x), x.shape[-1]
+    tile = triton.next_power_of_2(dim)
+    _rms_norm[(x.numel() // dim,)](
+        x, weight, output, eps, style.offset, D=dim, TILE=tile, CAST_FIRST=style.cast_first,
+        num_warps=min(16, max(1, tile // 256)),
+    )  # fmt: skip
+    return output
