@@ -20,17 +20,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, OURS, Keywords, contender_names, fastest_of_ours
-from measure import Bandwidth, Clock, bytes_per_step, percentile
-from outputs import add_output_arguments, write_outputs
+from contenders import CONTENDERS, OURS, Keywords, contender_names, fastest_of_ours, refuse_gpu_only
+from measure import Clock, bytes_per_step, measure_bandwidth, percentile
+from outputs import add_output_arguments, check_outputs, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
+from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments, context_length
 
 from hf_static_kv.testing import provenance
 
 Record = dict[str, Any]
 DEFAULT = ["dynamic", "static", "static-compiled", OURS]
+CONTEXTS, CAPACITIES = [512, 2048, 8192, 32768], [1024, 8192, 32768]
 HAVE_NO_CAPACITY = ("dynamic", "no-cache")
 
 
@@ -97,10 +98,22 @@ def _summary(name: str, context: int, capacity: int, row: Record) -> Record:
     return point | percentiles | {"bytes_per_step": row["bytes_per_step"]}
 
 
+def start(names: list[str], workload: Workload, processes: dict[str, FreshProcess]) -> dict[str, str]:
+    """Fill in a process for each contender; those that have none, each with the reason."""
+    not_run = {}
+    for name in names:
+        if CONTENDERS[name].gpu_only and not workload.on_gpu:
+            not_run[name] = CONTENDERS[name].gpu_only
+            continue
+        try:
+            processes[name] = FreshProcess(Runner, name, workload)
+        except Failed as failure:
+            not_run[name] = f"FAILED, {failure}"
+    return not_run
+
+
 def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
-    bandwidth = FreshProcess(Bandwidth, workload.device)
-    bytes_per_second = bandwidth.call("read")
-    bandwidth.close()
+    bytes_per_second = measure_bandwidth(workload.device)
     sweeps = {
         "context": [(context, max(args.contexts)) for context in args.contexts],
         "capacity": [(args.text, capacity) for capacity in args.capacities],
@@ -109,8 +122,7 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
     total = sum(map(len, sweeps.values())) * len(args.contenders) * args.rounds
     try:
         with tqdm(total=total, desc="loading", leave=False, disable=None) as bar:
-            can_run = [name for name in args.contenders if workload.on_gpu or not CONTENDERS[name].gpu_only]
-            processes |= {name: FreshProcess(Runner, name, workload) for name in can_run}
+            not_run = start(args.contenders, workload, processes)
             results = {name: sweep(points, processes, args.steps, args.rounds, bar) for name, points in sweeps.items()}
     finally:
         for process in processes.values():
@@ -124,14 +136,14 @@ def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
         "steps": args.steps,
         "rounds": args.rounds,
         "bandwidth_gb_per_s": bytes_per_second / 1e9,
-        "not_run": {name: CONTENDERS[name].gpu_only for name in args.contenders if name not in can_run},
+        "not_run": not_run,
         **results,
     }
 
 
 def limit_ms(row: Record, record: Record) -> float:
-    """What the bytes that a step must read take at the measured bandwidth."""
-    return row["bytes_per_step"] / record["bandwidth_gb_per_s"] / 1e6
+    """What the bytes that a step must read take at the measured bandwidth; nan where they are not known."""
+    return (row["bytes_per_step"] or float("nan")) / record["bandwidth_gb_per_s"] / 1e6
 
 
 def markdown(record: Record) -> str:
@@ -142,14 +154,16 @@ def markdown(record: Record) -> str:
         f"{record['commit']}; reads {record['bandwidth_gb_per_s']:,.0f} GB/s. Milliseconds per token, median (10th to "
         f"90th percentile) of {record.get('rounds', 1)} x {record['steps']} steps."
     )
-    room, text = record["context"][0]["max_cache_len"], record["capacity"][0]["context"]
-    parts = [
-        head,
-        table(record, "context", "context", f"text, tokens (room for {room:,})"),
-        table(record, "capacity", "max_cache_len", f"room, tokens (text of {text:,})"),
-    ]
+    parts = [head]
+    if any("median_ms" in row for row in record["context"]):
+        room, text = record["context"][0]["max_cache_len"], record["capacity"][0]["context"]
+        parts.append(table(record, "context", "context", f"text, tokens (room for {room:,})"))
+        parts.append(table(record, "capacity", "max_cache_len", f"room, tokens (text of {text:,})"))
+    parts += [words for words in [drift(record)] if words]
     parts += [words for key in ("context", "capacity") if (words := where_behind(record, key))]
     parts += [f"- {name} was not run: {reason}." for name, reason in record.get("not_run", {}).items()]
+    measured = {row["contender"] for row in record["context"]} | record.get("not_run", {}).keys()
+    parts += [f"- {name} was not asked for in this run." for name in DEFAULT if name not in measured]
     errors = [row for row in record["context"] + record["capacity"] if "error" in row]
     parts += [f"- {row['contender']} at {row['context']}, {row['max_cache_len']}: {row['error']}" for row in errors]
     return "\n\n".join(parts)
@@ -169,6 +183,28 @@ def table(record: Record, sweep_name: str, key: str, words: str) -> str:
     return "\n".join(lines)
 
 
+def drift(record: Record) -> str | None:
+    """How far apart two measurements of the same point are: one that both sweeps hold."""
+    first = {
+        (r["contender"], r["context"], r["max_cache_len"]): r["median_ms"]
+        for r in record["context"]
+        if "median_ms" in r
+    }
+    twice = []
+    for row in record["capacity"]:
+        before = first.get((row["contender"], row["context"], row["max_cache_len"]))
+        if before is not None and "median_ms" in row:
+            twice.append((row["contender"], before, row["median_ms"], row["context"], row["max_cache_len"]))
+    if not twice:
+        return None
+    figures = ", ".join(f"{name} {before:.2f} and {after:.2f}" for name, before, after, *_ in twice)
+    _, _, _, text, room = twice[0]
+    return (
+        f"Both sweeps hold the text of {text:,} in the room for {room:,}: {figures}. Take no smaller difference for a "
+        "real one."
+    )
+
+
 def where_behind(record: Record, sweep_name: str) -> str | None:
     """Where another contender is faster than ours, with the reason; None where none is."""
     rows = [row for row in record[sweep_name] if "median_ms" in row]
@@ -183,7 +219,11 @@ def where_behind(record: Record, sweep_name: str) -> str | None:
             behind.setdefault(best, []).append(f"{value:,}" + (" (within the spread)" if overlap else ""))
     if not behind:
         return None
-    parts = [f"{name} is ahead at {', '.join(at)}: {CONTENDERS[name].why_ahead}" for name, at in behind.items()]
+    parts = [
+        f"{name} is ahead at {', '.join(at)}"
+        + ("" if all("within" in words for words in at) else f": {CONTENDERS[name].why_ahead}")
+        for name, at in behind.items()
+    ]
     return "**Ours is not the fastest everywhere**: " + "; ".join(parts) + "."
 
 
@@ -234,11 +274,11 @@ def plot(record: Record, path: Path) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_workload_arguments(parser)
-    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048, 8192, 32768])
+    parser.add_argument("--contexts", type=int, nargs="+", help=f"default: those of {CONTEXTS} that the model takes")
     parser.add_argument(
         "--text", type=int, help="length of the text in the second sweep; default: the shortest context"
     )
-    parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
+    parser.add_argument("--capacities", type=int, nargs="+", help=f"default: {CAPACITIES}")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each point, in turns (%(default)s)")
     parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
@@ -247,6 +287,11 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen(args: argparse.Namespace) -> Workload:
+    check_outputs(args)
+    refuse_gpu_only(args.contenders, args.device)
+    limit = context_length(args)
+    args.contexts = args.contexts or [n for n in CONTEXTS if limit is None or n <= limit] or [limit]
+    args.capacities = args.capacities or [n for n in CAPACITIES if n >= min(args.contexts)]
     args.text = args.text if args.text is not None else min(args.contexts)
     if args.rounds < 1:
         raise BadArgument(f"--rounds must be at least 1, got {args.rounds}")
@@ -265,13 +310,13 @@ def chosen(args: argparse.Namespace) -> Workload:
 def main() -> int:
     args = parse_args()
     try:
-        workload = chosen(args)
-    except BadArgument as error:
+        record = measure_all(args, chosen(args))
+    except (BadArgument, Failed) as error:
         print(f"bench_context.py: {error}", file=sys.stderr)
-        return 2
-    record = measure_all(args, workload)
+        return 2 if isinstance(error, BadArgument) else 1
     write_outputs(args, record, markdown, plot)
-    return 0
+    failed = any("FAILED" in reason for reason in record["not_run"].values())
+    return 1 if failed or any("error" in row for row in record["context"] + record["capacity"]) else 0
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ Each contender has a process of its own (and there its own copy of the model). I
                code on disk; this is also the warm-up of what follows
   trials       in turns with the others; a call for one token (the time to first token, T1) and a plain call for all N
                (TN): a decode step takes (TN - T1) / (N - 1), the loop's own cost included
-  latencies    one more call, with a clock that waits for the device after each token
+  latencies    one more call in the last turn, with a clock that waits for the device after each token
 Median (least to greatest) over the trials; percentiles over the steps of the clocked call. Greedy, random prompts.
 Exit status 1 when a contender failed, 2 for a bad argument.
 """
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, OURS, Keywords, bytes_held, contender_names
+from contenders import CONTENDERS, OURS, Keywords, bytes_held, contender_names, refuse_gpu_only
 from generation_report import markdown, plot
-from measure import Bandwidth, Clock, bytes_per_step, latency, seconds, spread
-from outputs import add_output_arguments, write_outputs
+from measure import Clock, bytes_per_step, latency, measure_bandwidth, seconds, spread
+from outputs import add_output_arguments, check_outputs, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
 from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments, context_length
@@ -49,6 +49,8 @@ class Runner:
         self.next_keywords: Callable[[], Keywords] | None = None
         self.keywords: Keywords = {}
         self.loaded_bytes = 0
+        # Known beforehand, so that a model whose bytes are not is told apart from one that does not run.
+        self.bytes_per_step = bytes_per_step(self.model, workload.prompt_len, new_tokens, workload.batch_size)
 
     def cold_start(self) -> float:
         """Seconds from the loaded model to the last token, the cache's own set-up included."""
@@ -73,7 +75,7 @@ class Runner:
         return {
             "cache_bytes": bytes_held(self.keywords.get("past_key_values")),
             "peak_bytes": peak,
-            "bytes_per_step": bytes_per_step(self.model, w.prompt_len, self.new_tokens, w.batch_size),
+            "bytes_per_step": self.bytes_per_step,
         }
 
     def _seconds(self, tokens: int, **more: Any) -> float:
@@ -129,10 +131,13 @@ def contest(names: list[str], workload: Workload, uncached_tokens: int, trials: 
             entries.append(entry := Entry(name, workload, tokens, bar))
             stack.callback(entry.close)
             entry.row["cold_start_s"] = entry.measure("cold_start")
-        rounds = [[entry.measure("trial") for entry in _rotated(entries, i)] for i in range(trials)]
-        for i, entry in enumerate(entries):
-            entry.row["trials_s"] = [times[(i - first) % len(entries)] for first, times in enumerate(rounds)]
-            entry.row["step_ms"] = entry.measure("step_ms")
+            entry.row["trials_s"] = []
+        for i in range(trials):
+            for entry in _rotated(entries, i):
+                entry.row["trials_s"].append(entry.measure("trial"))
+                if i == trials - 1:
+                    entry.row["step_ms"] = entry.measure("step_ms")
+        for entry in entries:
             entry.row |= entry.measure("sizes") or {}
     return [entry.row for entry in entries]
 
@@ -148,7 +153,7 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
     step_s = [(total - first) / steps for first, total in row["trials_s"]]
     first_token = spread([first for first, _ in row["trials_s"]])
     warm = statistics.median(total for _, total in row["trials_s"])
-    bytes_per_second = row["bytes_per_step"] / statistics.median(step_s)
+    bytes_per_second = None if row["bytes_per_step"] is None else row["bytes_per_step"] / statistics.median(step_s)
     return {
         "first_token_ms": {key: value * 1e3 for key, value in first_token.items()},
         "prompt_tokens_per_s": batch_size * prompt_len / first_token["median"],
@@ -157,16 +162,14 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
         "latency_ms": latency(row["step_ms"]),
         "cold_start_s": row["cold_start_s"],
         "cold_share": max(0.0, 1 - warm / row["cold_start_s"]),
-        "gb_per_s": bytes_per_second / 1e9,
-        "bandwidth_share": bytes_per_second / bandwidth,
+        "gb_per_s": None if bytes_per_second is None else bytes_per_second / 1e9,
+        "bandwidth_share": None if bytes_per_second is None else bytes_per_second / bandwidth,
     }
 
 
 def measure_all(names: list[str], workload: Workload, uncached_tokens: int, trials: int) -> Record:
     """The whole record: every contender that ran with its summary, every one that did not with the reason."""
-    bandwidth = FreshProcess(Bandwidth, workload.device)
-    bytes_per_second = bandwidth.call("read")
-    bandwidth.close()
+    bytes_per_second = measure_bandwidth(workload.device)
     rows = contest(names, workload, uncached_tokens, trials)
     for row in rows:
         if "error" not in row and "unavailable" not in row:
@@ -218,7 +221,8 @@ def parse_args() -> argparse.Namespace:
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
     """Who runs what, by the arguments; `BadArgument` where they cannot be met."""
-    context = context_length(args)
+    check_outputs(args)
+    context = context_length(args) or 1024
     prompt_len = args.prompt_len if args.prompt_len is not None else min(512, context // 2)
     new_tokens = args.new_tokens if args.new_tokens is not None else min(256, context // 4)
     lowest = {"--prompt-len": (prompt_len, 1), "--new-tokens": (new_tokens, 3), "--trials": (args.trials, 1)}
@@ -231,6 +235,7 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
     if room < prompt_len + new_tokens:
         raise BadArgument(f"--max-cache-len {room} is less than {prompt_len} + {new_tokens} tokens")
     names = ["no-cache"] if args.no_kv_cache else list(CONTENDERS) if args.compare else args.contenders or [OURS]
+    refuse_gpu_only(names, args.device)
     workload = Workload(
         args.model, args.device, args.dtype, prompt_len, new_tokens, args.batch_size, room, args.real_weights
     )
@@ -241,10 +246,10 @@ def main() -> int:
     args = parse_args()
     try:
         names, workload = chosen(args)
-    except BadArgument as error:
+        record = measure_all(names, workload, args.uncached_tokens, args.trials)
+    except (BadArgument, Failed) as error:
         print(f"bench_generation.py: {error}", file=sys.stderr)
-        return 2
-    record = measure_all(names, workload, args.uncached_tokens, args.trials)
+        return 2 if isinstance(error, BadArgument) else 1
     write_outputs(args, record, markdown, lambda record, path: plot([record], path))
     if args.csv:
         write_csv(record, args.csv)

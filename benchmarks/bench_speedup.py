@@ -6,7 +6,7 @@
 From a prompt of one token. On paper: without a cache N tokens take passes over 1, 2, ... N tokens, N (N + 1) / 2 in
 all; with one they take N: a factor of (N + 1) / 2. That counts a pass over n tokens as n times a pass over one. So the
 script also measures what passes over 1 to N tokens take, and predicts the factor from them.
-Medians over trials in turns, after one warm-up run of each; the spread is least to greatest.
+Passes and runs in turns, medians over the trials after one warm-up of each; the spread is least to greatest.
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, OURS
+from contenders import CONTENDERS, OURS, Keywords
 from measure import seconds, spread
-from outputs import add_output_arguments, write_outputs
+from outputs import add_output_arguments, check_outputs, write_outputs
 from tqdm import tqdm
 from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
 
@@ -45,7 +46,16 @@ def predicted(tokens: int, pass_ms: dict[int, float]) -> float:
     >>> predicted(3, {1: 10.0, 3: 20.0})  # passes of 10, 15 and 20 against three of 10
     1.5
     """
-    return sum(_between(n, pass_ms) for n in range(1, tokens + 1)) / (tokens * pass_ms[1])
+    return passes_s(tokens, pass_ms) * 1e3 / (tokens * pass_ms[1])
+
+
+def passes_s(tokens: int, pass_ms: dict[int, float]) -> float:
+    """Seconds of the passes over 1, 2, ... `tokens` tokens.
+
+    >>> passes_s(3, {1: 10.0, 3: 20.0})
+    0.045
+    """
+    return sum(_between(n, pass_ms) for n in range(1, tokens + 1)) / 1e3
 
 
 def _between(length: int, pass_ms: dict[int, float]) -> float:
@@ -56,53 +66,41 @@ def _between(length: int, pass_ms: dict[int, float]) -> float:
     return pass_ms[below] + (pass_ms[above] - pass_ms[below]) * (length - below) / (above - below)
 
 
-def measure_passes(model: Any, workload: Workload, lengths: list[int], trials: int, bar: tqdm) -> dict[int, float]:
-    """Median milliseconds of one pass without a cache over each length."""
-    taken: dict[int, float] = {}
-    for length in lengths:
-        bar.set_description(f"a pass over {length}")
-        prompt = workload.prompt(length)
-
-        def forward(prompt: dict[str, torch.Tensor] = prompt) -> None:
-            model(**prompt, use_cache=False, logits_to_keep=1)
-
-        times = [seconds(forward, workload.device) for _ in range(3 + 5 * trials)][3:]
-        taken[length] = statistics.median(times) * 1e3
-        bar.update()
-    return taken
+def things_to_time(model: Any, workload: Workload, tokens: list[int]) -> dict[tuple[str, int], Callable[[], object]]:
+    """Passes without a cache over each length, and runs of `generate` for each number, uncached and with ours."""
+    calls: dict[tuple[str, int], Callable[[], object]] = {}
+    for length in sorted({1, *tokens}):
+        calls["pass", length] = partial(model, **workload.prompt(length), use_cache=False, logits_to_keep=1)
+    for number in tokens:
+        for name in ("no-cache", OURS):
+            next_keywords = CONTENDERS[name].set_up(model, number + 1, workload.batch_size)
+            calls[name, number] = partial(_generate, model, workload.prompt(), next_keywords, number)
+    return calls
 
 
-def measure_runs(model: Any, workload: Workload, tokens: int, trials: int, bar: tqdm) -> dict[str, dict[str, float]]:
-    """Seconds of `generate` for this many tokens, without a cache and with ours, in turns."""
-    workload = replace(workload, new_tokens=tokens, max_cache_len=tokens + 1)
-    prompt = workload.prompt()
-    keywords = {name: CONTENDERS[name].set_up(model, tokens + 1, workload.batch_size) for name in ("no-cache", OURS)}
-    times: dict[str, list[float]] = {name: [] for name in keywords}
-    for _ in range(1 + trials):
-        for name, next_keywords in keywords.items():
-            bar.set_description(f"{tokens} tokens, {name}")
-            more = next_keywords()
-            times[name].append(
-                seconds(
-                    lambda more=more: model.generate(**prompt, **more, max_new_tokens=tokens, do_sample=False),
-                    workload.device,
-                )
-            )
-            bar.update()
-    return {name: spread(values[1:]) for name, values in times.items()}
+def _generate(model: Any, prompt: dict[str, torch.Tensor], next_keywords: Callable[[], Keywords], tokens: int) -> None:
+    model.generate(**prompt, **next_keywords(), max_new_tokens=tokens, do_sample=False)
 
 
 @torch.no_grad()
 def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
-    lengths = sorted({1, *args.tokens})
-    with tqdm(total=len(lengths) + 2 * len(args.tokens) * (1 + args.trials), leave=False, disable=None) as bar:
-        model = workload.build_model()
-        pass_ms = measure_passes(model, workload, lengths, args.trials, bar)
-        runs = {tokens: measure_runs(model, workload, tokens, args.trials, bar) for tokens in args.tokens}
+    """Every thing to time once for warming up, then `--trials` times, in turns; a pass five times in each turn."""
+    with tqdm(desc="loading", leave=False, disable=None) as bar:
+        calls = things_to_time(workload.build_model(), workload, args.tokens)
+        bar.reset(total=(1 + args.trials) * len(calls))
+        times: dict[tuple[str, int], list[float]] = {key: [] for key in calls}
+        for _ in range(1 + args.trials):
+            for (kind, number), call in calls.items():
+                bar.set_description(f"{kind}, {number}")
+                times[kind, number] += [seconds(call, workload.device) for _ in range(5 if kind == "pass" else 1)]
+                bar.update()
+    pass_ms = {n: statistics.median(taken[5:]) * 1e3 for (kind, n), taken in times.items() if kind == "pass"}
+    runs = {n: {name: spread(times[name, n][1:]) for name in ("no-cache", OURS)} for n in args.tokens}
     rows = [
         {
             "tokens": tokens,
             "theoretical": theoretical(tokens),
+            "passes_s": passes_s(tokens, pass_ms),
             "predicted": predicted(tokens, pass_ms),
             "measured": run["no-cache"]["median"] / run[OURS]["median"],
             "uncached_s": run["no-cache"],
@@ -143,22 +141,37 @@ def markdown(record: Record) -> str:
             f"| {row['tokens']} | {row['theoretical']:.1f} | {row['predicted']:.2f} | **{row['measured']:.2f}** "
             f"| {without} | {ours} | {pass_ms[row['tokens']]:.2f} |"
         )
-    longest = max(pass_ms)
-    slower = [str(row["tokens"]) for row in record["rows"] if row["measured"] < 1]
+    return "\n".join([*lines, "", *reasons(record["rows"], pass_ms)])
+
+
+def reasons(rows: list[Record], pass_ms: dict[int, float]) -> list[str]:
+    """Why the factor is what it is, as far as these figures tell."""
+    longest, words = max(pass_ms), []
+    slower = [row for row in rows if row["measured"] < 1]
     if slower:
-        lines += [
-            "",
-            f"**With a cache it is slower here**, at {', '.join(slower)} tokens: there is nothing to save yet.",
+        at = [
+            f"{row['tokens']}" + (" (within the spread)" if row["uncached_s"]["max"] >= row["cached_s"]["min"] else "")
+            for row in slower
         ]
-    lines += [
-        "",
+        words += [f"**With a cache it is slower here**, at {', '.join(at)} tokens: there is nothing to save yet.", ""]
+    words.append(
         f"Why so far from paper: a pass over {longest} tokens takes {pass_ms[longest] / pass_ms[1]:.1f} times a pass "
         f"over one ({pass_ms[longest]:.2f} ms against {pass_ms[1]:.2f}), not {longest} times. The weights are read "
         "once for either, and Python sends as many operations for one token as for many; until a pass is long enough "
-        "for its arithmetic to count, leaving tokens out of it saves little. What prediction and measurement differ by "
-        "is the loop of `generate` and the cached attention over the text.",
-    ]
-    return "\n".join(lines)
+        "for its arithmetic to count, leaving tokens out of it saves little."
+    )
+    drifted = [row for row in rows if row["uncached_s"]["median"] < passes_s(row["tokens"], pass_ms)]
+    if drifted:
+        row = drifted[-1]
+        words.append(
+            f"Passes and runs do not fit together here: {row['tokens']} passes come to "
+            f"{passes_s(row['tokens'], pass_ms):.2f} s, and the run that makes them took "
+            f"{row['uncached_s']['median']:.2f} s. The host's pace changed in between; the prediction is no closer "
+            "than that."
+        )
+    else:
+        words.append("What prediction and measurement differ by is the loop of `generate` and the cached attention.")
+    return words
 
 
 def plot(record: Record, path: Path) -> None:
@@ -199,12 +212,13 @@ def main() -> int:
     try:
         if min(args.tokens) < 2 or args.trials < 1:
             raise BadArgument("--tokens must be at least 2, --trials at least 1")
+        check_outputs(args)
         check_workload_arguments(args, 1 + max(args.tokens))
-    except BadArgument as error:
+        workload = Workload(args.model, args.device, args.dtype, 1, 1, args.batch_size, 0, args.real_weights)
+        record = measure_all(args, workload)
+    except (BadArgument, ValueError) as error:  # a ValueError says in one line that the weights cannot be loaded
         print(f"bench_speedup.py: {error}", file=sys.stderr)
         return 2
-    workload = Workload(args.model, args.device, args.dtype, 1, 1, args.batch_size, 0, args.real_weights)
-    record = measure_all(args, workload)
     write_outputs(args, record, markdown, plot)
     return 0
 

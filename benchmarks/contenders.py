@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
+from workload import BadArgument
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
@@ -82,6 +83,10 @@ def _used_again(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
     return call
 
 
+_PACE = (
+    "both send the same kind of step from Python, and its pace changed from contender to contender in this run by more "
+    "than the caches differ"
+)
 _NO_GRAPH = "a CUDA graph needs a GPU"
 CONTENDERS = {
     "no-cache": Contender(
@@ -95,14 +100,13 @@ CONTENDERS = {
         _dynamic,
         "`DynamicCache`, the default",
         "tab:blue",
-        "both run the same kernels on the same keys and wait for Python; finding where to write costs ours a little "
-        "more of it than making new tensors does",
+        _PACE,
     ),
     "static": Contender(
         _static,
         "`StaticCache`, eager",
         "tab:orange",
-        "both wait for Python, whose pace drifts by more than the two caches differ",
+        _PACE,
     ),
     "static-compiled": Contender(
         _static_compiled,
@@ -133,6 +137,13 @@ def contender_names(text: str) -> list[str]:
     if unknown := [name for name in names if name not in CONTENDERS]:
         raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}")
     return names
+
+
+def refuse_gpu_only(names: list[str], device: str) -> None:
+    """Raise `BadArgument` where none of these can run on this device."""
+    if device.startswith("cpu") and all(CONTENDERS[name].gpu_only for name in names):
+        reasons = "; ".join(f"{name}: {CONTENDERS[name].gpu_only}" for name in names)
+        raise BadArgument(f"nothing can run on {device} ({reasons}). Choose other --contenders")
 
 
 def bytes_held(cache: Cache | None) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from processes import FreshProcess
 from transformers import PreTrainedModel, StoppingCriteria
 
 from hf_static_kv.layout import known_shapes, plan_layers
@@ -93,10 +94,20 @@ def cache_read(model: PreTrainedModel, text: int, batch_size: int) -> int:
     )
 
 
-def bytes_per_step(model: PreTrainedModel, prompt_len: int, new_tokens: int, batch_size: int) -> float:
-    """What a decode step must read, in the mean over the steps that follow a prompt: weights once, and the cache."""
+def bytes_per_step(model: PreTrainedModel, prompt_len: int, new_tokens: int, batch_size: int) -> float | None:
+    """What a decode step must read, in the mean over the steps that follow a prompt: weights once, and the cache.
+
+    None where that is not known: a mixture of experts reads a part of its weights, and some configs do not tell the
+    shape of their keys.
+    """
+    config = model.config.get_text_config()
+    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+        return None
     texts = range(prompt_len + 1, prompt_len + max(new_tokens, 2))
-    return weights_read(model) + statistics.fmean(cache_read(model, text, batch_size) for text in texts)
+    try:
+        return weights_read(model) + statistics.fmean(cache_read(model, text, batch_size) for text in texts)
+    except ValueError:
+        return None
 
 
 class Bandwidth:
@@ -107,6 +118,26 @@ class Bandwidth:
 
     def read(self) -> float:
         """Bytes per second: sums over a large tensor, 5 without a pause between, the median of 10 such after 3."""
+        _load_libraries(self.device)
         numbers = torch.ones(BANDWIDTH_BYTES[torch.device(self.device).type] // 4, device=self.device)
         times = [seconds(lambda: [numbers.sum() for _ in range(5)], self.device) for _ in range(13)][3:]
         return 5 * numbers.numel() * 4 / statistics.median(times)
+
+
+def _load_libraries(device: str) -> None:
+    """Have the libraries read from the disk once, so that the first contender's cold start does not pay for it."""
+    states = torch.ones(
+        1, 4, 64, 64, device=device, dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32
+    )
+    torch.nn.functional.scaled_dot_product_attention(states, states @ states, states, is_causal=True)
+    synchronize(device)
+
+
+def measure_bandwidth(device: str) -> float:
+    """`Bandwidth.read` in a process of its own."""
+    process = FreshProcess(Bandwidth, device)
+    try:
+        bandwidth: float = process.call("read")
+    finally:
+        process.close()
+    return bandwidth

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from workload import BadArgument
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -15,16 +19,29 @@ def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plot", type=Path, help="write the picture here")
 
 
+def check_outputs(args: argparse.Namespace) -> None:
+    """Raise `BadArgument` for a file that could not be written, before anything is measured."""
+    for option in ("json", "markdown", "plot", "csv"):
+        path: Path | None = getattr(args, option, None)
+        if path is not None and not os.access(path.parent, os.W_OK):
+            raise BadArgument(f"--{option} {path}: there is no folder {path.parent} to write to")
+    if args.plot is not None:
+        if args.plot.suffix not in (".png", ".svg", ".pdf"):
+            raise BadArgument(f"--plot {args.plot}: a picture is .png, .svg or .pdf")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise BadArgument("--plot needs matplotlib: pip install matplotlib")
+
+
 def write_outputs(
     args: argparse.Namespace,
     record: dict[str, Any],
     markdown: Callable[[dict[str, Any]], str],
     plot: Callable[[dict[str, Any], Path], None],
 ) -> None:
-    """The tables on the terminal, and each file that was asked for."""
-    print(markdown(record))
+    """The record first, which is what took the time; then the tables on the terminal and each file asked for."""
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
+    print(markdown(record))
     if args.markdown:
         args.markdown.write_text(markdown(record) + "\n")
     if args.plot:

@@ -29,7 +29,11 @@ class FreshProcess:
         self.process = context.Process(target=_serve, args=(theirs, cls, args), daemon=False)
         self.process.start()
         theirs.close()
-        self._answer()
+        try:
+            self._answer()
+        except Failed:
+            self.close()
+            raise
 
     def call(self, method: str, *args: Any) -> Any:
         self.connection.send((method, args))

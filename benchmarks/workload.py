@@ -87,12 +87,14 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
 def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> None:
     """Fill in the dtype; refuse a device that is absent and a text that is longer than the model's context."""
     quiet()
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise BadArgument(f"--device {args.device}: this machine has no CUDA device")
+    _check_device(args.device)
+    config = find_config(args.model, args.real_weights)
+    if config.is_encoder_decoder:
+        raise BadArgument(f"{args.model} is an encoder-decoder; these benchmarks are for decoder-only models")
     if args.batch_size < 1:
         raise BadArgument(f"--batch-size must be at least 1, got {args.batch_size}")
     context = context_length(args)
-    if longest_text > context:
+    if context is not None and longest_text > context:
         raise BadArgument(
             f"prompt and new tokens come to {longest_text} tokens: more than the {context} of {args.model}'s context. "
             "Shorten one of them"
@@ -100,8 +102,21 @@ def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> Non
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
 
 
-def context_length(args: argparse.Namespace) -> int:
-    return find_config(args.model, args.real_weights).get_text_config().max_position_embeddings
+def context_length(args: argparse.Namespace) -> int | None:
+    """The longest text that the model is made for; None where its config sets no limit."""
+    config = find_config(args.model, args.real_weights).get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+def _check_device(name: str) -> None:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise BadArgument(f"--device {name} is no device: use cpu, cuda or cuda:0") from error
+    if device.type not in ("cpu", "cuda"):
+        raise BadArgument(f"--device {name}: these benchmarks know how to wait for cpu and cuda only")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise BadArgument(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
 
 
 def quiet() -> None:

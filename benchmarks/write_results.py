@@ -22,29 +22,33 @@ Record = dict[str, Any]
 INTRODUCTION = """# Results
 
 Every figure on this page is in a record under [results](results); `make results` writes the page and its pictures
-from the records alone. Above each table stands the command that made it. On other hardware, and on a busy host,
-figures differ: each is a median with its spread beside it.
+from the records alone. Above each table stands the command that made it, at the commit that it names.
 
-**Share of the bandwidth**: the bytes that a decode step must read (each weight once, and the keys and values of the
-text) by the time it took, over the bandwidth that a large read reached in the same run."""
+Where a range stands beside a figure, the figure is a median and the range is the spread inside that run. **Between two
+runs on two machines with the same GPU, eager figures moved by up to APART, most likely because the GPU waits for
+Python and the host's processor is what is measured; compiled ones by COMPILED** (the table 'Two runs of the same
+command' below). Cold starts, memory and shares have no range: they are one run's.
+
+**Share of the bandwidth**: the bytes that a cached decode step must read (each weight once, and the keys and values of
+the text) by the time it took, over the bandwidth that a large read reached in the same run. `use_cache=False` is held
+to the same bytes, though it reads no cache."""
 
 GENERATION = """## Time of `generate`
 
 A decode step's time is (TN - T1) / (N - 1), where T1 and TN are plain calls of `generate` for one token and for N: the
 loop's own cost is in it. **Cold start** is the first call in a fresh process, from the loaded model to the last token;
-*of it warm-up* is the share that a later call does not pay: compiling, and on a GPU cuDNN, which builds an attention
-plan for every length that it has not seen. The second table of each model is one more call, with a clock that waits
-for the device after each token."""
+*of it warm-up* is the share that a later call does not pay: compiling, loading libraries, and on a GPU cuDNN, which
+builds an attention plan for every length that it has not seen. The second table of each model is one more call, with a
+clock that waits for the device after each token."""
 
 AGREEMENT = """### Two runs of the same command
 
-The spread in the tables is that of one run. Another run, on another day or another machine with the same GPU, differs
-by more wherever the GPU waits for Python: then the host's processor is what is measured. Decode, tokens/s:"""
+Decode, tokens/s, on two machines with the same GPU (the host's processor was not recorded):"""
 
 CONTEXT = """## Time against the text, and against the room
 
-Left: as the text grows, in a cache that has room for the longest. Right: a short text, as the room grows. A cache whose
-cost follows the text and not its room is flat on the right."""
+First as the text grows, in a cache that has room for the longest; then a short text, as the room grows. A cache whose
+cost follows the text and not its room is flat in the second."""
 
 SPEEDUP = "## Speed-up by tokens generated"
 
@@ -55,9 +59,13 @@ The `update` calls of one decode step alone, and one decode step of a small mode
 
 def page() -> str:
     """The text of RESULTS.md."""
-    parts = [INTRODUCTION, GENERATION]
+    parts = [introduction(), GENERATION]
     if gpu := generation_records("h200"):
-        parts += [overview(gpu), "![decode rate of each contender](results/generation-h200.png)"]
+        parts += [
+            "```\nmake results\n```",
+            overview(gpu),
+            "![decode rate of each contender](results/generation-h200.png)",
+        ]
     for path in sorted(RESULTS.glob("generation-*.json")):
         parts += [*heading(path), generation_report.markdown(read(path))]
     for path in sorted(RESULTS.glob("rerun-*.json")):
@@ -75,15 +83,32 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def introduction() -> str:
+    """The first paragraphs, with how far two runs of one command are apart."""
+    apart = dict[str, float]()
+    for path in RESULTS.glob("rerun-*.json"):
+        apart |= _apart(read(RESULTS / path.name.replace("rerun", "generation")), read(path))
+    compiled = apart.pop("static-compiled")
+    return INTRODUCTION.replace("APART", f"{max(apart.values()):.0%}").replace("COMPILED", f"{compiled:.0%}")
+
+
+def _apart(first: Record, second: Record) -> dict[str, float]:
+    """By what share the slower of two runs is below the faster, for each contender."""
+    rates = [
+        {row["name"]: row["summary"]["decode_tokens_per_s"]["median"] for row in record["contenders"]}
+        for record in (first, second)
+    ]
+    return {name: 1 - min(r[name] for r in rates) / max(r[name] for r in rates) for name in rates[0]}
+
+
 def agreement(first: Record, second: Record) -> str:
     """Both medians of every contender, and by how much the slower is below the faster."""
     lines = [f"| | commit {first['commit']} | commit {second['commit']} | apart |", "|---" * 4 + "|"]
-    others = {row["name"]: row for row in second["contenders"]}
+    others, apart = {row["name"]: row for row in second["contenders"]}, _apart(first, second)
     for row in first["contenders"]:
         rates = [r["summary"]["decode_tokens_per_s"] for r in (row, others[row["name"]])]
-        low, high = sorted(rate["median"] for rate in rates)
         cells = [generation_report.with_range(rate, ".1f") for rate in rates]
-        lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {1 - low / high:.0%} |")
+        lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {apart[row['name']]:.0%} |")
     return "\n".join(lines)
 
 
@@ -96,8 +121,8 @@ def overview(records: list[Record]) -> str:
         words = CONTENDERS[name].words
         cells = [_overview_cell(rows[model].get(name), records[0]["workload"]["new_tokens"]) for model in models]
         lines.append(f"| {f'**{words}**' if CONTENDERS[name].is_ours else words} | " + " | ".join(cells) + " |")
-    limits = [_limit(record) for record in records]
-    lines.append("| what the measured bandwidth allows | " + " | ".join(f"{limit:,.0f}" for limit in limits) + " |")
+    limits = [f"{generation_report.limit_tokens_per_s(record) or float('nan'):,.0f}" for record in records]
+    lines.append("| what the measured bandwidth allows | " + " | ".join(limits) + " |")
     return "\n".join(lines)
 
 
@@ -106,11 +131,6 @@ def _overview_cell(row: Record | None, new_tokens: int) -> str:
         return "-"
     fewer = f" for {row['new_tokens']}" if row["new_tokens"] < new_tokens else ""
     return f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
-
-
-def _limit(record: Record) -> float:
-    cached = next(row for row in record["contenders"] if "summary" in row and CONTENDERS[row["name"]].cached)
-    return cached["summary"]["decode_tokens_per_s"]["median"] / cached["summary"]["bandwidth_share"]
 
 
 def heading(path: Path) -> list[str]:

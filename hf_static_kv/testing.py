@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -259,7 +260,7 @@ def weights_variable(name: str) -> str:
 
 
 def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Where and with what a record was made: hardware, versions, commit, command.
+    """Where, when and with what a record was made: hardware, host, date, versions, commit, command.
 
     The commit is that of the environment variable `COMMIT` where it is set (for a copy that is no git checkout).
     """
@@ -268,6 +269,8 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     return {
         "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
+        "host": _cpu_name(),
+        "date": datetime.now(timezone.utc).date().isoformat(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
