@@ -8,6 +8,7 @@ On a CPU the same step runs without a graph.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,7 +22,8 @@ from hf_static_kv.fusion import fused_norms
 from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.storage import StorageGroup
 
-_WARM_UPS = 3  # runs before the capture: they compile the kernels and let libraries allocate what they need
+_WARM_UPS = 3
+_MAX_COMPILED = 256  # steps times kinds of layers in one process; dynamo's own limit of 8 would silently end compiling
 
 
 class DecodeStep:
@@ -37,6 +39,8 @@ class DecodeStep:
         device, num_layers = cache.layers[0].device, len(cache.layers)
         whole = torch.iinfo(torch.int64).max // 2
         self.windows = torch.tensor([layer.sliding_window or whole for layer in cache.layers], device=device)  # [L]
+        # Two to a row: each number is then aligned as the first one is, and kernels are not compiled for two cases.
+        self.numbers = torch.arange(num_layers, device=device)[:, None].repeat(1, 2)
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.origin = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
@@ -72,21 +76,35 @@ class DecodeStep:
             self._capture(length, origin)
 
     def _capture(self, length: int, origin: torch.Tensor) -> None:
-        stream = torch.cuda.Stream(self.slot.device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self.slot.device))
+        with torch.cuda.device(self.slot.device):
+            self._warm_up(length, origin)
+            self.begin(length, origin)
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph):
+                    self.logits = self._forward()
+            except BaseException:
+                torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
+                raise
+            self.graph = graph
+
+    def _warm_up(self, length: int, origin: torch.Tensor) -> None:
+        """Runs before the capture: they compile the kernels and let libraries allocate what they need.
+
+        In the last one any wait for the device is an error. In a capture it would be one too, and one that leaves the
+        allocator unusable for the rest of the process.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
+            for i in range(_WARM_UPS):
                 self.begin(length, origin)
-                self._forward()
-        torch.cuda.current_stream(self.slot.device).wait_stream(stream)
-        self.begin(length, origin)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.logits = self._forward()
-        self.graph = graph
+                with _waiting_is_an_error() if i == _WARM_UPS - 1 else nullcontext():
+                    self._forward()
+        torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> torch.Tensor:
-        with _layer_numbers_on_device(self.model, self.slot.device):
+        with _layer_numbers_on_device(self.model, self.numbers):
             return self._count_on_and_run()
 
     def _count_on_and_run(self) -> torch.Tensor:
@@ -120,8 +138,10 @@ def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any)
     before = [part.__dict__.get("forward") for part in parts]  # hooks of accelerate stand here
     for part in parts:
         part.forward = torch.compile(part.forward, dynamic=False, **options)
+    limits: dict[str, Any] = {"recompile_limit": _MAX_COMPILED, "accumulated_recompile_limit": _MAX_COMPILED}
     try:
-        yield
+        with torch._dynamo.config.patch({"fail_on_recompile_limit_hit": True, **limits}) if parts else nullcontext():
+            yield
     finally:
         for part, own in zip(parts, before, strict=True):
             del part.forward
@@ -135,16 +155,27 @@ def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[torch.nn.Mo
 
 
 @contextmanager
-def _layer_numbers_on_device(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+def _waiting_is_an_error() -> Iterator[None]:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextmanager
+def _layer_numbers_on_device(model: PreTrainedModel, numbers: torch.Tensor) -> Iterator[None]:
     """Every `layer_idx` as a tensor while the step runs, and as the int that it was afterwards.
 
     To `torch.compile` an int is a constant, and every layer with another one is compiled again.
     """
     numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
     before: list[Any] = [module.layer_idx for module in numbered]
-    on_device = torch.arange(max(before, default=0) + 1, device=device)
     for module, layer_idx in zip(numbered, before, strict=True):
-        module.layer_idx = on_device[layer_idx]
+        module.layer_idx = numbers[layer_idx, 0]
     try:
         yield
     finally:

@@ -13,10 +13,17 @@ from architectures import ARCHITECTURES
 from architectures import toy_model as toy_on_cpu
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AttentionInterface, DynamicCache, StoppingCriteria
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    StoppingCriteria,
+)
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
+from hf_static_kv.decode import _attention
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
@@ -157,6 +164,40 @@ class TestReuse:
                 cache.reset()
                 assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
 
+    def test_inside_and_outside_of_inference_mode(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model)
+        with torch.inference_mode():
+            assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        assert decoder.fallback_reason is None
+
+    def test_another_state_of_the_model_is_another_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        run(model, decoder=decoder, cache=cache)
+        cache.reset()
+        model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = ["one"], True
+        run(model, decoder=decoder, cache=cache)
+        assert len(decoder._steps[cache]) == 2
+
+    def test_the_attention_of_every_part_is_restored(self):
+        config = Gemma3Config(
+            text_config=toy_on_cpu("gemma3").config.to_dict(),
+            vision_config={
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+        )
+        model = Gemma3ForConditionalGeneration(config)
+        model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
+        before = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
+        with _attention(model, ATTENTION_NAME):
+            assert config.text_config._attn_implementation == ATTENTION_NAME
+        assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == before
+
     def test_going_on_with_the_text(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
@@ -184,6 +225,53 @@ class TestRefusals:
         assert torch.equal(
             run(model, decoder=GraphDecoder(streamer=stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
         )
+
+    def test_where_only_the_new_tokens_are_passed_the_text_before_counts(self, model):
+        cache, decoder = StaticContiguousCache(model.config, 24), GraphDecoder()
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+        new, mask = torch.tensor([[9, 31, 60]], device=DEVICE), torch.ones(1, 16, dtype=torch.long, device=DEVICE)
+        with pytest.raises(ValueError, match=r"may grow to 25 tokens .* room for 24.* at most 8 new tokens"):
+            run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=9)
+        assert cache.seq_len == 13
+        got = run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=8)
+        whole = run(model, torch.cat([PROMPT, new], dim=1), max_new_tokens=8)
+        assert torch.equal(got, whole[:, 13:])
+        assert decoder.fallback_reason is None
+
+    def test_what_runs_in_the_loop_of_generate_is_refused_at_entry_too(self, model):
+        stream = Collect()
+        with pytest.raises(ValueError, match="room for 20"):
+            run(
+                model,
+                decoder=GraphDecoder(streamer=stream),
+                cache=StaticContiguousCache(model.config, 20),
+                output_hidden_states=True,
+                return_dict_in_generate=True,
+            )
+        assert stream.tokens == []
+
+    def test_positions_of_ones_own(self):
+        model, decoder = toy_model("llama"), GraphDecoder()
+        positions = torch.arange(13, device=DEVICE)[None] + 40
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        expected = model.generate(PROMPT, position_ids=positions, past_key_values=cache, **COMMON)
+        assert torch.equal(run(model, decoder=decoder, position_ids=positions), expected)
+        assert decoder.fallback_reason == "position_ids do not count from where the text begins"
+
+    def test_a_cache_with_other_windows(self, model):
+        decoder, sizes = GraphDecoder(), model.config
+        cache = StaticContiguousCache.allocate(
+            sizes.num_hidden_layers, sizes.num_key_value_heads, sizes.head_dim, CAPACITY, device=DEVICE
+        )
+        assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+        assert decoder.fallback_reason == "the windows of the cache are not those of the model"
+
+    def test_rotary_frequencies_that_depend_on_the_length(self):
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        model, decoder = toy_model("llama", rope_parameters=rope), GraphDecoder()
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert decoder.fallback_reason == "the rotary frequencies depend on the length"
 
     def test_beams(self, model):
         with pytest.raises(ValueError, match=r"this is beam_search. Leave `custom_generate` out"):
@@ -223,7 +311,12 @@ class TestRefusals:
         """As a model would whose step depends on a length that the host counts."""
         decoder = GraphDecoder()
         monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
-        assert torch.equal(run(model, decoder=decoder), run(model))
+        cache, expected = StaticContiguousCache(model.config, CAPACITY), run(model)
+        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        assert "from those of an ordinary step" in decoder.fallback_reason
+        monkeypatch.setattr("hf_static_kv.decode.DecodeStep", None)  # it is not tried again
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert "from those of an ordinary step" in decoder.fallback_reason
 
 
@@ -313,7 +406,7 @@ class TestCompiled:
         inside = []
 
         def fail_inside():
-            with _layer_numbers_on_device(model, torch.device("cpu")):
+            with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
                 inside.extend(module.layer_idx for module in numbered)
                 raise RuntimeError("in the middle")
 

@@ -18,6 +18,7 @@ READING_ORDER = [
     "attention",
     "fusion",
     "step",
+    "generation",
     "decode",
     "testing",
     "__init__",

@@ -264,6 +264,13 @@ class TestWriteToken:
         assert torch.equal(keys, expected[0])
         assert torch.equal(values, expected[1])
 
+    def test_a_slot_beyond_the_room_is_not_written(self):
+        module = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
+        storage = torch.zeros(2, 2, 1, 2, 4, 8, device=DEVICE)
+        states, slot = torch.ones(2, 1, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
+        module.write_token_triton(storage[0], storage[1], states, states, slot, torch.tensor(0, device=DEVICE))
+        assert storage.abs().sum() == 0
+
     def test_another_dtype_is_refused(self):
         storage, states = torch.zeros(1, 1, 1, 4, 8), torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
         with pytest.raises(ValueError, match=r"storage is torch.float32 and the states are torch.bfloat16"):

@@ -88,6 +88,7 @@ def _combine(
     span = spans + b * spans_b
     origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
     filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
+    filled = tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read what is not its own
     fold, dv = tl.arange(0, FOLD), tl.arange(0, DV_TILE)
     maximum = -float("inf")
     total = 0.0
@@ -142,17 +143,19 @@ def decode_attention_triton(
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
     )
     sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": SPLIT}
-    _split[(batch * heads, num_pieces)](
-        query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
-        sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
-        query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
-        values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0), 0 if seen is None else seen.stride(0),
-        D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_LAYER=layer is not None, HAS_SEEN=seen is not None,
-        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
-    )  # fmt: skip
-    _combine[(batch * heads, groups)](
-        sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
-        spans_l, spans.stride(0), num_pieces,
-        FOLD=FOLD, HAS_LAYER=layer is not None, HAS_SINKS=sinks is not None, **sizes, num_warps=4,
-    )  # fmt: skip
+    with torch.cuda.device_of(query):
+        _split[(batch * heads, num_pieces)](
+            query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
+            sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
+            query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
+            values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
+            0 if seen is None else seen.stride(0),
+            D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_LAYER=layer is not None, HAS_SEEN=seen is not None,
+            HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
+        )  # fmt: skip
+        _combine[(batch * heads, groups)](
+            sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
+            spans_l, spans.stride(0), num_pieces,
+            FOLD=FOLD, HAS_LAYER=layer is not None, HAS_SINKS=sinks is not None, **sizes, num_warps=4,
+        )  # fmt: skip
     return output

@@ -24,8 +24,9 @@ def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, style: No
     x = x.contiguous()
     output, dim = torch.empty_like(x), x.shape[-1]
     tile = triton.next_power_of_2(dim)
-    _rms_norm[(x.numel() // dim,)](
-        x, weight, output, eps, style.offset, D=dim, TILE=tile, CAST_FIRST=style.cast_first,
-        num_warps=min(16, max(1, tile // 256)),
-    )  # fmt: skip
+    with torch.cuda.device_of(x):
+        _rms_norm[(x.numel() // dim,)](
+            x, weight, output, eps, style.offset, D=dim, TILE=tile, CAST_FIRST=style.cast_first,
+            num_warps=min(16, max(1, tile // 256)),
+        )  # fmt: skip
     return output

@@ -11,10 +11,12 @@ import triton.language as tl
 def _write(
     keys, values, key_states, value_states, slot, layer,
     keys_l, keys_b, keys_h, keys_s, values_l, values_b, values_h, values_s, key_b, key_h, value_b, value_h,
-    H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+    S, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
     number, position, d = tl.load(layer).to(tl.int64), tl.load(slot).to(tl.int64), tl.arange(0, TILE)
+    if position >= S:  # a full cache: the host has refused it, and no neighbour pays if it has not
+        return
     key = tl.load(key_states + b * key_b + h * key_h + d, mask=d < D)
     tl.store(keys + number * keys_l + b * keys_b + h * keys_h + position * keys_s + d, key, mask=d < D)
     value = tl.load(value_states + b * value_b + h * value_h + d, mask=d < DV)
@@ -33,8 +35,9 @@ def write_token_triton(
     value_dim = value_states.shape[-1]
     if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
         key_states, value_states = key_states.contiguous(), value_states.contiguous()
-    _write[(batch * heads,)](
-        keys, values, key_states, value_states, slot, layer,
-        *keys.stride()[:4], *values.stride()[:4], *key_states.stride()[:2], *value_states.stride()[:2],
-        H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
-    )  # fmt: skip
+    with torch.cuda.device_of(keys):
+        _write[(batch * heads,)](
+            keys, values, key_states, value_states, slot, layer,
+            *keys.stride()[:4], *values.stride()[:4], *key_states.stride()[:2], *value_states.stride()[:2],
+            keys.shape[3], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
+        )  # fmt: skip
