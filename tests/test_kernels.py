@@ -207,10 +207,10 @@ def norm_in_float64(x, weight, eps, style):
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (style.offset + weight)
 
 
-def norm_kernel(x, *args):
+def norm_kernel(x, weight, eps, style):
     module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
     skip_bfloat16_on_a_cpu(x)
-    return module.rms_norm_triton(x, *args)
+    return module.rms_norm_triton(x, weight, eps, *style)
 
 
 @pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])

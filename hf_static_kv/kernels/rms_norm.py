@@ -30,7 +30,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle
     if x.is_cuda:
         from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps, style)
+        return rms_norm_triton(x, weight, eps, *style)
     return rms_norm_plain(x, weight, eps, style)
 
 

@@ -6,8 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.rms_norm import NormStyle
-
 
 @triton.jit
 def _rms_norm(x, weight, output, eps, offset, D: tl.constexpr, TILE: tl.constexpr, CAST_FIRST: tl.constexpr):
@@ -20,13 +18,13 @@ def _rms_norm(x, weight, output, eps, offset, D: tl.constexpr, TILE: tl.constexp
     tl.store(output + row * D + d, y.to(loaded.dtype), mask=d < D)
 
 
-def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
+def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: float, cast_first: bool) -> torch.Tensor:
     x = x.contiguous()
     output, dim = torch.empty_like(x), x.shape[-1]
     tile = triton.next_power_of_2(dim)
     with torch.cuda.device_of(x):
         _rms_norm[(x.numel() // dim,)](
-            x, weight, output, eps, style.offset, D=dim, TILE=tile, CAST_FIRST=style.cast_first,
+            x, weight, output, eps, offset, D=dim, TILE=tile, CAST_FIRST=cast_first,
             num_warps=min(16, max(1, tile // 256)),
         )  # fmt: skip
     return output
