@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run
-from hf_static_kv.step import COMPILE, DecodeStep
+from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
 
 logger = logging.getLogger(__name__)
 
@@ -90,16 +90,19 @@ class GraphDecoder:
             run = Run(call, self.streamer)
             if step is not None:
                 step.begin(cache.seq_len, call.origin)
-            while not run.append(logits) and step is not None:
-                logits = step.run(run.last_tokens)
-                cache.mark_written(1)
+            if isinstance(step, GreedyStep):
+                _run_greedily(step, run, call, logits)
+            else:
+                while not run.append(logits) and step is not None:
+                    logits = step.run(run.last_tokens)
+                    cache.mark_written(1)
         cache.crop(-run.overrun)
         return run.result(cache)
 
     def _step(self, call: Call) -> DecodeStep | str:
         """The step for this call, or why there is none; made at the first use of its kind."""
         steps = self._steps.setdefault(call.cache, {})
-        key = call.fingerprint()
+        key = self._key(call)
         if key not in steps:
             try:
                 # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
@@ -112,7 +115,8 @@ class GraphDecoder:
 
     def _new_step(self, call: Call) -> DecodeStep:
         """A step, captured on a GPU, and compared with an ordinary one."""
-        step = DecodeStep(call.model, call.cache, len(call.origin))
+        kind = GreedyStep if self._is_greedy(call) else DecodeStep
+        step = kind(call.model, call.cache, len(call.origin))
         if call.origin.is_cuda:
             step.capture(call.cache.seq_len, call.origin, self.compile)
         _compare(step, call)
@@ -120,13 +124,33 @@ class GraphDecoder:
 
     def _refused(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
-        known = self._steps.get(call.cache, {}).get(call.fingerprint()) if call.cache.storage_groups else None
+        known = self._steps.get(call.cache, {}).get(self._key(call)) if call.cache.storage_groups else None
         return known if isinstance(known, str) else None
+
+    def _key(self, call: Call) -> tuple[Any, ...]:
+        return (self._is_greedy(call), *call.fingerprint())
+
+    def _is_greedy(self, call: Call) -> bool:
+        return self.streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
             logger.warning("GraphDecoder: %s. The tokens are the same; this runs in the loop of `generate`.", reason)
+
+
+def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) -> None:
+    """The rest of a run in which the step itself chooses: the host only counts."""
+    if run.append(logits):
+        return
+    first = call.cache.seq_len + 1  # where the second token of the run stands
+    step.start(run.last_tokens, run.unfinished, call.eos, run.pad)
+    is_over = False
+    while not is_over:
+        flag = step.run_on()
+        call.cache.mark_written(1)
+        is_over = run.count_on(flag)
+    run.take(step.text[:, first : call.cache.seq_len + 1])
 
 
 def _compare(step: DecodeStep, call: Call) -> None:

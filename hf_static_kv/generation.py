@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
+from hf_static_kv.step import GreedyStep
 
 # What a decode step of a text model needs; anything else in the model's keywords (images, other positions) is unknown.
 _KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
@@ -71,6 +72,20 @@ class Call:
         ]
         state = (self.model.training, *adapters)
         return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
+
+    def is_plain_greedy(self) -> bool:
+        """Whether the likeliest token is all that is asked for, until a length or an end token."""
+        config, ends = self.config, [c for c in self.criteria if type(c) is EosTokenCriteria]
+        kept = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+        others = [c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+        few = sum(c.eos_token_id.numel() for c in ends) <= GreedyStep.MAX_EOS
+        return not (config.do_sample or self.processors or kept or others) and len(ends) <= 1 and few
+
+    @property
+    def eos(self) -> torch.Tensor | None:
+        """The end tokens of a plain greedy call, [n]."""
+        found = [c.eos_token_id for c in self.criteria if type(c) is EosTokenCriteria]
+        return found[0].reshape(-1) if found else None
 
     def refuse_beams(self) -> None:
         mode = self.config.get_generation_mode()
@@ -224,6 +239,17 @@ class Run:
                 if self.rng_state is not None:  # the sample that was one too many was never drawn
                     torch.cuda.set_rng_state(self.rng_state, self.ids.device)
         return self.overrun > 0 or self.finished.is_up or self.length >= self.max_length
+
+    def count_on(self, is_over: torch.Tensor) -> bool:
+        """One more token, chosen elsewhere; whether the run is over."""
+        self.length += 1
+        if self.criteria and self.finished.was_up(is_over):
+            self.overrun = 1
+        return self.overrun > 0 or self.finished.is_up or self.length >= self.max_length
+
+    def take(self, tokens: torch.Tensor) -> None:
+        """Tokens [B, n] chosen elsewhere, which are the last ones of the text."""
+        self.ids[:, self.length - tokens.shape[1] : self.length] = tokens
 
     def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | torch.Tensor:
         if self.streamer is not None:

@@ -123,6 +123,54 @@ class DecodeStep:
         return logits
 
 
+class GreedyStep(DecodeStep):
+    """A decode step that chooses as well: the likeliest token, or padding in a row that has ended.
+
+    Nothing but the replay stands between one token and the next.
+    """
+
+    MAX_EOS = 16
+
+    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+        super().__init__(model, cache, batch_size)
+        device = self.slot.device
+        # By position. The last token of a text is chosen and not written into the cache: one place more.
+        self.text = torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device)
+        self.unfinished = torch.ones(batch_size, 1, dtype=torch.bool, device=device)
+        self.eos = torch.full((1, self.MAX_EOS), -1, device=device)
+        self.pad = torch.zeros(1, dtype=torch.int64, device=device)
+        self.is_over = torch.zeros((), dtype=torch.bool, device=device)
+
+    def start(
+        self, tokens: torch.Tensor, unfinished: torch.Tensor, eos: torch.Tensor | None, pad: torch.Tensor | None
+    ) -> None:
+        """The run's state after its first tokens [B]: which rows go on [B], what ends one, what follows its end."""
+        self.token.copy_(tokens[:, None])
+        self.unfinished.copy_(unfinished[:, None])
+        self.eos.fill_(-1)
+        if eos is not None:
+            self.eos[0, : len(eos)].copy_(eos)
+        if pad is not None:
+            self.pad.copy_(pad.reshape(1))
+
+    def run_on(self) -> torch.Tensor:
+        """Append the tokens that were chosen last and choose the next; whether all rows have ended, on the device."""
+        if self.graph is None:
+            self._forward()
+        else:
+            self.graph.replay()
+        return self.is_over
+
+    def _count_on_and_run(self) -> torch.Tensor:
+        logits = super()._count_on_and_run()
+        tokens = torch.where(self.unfinished, logits.argmax(dim=-1, keepdim=True), self.pad)
+        self.text.index_copy_(1, self.slot + 1, tokens)
+        self.unfinished &= (tokens != self.eos).all(dim=1, keepdim=True)
+        self.is_over.copy_(~self.unfinished.any())
+        self.token.copy_(tokens)
+        return logits
+
+
 COMPILE = ("none", "layers", "model")
 
 

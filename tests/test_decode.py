@@ -116,6 +116,27 @@ class TestStops:
         assert torch.equal(got, run(model, BATCH, stopping_criteria=stops, pad_token_id=0))
         assert got.shape[1] == 17
 
+    def test_a_greedy_run_is_chosen_in_the_step_and_others_are_not(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        kinds = []
+        for kwargs in ({}, {"eos_token_id": [5, 6, 7]}, {"do_sample": True}, {"repetition_penalty": 1.2}):
+            cache.reset()
+            run(model, decoder=decoder, cache=cache, **kwargs)
+            kinds.append([type(step).__name__ for step in decoder._steps[cache].values()])
+        assert kinds == [["GreedyStep"], ["GreedyStep"], ["GreedyStep", "DecodeStep"], ["GreedyStep", "DecodeStep"]]
+
+    @pytest.mark.parametrize("at", range(1, NEW_TOKENS + 1))
+    def test_an_end_at_every_length(self, at):
+        """The first token, the last one, and all between; two rows, of which one may go on."""
+        model = toy_model("llama")
+        free = run(model, BATCH)[:, BATCH.shape[1] :]
+        eos = [int(free[0, at - 1])]
+        cache, plain = (StaticContiguousCache(model.config, CAPACITY) for _ in range(2))
+        got = run(model, BATCH, GraphDecoder(), cache, eos_token_id=eos, pad_token_id=7)
+        expected = model.generate(BATCH, past_key_values=plain, **{**COMMON, "eos_token_id": eos, "pad_token_id": 7})
+        assert torch.equal(got, expected)
+        assert cache.seq_len == plain.seq_len
+
 
 class TestOutputs:
     def test_scores_and_logits(self, model):
@@ -145,7 +166,7 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr("hf_static_kv.decode.DecodeStep", None)  # a new one could not be made
+        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # a new one could not be made
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -314,7 +335,7 @@ class TestRefusals:
         cache, expected = StaticContiguousCache(model.config, CAPACITY), run(model)
         assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert "from those of an ordinary step" in decoder.fallback_reason
-        monkeypatch.setattr("hf_static_kv.decode.DecodeStep", None)  # it is not tried again
+        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # it is not tried again
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert "from those of an ordinary step" in decoder.fallback_reason
