@@ -471,6 +471,11 @@ class TestRecords:
         times = [ms["contiguous"] / ms["static-compiled"] for ms in decode]
         words = " ".join(readme.split())
         assert f"goes {min(times):.0f} to {max(times):.0f} times further" in words
+        sweep = json.loads((BENCHMARKS / "results/context-smollm2-cpu.json").read_text())["capacity"]
+        room = {(row["contender"], row["max_cache_len"]): f"{row['median_ms']:.0f}" for row in sweep}
+        ours, theirs = [[room[name, n] for n in (512, 8192)] for name in ("contiguous", "static")]
+        assert f"takes {ours[0]} ms in a cache for 512 and {ours[1]} ms in one for 8,192" in words
+        assert f"`StaticCache` takes {theirs[0]} and {theirs[1]}." in words
         behind = [1 - ms["dynamic"] / ms["contiguous"] for ms in decode]
         assert f"is {min(behind) * 100:.0f} to {max(behind) * 100:.0f} % behind `DynamicCache`" in words
         assert all(
