@@ -261,6 +261,7 @@ def plot(record: Record, path: Path) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [f"{value:,}" for value in values])
         axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.grid(alpha=0.3, which="both")
     axes[0].set(ylabel="ms per token", title=f"room for {record['context'][0]['max_cache_len']:,}")
     axes[1].set(title=f"text of {record['capacity'][0]['context']:,} (dotted: has no room)")
