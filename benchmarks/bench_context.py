@@ -240,6 +240,7 @@ def plot(record: Record, path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True, constrained_layout=True)
     panels = (("context", "context", "text, tokens"), ("capacity", "max_cache_len", "room of the cache, tokens"))
@@ -260,8 +261,9 @@ def plot(record: Record, path: Path) -> None:
         axis.set(xlabel=label, yscale="log")
         axis.set_xscale("log", base=2)
         axis.set_xticks(values, [f"{value:,}" for value in values])
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axis.yaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("")
         axis.grid(alpha=0.3, which="both")
     axes[0].set(ylabel="ms per token", title=f"room for {record['context'][0]['max_cache_len']:,}")
     axes[1].set(title=f"text of {record['capacity'][0]['context']:,} (dotted: has no room)")
