@@ -8,6 +8,15 @@ import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Imported once for all processes: without it each of them would spend seconds on it before its model is loaded.
+_PRELOADED = ["accelerate", "hf_static_kv", "hf_static_kv.testing", "transformers.models.auto.modeling_auto"]
+_PRELOADED += ["transformers.models.auto.tokenization_auto", "transformers.generation", "transformers.modeling_utils"]
+
+
+def preload(module: str) -> None:
+    """Import this once for all processes too. Call it before the first of them; what is not there is left out."""
+    _PRELOADED.append(module)
+
 
 class Failed(Exception):
     """A call in the other process raised, or the process died. `kind` is the exception's name there."""
@@ -63,7 +72,7 @@ def _context() -> Any:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "transformers.models.auto.modeling_auto", "transformers.generation"])
+    context.set_forkserver_preload(_PRELOADED)
     return context
 
 

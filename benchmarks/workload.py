@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 import transformers
+from processes import preload
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import model_type_to_module_name
 
 from hf_static_kv.testing import DEV_MODELS, dev_config, load_config, load_model, random_model
 
@@ -99,6 +101,8 @@ def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> Non
             f"prompt and new tokens come to {longest_text} tokens: more than the {context} of {args.model}'s context. "
             "Shorten one of them"
         )
+    family = model_type_to_module_name(config.get_text_config().model_type)
+    preload(f"transformers.models.{family}.modeling_{family}")
     args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
 
 
