@@ -19,11 +19,10 @@ def preload(module: str) -> None:
 
 
 class Failed(Exception):
-    """A call in the other process raised, or the process died. `kind` is the exception's name there."""
+    """A call in the other process raised, or the process died: the exception's name there and the line it said."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
-        self.kind, self.message = kind, message
 
 
 class FreshProcess:
