@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.fusion import fused_norms
+from hf_static_kv.fusion import fused_linears, fused_norms, fused_rotary
 from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.storage import StorageGroup
 
@@ -71,9 +71,17 @@ class DecodeStep:
 
         What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
         """
-        fused = fused_norms(self.model) if compile == "none" else nullcontext()  # a compiler fuses them itself
-        with fused, compiled(self.model, compile, num_layers=self.spans.shape[1]):
+        with ExitStack() as changes:
+            changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
+            if compile == "none":  # a compiler fuses these itself, and better
+                changes.enter_context(fused_norms(self.model))
+                changes.enter_context(fused_rotary(self.model))
+            changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
             self._capture(length, origin)
+
+    def _run_once(self, length: int, origin: torch.Tensor) -> None:
+        self.begin(length, origin)
+        self._forward()
 
     def _capture(self, length: int, origin: torch.Tensor) -> None:
         with torch.cuda.device(self.slot.device):
@@ -98,9 +106,8 @@ class DecodeStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for i in range(_WARM_UPS):
-                self.begin(length, origin)
                 with _waiting_is_an_error() if i == _WARM_UPS - 1 else nullcontext():
-                    self._forward()
+                    self._run_once(length, origin)
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> torch.Tensor:
@@ -163,12 +170,21 @@ class GreedyStep(DecodeStep):
 
     def _count_on_and_run(self) -> torch.Tensor:
         logits = super()._count_on_and_run()
-        tokens = torch.where(self.unfinished, logits.argmax(dim=-1, keepdim=True), self.pad)
+        tokens = torch.where(self.unfinished, _argmax(logits), self.pad)
         self.text.index_copy_(1, self.slot + 1, tokens)
         self.unfinished &= (tokens != self.eos).all(dim=1, keepdim=True)
         self.is_over.copy_(~self.unfinished.any())
         self.token.copy_(tokens)
         return logits
+
+
+def _argmax(logits: torch.Tensor, pieces: int = 128) -> torch.Tensor:
+    """The first of the largest in each row [B, V], as [B, 1]; by pieces, where one reduction of a row is slow."""
+    if logits.shape[-1] % pieces:
+        return logits.argmax(dim=-1, keepdim=True)
+    top, place = logits.view(len(logits), pieces, -1).max(dim=-1)  # [B, pieces]
+    piece = top.argmax(dim=-1, keepdim=True)
+    return piece * (logits.shape[-1] // pieces) + place.gather(-1, piece)
 
 
 COMPILE = ("none", "layers", "model")

@@ -24,6 +24,7 @@ from transformers import (
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.decode import _attention
+from hf_static_kv.fusion import fused_linears
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
@@ -397,7 +398,10 @@ class TestCompiled:
             step = DecodeStep(model, cache, 1)
             step.begin(cache.seq_len, origin)
             expected = step.run(token)
-            with compiled(model, "layers", 6, backend=counter):
+            with (
+                fused_linears(model, lambda: step.run(token)),
+                compiled(model, "layers", 6, backend=counter),
+            ):
                 step.begin(cache.seq_len, origin)
                 got = [step.run(token), step.run(token)]
         assert counter.frame_count == kinds

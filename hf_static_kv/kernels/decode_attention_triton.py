@@ -13,6 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+
 SPLIT = 256
 FOLD = 16
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -30,10 +32,11 @@ def _split(
     query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
+    after_previous(EARLY)
     if HAS_LAYER:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
@@ -80,9 +83,11 @@ def _combine(
     sums, maxima, totals, spans, layer, sinks, output, spans_l, spans_b, num_pieces,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
     SPLIT: tl.constexpr, FOLD: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, g = tl.program_id(0), tl.program_id(1)
     b, h = (row_head // H).to(tl.int64), row_head % H
+    after_previous(EARLY)
     if HAS_LAYER:
         spans += tl.load(layer).to(tl.int64) * spans_l
     span = spans + b * spans_b
@@ -143,6 +148,7 @@ def decode_attention_triton(
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
     )
     sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": SPLIT}
+    options = {"num_warps": 4, "HAS_LAYER": layer is not None, **early_launch(query)}
     with torch.cuda.device_of(query):
         _split[(batch * heads, num_pieces)](
             query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
@@ -150,12 +156,12 @@ def decode_attention_triton(
             query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
             values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
             0 if seen is None else seen.stride(0),
-            D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_LAYER=layer is not None, HAS_SEEN=seen is not None,
-            HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
+            D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_SEEN=seen is not None,
+            HAS_SOFTCAP=softcap is not None, **sizes, **options,
         )  # fmt: skip
         _combine[(batch * heads, groups)](
             sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
             spans_l, spans.stride(0), num_pieces,
-            FOLD=FOLD, HAS_LAYER=layer is not None, HAS_SINKS=sinks is not None, **sizes, num_warps=4,
+            FOLD=FOLD, HAS_SINKS=sinks is not None, **sizes, **options,
         )  # fmt: skip
     return output

@@ -6,14 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+
 
 @triton.jit
 def _write(
     keys, values, key_states, value_states, slot, layer,
     keys_l, keys_b, keys_h, keys_s, values_l, values_b, values_h, values_s, key_b, key_h, value_b, value_h,
-    S, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+    S, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    after_previous(EARLY)
     number, position, d = tl.load(layer).to(tl.int64), tl.load(slot).to(tl.int64), tl.arange(0, TILE)
     if position >= S:  # a full cache: the host has refused it, and no neighbour pays if it has not
         return
@@ -40,4 +43,5 @@ def write_token_triton(
             keys, values, key_states, value_states, slot, layer,
             *keys.stride()[:4], *values.stride()[:4], *key_states.stride()[:2], *value_states.stride()[:2],
             keys.shape[3], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
+            **early_launch(keys),
         )  # fmt: skip

@@ -1,0 +1,84 @@
+"""Linear layers for few rows: the plain PyTorch twins, and the choice between them and the kernels.
+
+    linears(x, [q, k, v])          x q^T, x k^T, x v^T side by side, in one launch over the weights where they are
+    gated_linear(x, gate, up)      act(x gate^T) * (x up^T)
+
+    x: [..., K]    weights: [N_i, K]    output: [..., sum of N_i]
+
+For a few rows a linear layer is the reading of its weights, and libraries tuned for many rows read a small matrix at a
+third of the memory's speed. Registered with torch, so that `torch.compile` takes each for one operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+MAX_ROWS = 16
+MAX_WEIGHTS = 3
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+
+
+def is_served(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether the kernels take this: few rows on a GPU, and one dtype for both."""
+    rows = x.numel() // x.shape[-1]
+    return (
+        x.is_cuda
+        and x.dtype == weight.dtype
+        and weight.is_contiguous()
+        and (rows == 1 or (rows <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)))
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    )
+
+
+@torch.library.custom_op("hf_static_kv::linears", mutates_args=())
+def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`x` times each of the weights, side by side; `biases` has one for each weight, or none at all."""
+    if not 1 <= len(weights) <= MAX_WEIGHTS or len(biases) not in (0, len(weights)):
+        raise ValueError(f"linears takes 1 to {MAX_WEIGHTS} weights and as many biases or none, got {len(weights)}.")
+    if any(weight.shape[1] != x.shape[-1] for weight in weights):
+        shapes = [tuple(weight.shape) for weight in weights]
+        raise ValueError(f"x {tuple(x.shape)} and weights {shapes} do not fit: [..., K] and [N, K].")
+    if is_served(x, weights[0]):
+        from hf_static_kv.kernels.linear_triton import linears_triton
+
+        return linears_triton(x, weights, biases)
+    return linears_plain(x, weights, biases)
+
+
+@linears.register_fake
+def _(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
+def linears_plain(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The same in plain PyTorch."""
+    return torch.cat([F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)], dim=-1)
+
+
+@torch.library.custom_op("hf_static_kv::gated_linear", mutates_args=())
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """`activation` of `x` times `gate`, times `x` times `up`; each step is rounded as it would be by itself."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    if gate.shape != up.shape or gate.shape[1] != x.shape[-1]:
+        shapes = f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)}"
+        raise ValueError(f"{shapes} do not fit: [..., K], [N, K] and [N, K].")
+    if is_served(x, gate) and x.numel() == x.shape[-1]:
+        from hf_static_kv.kernels.linear_triton import gated_linear_triton
+
+        return gated_linear_triton(x, gate, up, activation)
+    both: torch.Tensor = linears(x, [gate, up], [])
+    return activate(both[..., : gate.shape[0]], activation) * both[..., gate.shape[0] :]
+
+
+@gated_linear.register_fake
+def _(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], gate.shape[0])
+
+
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """One of `ACTIVATIONS` in plain PyTorch."""
+    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")

@@ -1,0 +1,49 @@
+"""Rotary positions of one new token: the plain PyTorch twin, and the choice between it and the kernel.
+
+y = x * cos + rotate_half(x) * sin        rotate_half: the second half of a head's dims, negated, before the first
+
+query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D]
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def rotary(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Query and key, turned to their positions; each product and the sum are rounded to the model's dtype."""
+    if is_served(query, key, cos, sin):
+        from hf_static_kv.kernels.rotary_triton import rotary_triton
+
+        return rotary_triton(query, key, cos, sin)
+    return rotary_plain(query, key, cos, sin)
+
+
+def is_served(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
+    """Whether the kernel takes this: one new token on a GPU, all of one dtype, every dim of a head turned."""
+    batch, dim = query.shape[0], query.shape[-1]
+    return (
+        query.is_cuda
+        and query.ndim == 4
+        and query.shape[2] == 1
+        and query.dtype == key.dtype == cos.dtype == sin.dtype
+        and cos.shape == sin.shape == (batch, 1, dim)
+        and key.shape[-1] == dim
+        and dim % 2 == 0
+        and query.stride(-1) == key.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
+    )
+
+
+def rotary_plain(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same in plain PyTorch."""
+    cos, sin = cos[:, None], sin[:, None]
+    return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
+
+
+def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)

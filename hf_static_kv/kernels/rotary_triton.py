@@ -1,0 +1,50 @@
+"""Rotary positions of one new token in Triton, one program a head. Formula and shapes are in rotary.py."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+
+
+@triton.jit
+def _rotary(
+    query, key, cos, sin, query_out, key_out, query_b, query_h, key_b, key_h, cos_b, sin_b,
+    HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    b, h = (tl.program_id(0) // (HQ + H)).to(tl.int64), tl.program_id(0) % (HQ + H)
+    d = tl.arange(0, TILE)
+    here = d < HALF
+    x, y = query + b * query_b + h * query_h, query_out + (b * HQ + h) * 2 * HALF
+    if h >= HQ:
+        x, y = key + b * key_b + (h - HQ) * key_h, key_out + (b * H + h - HQ) * 2 * HALF
+    after_previous(EARLY)
+    first, second = tl.load(x + d, mask=here), tl.load(x + HALF + d, mask=here)
+    cos_at, sin_at = cos + b * cos_b + d, sin + b * sin_b + d
+    tl.store(y + d, _turned(first, -second, tl.load(cos_at, mask=here), tl.load(sin_at, mask=here)), mask=here)
+    cos_2, sin_2 = tl.load(cos_at + HALF, mask=here), tl.load(sin_at + HALF, mask=here)
+    tl.store(y + HALF + d, _turned(second, first, cos_2, sin_2), mask=here)
+
+
+@triton.jit
+def _turned(x, other, cos, sin):
+    straight = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
+    across = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
+    return (straight.to(tl.float32) + across.to(tl.float32)).to(x.dtype)
+
+
+def rotary_triton(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, query_heads, _, dim = query.shape
+    heads = key.shape[1]
+    query_out, key_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
+    with torch.cuda.device_of(query):
+        _rotary[(batch * (query_heads + heads),)](
+            query, key, cos, sin, query_out, key_out, *query.stride()[:2], *key.stride()[:2], cos.stride(0),
+            sin.stride(0), HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
+            **early_launch(query),
+        )  # fmt: skip
+    return query_out, key_out
