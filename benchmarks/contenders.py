@@ -122,7 +122,6 @@ CONTENDERS = {
     ),
     "graph": Contender(_graph("none"), "`GraphDecoder()`", "tab:cyan", gpu_only=_NO_GRAPH),
     "graph-layers": Contender(_graph("layers"), '`GraphDecoder("layers")`', "tab:purple", gpu_only=_NO_GRAPH),
-    "graph-model": Contender(_graph("model"), '`GraphDecoder("model")`', "tab:pink", gpu_only=_NO_GRAPH),
 }
 
 

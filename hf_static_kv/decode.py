@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 class GraphDecoder:
     """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
 
-    `compile` is for the captured step on a GPU: "none" captures it as it is; "layers" compiles a decoder layer for all
-    that are like it; "model" compiles everything, for the best speed after a long first call. `streamer`: `generate`
-    does not hand its own to a custom loop. `fallback_reason` says why the last call ran in transformers' loop, and is
-    None when it did not.
+    `compile` is for the captured step on a GPU: "none" captures it with our own kernels for the parts that are known;
+    "layers" leaves what lies between the matrices to `torch.compile`, one decoder layer for all that are like it.
+    `streamer`: `generate` does not hand its own to a custom loop. `fallback_reason` says why the last call ran in
+    transformers' loop, and is None when it did not.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -150,7 +150,7 @@ def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) 
         flag = step.run_on()
         call.cache.mark_written(1)
         is_over = run.count_on(flag)
-    run.take(step.text[:, first : call.cache.seq_len + 1])
+    run.take(step.state.text[:, first : call.cache.seq_len + 1])
 
 
 def _compare(step: DecodeStep, call: Call) -> None:
@@ -162,7 +162,7 @@ def _compare(step: DecodeStep, call: Call) -> None:
     model, cache = call.model, call.cache
     length, tokens = cache.seq_len, call.input_ids[:, -1]
     step.begin(length, call.origin)
-    got = step.run(tokens).clone()  # before the ordinary step, which would write the keys that this one must write
+    got = step.run(tokens)  # before the ordinary step, which would write the keys that this one must write
     mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]
     positions = length - call.origin[:, None]
     ordinary = model(

@@ -1,7 +1,8 @@
 """Fewer and better kernels in a captured step, without a compiler: parts of a model replaced for a while.
 
-    norms      each RMS norm as one kernel
-    rotary     queries and keys turned to their position in one
+    norms      each RMS norm as one kernel, with the sum before it where there is one
+    angles     cosines and sines of all positions in a table, made once
+    rotary     queries and keys turned to their position in one kernel
     gated MLP  gate, up, activation and product in one
     linears    read by our own kernel; those that are given the same input (q, k, v) in one launch
 
@@ -20,9 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
+from torch.overrides import TorchFunctionMode
 
 from hf_static_kv.kernels import linear, rotary
-from hf_static_kv.kernels.rms_norm import STYLES, NormStyle, rms_norm, rms_norm_plain
+from hf_static_kv.kernels.rms_norm import STYLES, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 _ROTARY_NAME = "apply_rotary_pos_emb"
@@ -33,16 +35,84 @@ _TRIED_DTYPES = (torch.float32, torch.bfloat16)  # the second shows where number
 def fused_norms(model: Module) -> Iterator[list[Module]]:
     """The model with its RMS norms as kernels, and afterwards with its own `forward` again; gives those norms."""
     styles: dict[type, NormStyle | None] = {}
-    forwards: dict[Module, Callable[..., Any]] = {}
+    norms: dict[Module, _Norm] = {}
     for module in model.modules():
         if not _looks_like_a_norm(module):
             continue
         if type(module) not in styles:
             styles[type(module)] = norm_style(module)
         if (style := styles[type(module)]) is not None:
-            forwards[module] = partial(_norm, module, _eps(module), style)
-    with _replaced(forwards):
-        yield list(forwards)
+            norms[module] = _Norm(module, _eps(module), style)
+    with _replaced({module: norm.forward for module, norm in norms.items()}):
+        yield list(norms)
+
+
+class FusedSums(TorchFunctionMode):
+    """Around each pass of a model with fused norms: a sum that a norm follows is computed together with it.
+
+    The first pass shows which sums these are; in a later one the n-th sum is taken for the n-th sum of the first. A
+    norm looks whether its input is the tensor that it was computed for, so a guess that fails costs time alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.followers: list[_Norm | None] | None = None  # of the n-th sum, known after the first pass
+        self.sums: list[torch.Tensor] = []
+        self.count = 0
+
+    def __enter__(self) -> FusedSums:
+        self.count = 0
+        _Norm.watcher = self if self.followers is None else None
+        if self.followers is None:
+            self.followers, self.sums = [], []
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        _Norm.watcher, self.sums = None, []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _SUMS or kwargs or not _are_alike(*args):
+            return func(*args, **(kwargs or {}))
+        assert self.followers is not None
+        self.count += 1
+        if _Norm.watcher is self:
+            self.followers.append(None)
+            self.sums.append(func(*args))
+            return self.sums[-1]
+        follower = self.followers[self.count - 1] if self.count <= len(self.followers) else None
+        return func(*args) if follower is None else follower.of_sum(*args)
+
+    def saw_norm_of(self, x: torch.Tensor, norm: _Norm) -> None:
+        assert self.followers is not None
+        for n, total in enumerate(self.sums):
+            if total is x:
+                self.followers[n] = norm
+
+
+_SUMS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
+
+
+def _are_alike(x: Any, other: Any = None, *rest: Any) -> bool:
+    return (
+        not rest
+        and isinstance(x, torch.Tensor)
+        and isinstance(other, torch.Tensor)
+        and (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
+    )
+
+
+@contextmanager
+def angles_from_tables(model: Module, length: int) -> Iterator[list[torch.Tensor]]:
+    """The modules that compute cosines and sines, reading them from tables of `length` positions; gives the tables.
+
+    They are filled at the first pass, and must live as long as a graph that was captured with them.
+    """
+    modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and _is_itself(m)]
+    tables: list[torch.Tensor] = []
+    with _replaced({module: _Angles(module, length, tables).forward for module in modules}):
+        yield tables
 
 
 @contextmanager
@@ -134,8 +204,55 @@ def _eps(module: Module) -> float:
     return float(next(getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)))
 
 
-def _norm(module: Module, eps: float, style: NormStyle, hidden_states: torch.Tensor) -> torch.Tensor:
-    return rms_norm(hidden_states, module.weight, eps, style)  # type: ignore[arg-type]
+class _Norm:
+    watcher: FusedSums | None = None
+
+    def __init__(self, module: Module, eps: float, style: NormStyle) -> None:
+        self.module: Any = module
+        self.eps, self.style = eps, style
+        self.sum: torch.Tensor | None = None
+        self.output: torch.Tensor | None = None
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        if _Norm.watcher is not None:
+            _Norm.watcher.saw_norm_of(hidden_states, self)
+        output, known = self.output, hidden_states is self.sum
+        self.sum = self.output = None
+        if known and output is not None:
+            return output
+        return rms_norm(hidden_states, self.module.weight, self.eps, self.style)
+
+    def of_sum(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        self.sum, self.output = sum_and_rms_norm(x, other, self.module.weight, self.eps, self.style)
+        return self.sum
+
+
+class _Angles:
+    def __init__(self, module: Module, length: int, tables: list[torch.Tensor]) -> None:
+        self.own, self.length, self.tables = module.forward, length, tables
+        self.by_arguments: dict[tuple[Any, ...], torch.Tensor | None] = {}
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        key = (*args, *kwargs.items())
+        if key not in self.by_arguments:
+            self.by_arguments[key] = self._table(x, position_ids, *args, **kwargs)
+        table = self.by_arguments[key]
+        if table is None:
+            return self.own(x, position_ids, *args, **kwargs)
+        return F.embedding(position_ids, table).chunk(2, dim=-1)
+
+    def _table(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """[length, 2 D] of cosines and sines side by side; None where these are not its rows."""
+        expected = self.own(x, position_ids, *args, **kwargs)
+        positions = torch.arange(self.length, device=position_ids.device)[None]
+        made = self.own(x, positions, *args, **kwargs)
+        if not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in (*expected, *made)) or len(made) != 2:
+            return None
+        table = torch.cat(made, dim=-1)[0]
+        if not torch.equal(F.embedding(position_ids, table), torch.cat(expected, dim=-1)):
+            return None
+        self.tables.append(table)
+        return table
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.fusion import fused_linears, fused_norms, fused_rotary
+from hf_static_kv.fusion import FusedSums, angles_from_tables, fused_linears, fused_norms, fused_rotary
+from hf_static_kv.kernels.counting import Greedy, choose, count_on
 from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.storage import StorageGroup
 
@@ -44,10 +45,13 @@ class DecodeStep:
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.origin = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
+        self.positions = torch.zeros_like(self.origin)
         self.spans = torch.zeros(batch_size, num_layers, 3, dtype=torch.int64, device=device)
         self.cache = _StepCache(cache.storage_groups[0], self.slot)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
+        self._around_a_pass: AbstractContextManager[object] = nullcontext()
+        self._kept: list[torch.Tensor] = []  # what the graph reads beside the model and the cache
 
     def begin(self, length: int, origin: torch.Tensor) -> None:
         """The next token comes to position `length`; the text of row b begins at `origin[b]`."""
@@ -55,27 +59,33 @@ class DecodeStep:
             raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
         self.slot.fill_(length - 1)
         self.origin.copy_(origin[:, None])
-        self.spans[:, :, 0].copy_(self.origin.expand(-1, self.spans.shape[1]))
 
     def run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append `tokens` [B] and give the logits [B, V] of what follows: float32, overwritten by the next run."""
+        """Append `tokens` [B] and give the logits [B, V] of what follows, in float32."""
         self.token.copy_(tokens[:, None])
         if self.graph is None:
-            return self._forward()
-        self.graph.replay()
+            self.logits = self._forward()
+        else:
+            self.graph.replay()
         assert self.logits is not None
-        return self.logits
+        return self.logits.to(torch.float32, copy=True)  # the next run writes over its own
 
     def capture(self, length: int, origin: torch.Tensor, compile: str = "none") -> None:
         """Record the step as a graph, compiled or not. Writes at position `length`, which the first `run` writes again.
 
         What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
         """
+        from hf_static_kv.kernels.launch_triton import compile_only
+
         with ExitStack() as changes:
-            changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
-            if compile == "none":  # a compiler fuses these itself, and better
+            self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
+            if compile == "none":  # a compiler fuses these itself
                 changes.enter_context(fused_norms(self.model))
                 changes.enter_context(fused_rotary(self.model))
+                self._around_a_pass = FusedSums()
+            changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
+            with compile_only():  # all kernels at once, where a pass would meet one after the other
+                self._run_once(length, origin)
             changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
             self._capture(length, origin)
 
@@ -111,22 +121,19 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> torch.Tensor:
-        with _layer_numbers_on_device(self.model, self.numbers):
+        with _layer_numbers_on_device(self.model, self.numbers), self._around_a_pass:
             return self._count_on_and_run()
 
     def _count_on_and_run(self) -> torch.Tensor:
-        self.slot += 1
-        end = self.slot + 1
-        torch.maximum(self.origin, end - self.windows, out=self.spans[:, :, 1])
-        self.spans[:, :, 2].copy_(end.expand(self.spans.shape[:2]))
+        count_on(self.slot, self.origin, self.windows, self.spans, self.positions)
         output = self.model(
             input_ids=self.token,
-            position_ids=self.slot - self.origin,
+            position_ids=self.positions,
             attention_mask=self.spans.view(self.batch_size, -1, 1, 1),
             past_key_values=self.cache,
             use_cache=True,
         )
-        logits: torch.Tensor = output.logits[:, -1].float()
+        logits: torch.Tensor = output.logits[:, -1]
         return logits
 
 
@@ -142,23 +149,26 @@ class GreedyStep(DecodeStep):
         super().__init__(model, cache, batch_size)
         device = self.slot.device
         # By position. The last token of a text is chosen and not written into the cache: one place more.
-        self.text = torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device)
-        self.unfinished = torch.ones(batch_size, 1, dtype=torch.bool, device=device)
-        self.eos = torch.full((1, self.MAX_EOS), -1, device=device)
-        self.pad = torch.zeros(1, dtype=torch.int64, device=device)
-        self.is_over = torch.zeros((), dtype=torch.bool, device=device)
+        self.state = Greedy(
+            text=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
+            token=self.token,
+            unfinished=torch.ones(batch_size, 1, dtype=torch.bool, device=device),
+            eos=torch.full((1, self.MAX_EOS), -1, device=device),
+            pad=torch.zeros(1, dtype=torch.int64, device=device),
+            is_over=torch.zeros((), dtype=torch.bool, device=device),
+        )
 
     def start(
         self, tokens: torch.Tensor, unfinished: torch.Tensor, eos: torch.Tensor | None, pad: torch.Tensor | None
     ) -> None:
         """The run's state after its first tokens [B]: which rows go on [B], what ends one, what follows its end."""
         self.token.copy_(tokens[:, None])
-        self.unfinished.copy_(unfinished[:, None])
-        self.eos.fill_(-1)
+        self.state.unfinished.copy_(unfinished[:, None])
+        self.state.eos.fill_(-1)
         if eos is not None:
-            self.eos[0, : len(eos)].copy_(eos)
+            self.state.eos[0, : len(eos)].copy_(eos)
         if pad is not None:
-            self.pad.copy_(pad.reshape(1))
+            self.state.pad.copy_(pad.reshape(1))
 
     def run_on(self) -> torch.Tensor:
         """Append the tokens that were chosen last and choose the next; whether all rows have ended, on the device."""
@@ -166,39 +176,24 @@ class GreedyStep(DecodeStep):
             self._forward()
         else:
             self.graph.replay()
-        return self.is_over
+        return self.state.is_over
 
     def _count_on_and_run(self) -> torch.Tensor:
         logits = super()._count_on_and_run()
-        tokens = torch.where(self.unfinished, _argmax(logits), self.pad)
-        self.text.index_copy_(1, self.slot + 1, tokens)
-        self.unfinished &= (tokens != self.eos).all(dim=1, keepdim=True)
-        self.is_over.copy_(~self.unfinished.any())
-        self.token.copy_(tokens)
+        choose(logits, self.slot, self.state)
         return logits
 
 
-def _argmax(logits: torch.Tensor, pieces: int = 128) -> torch.Tensor:
-    """The first of the largest in each row [B, V], as [B, 1]; by pieces, where one reduction of a row is slow."""
-    if logits.shape[-1] % pieces:
-        return logits.argmax(dim=-1, keepdim=True)
-    top, place = logits.view(len(logits), pieces, -1).max(dim=-1)  # [B, pieces]
-    piece = top.argmax(dim=-1, keepdim=True)
-    return piece * (logits.shape[-1] // pieces) + place.gather(-1, piece)
-
-
-COMPILE = ("none", "layers", "model")
+COMPILE = ("none", "layers")
 
 
 @contextmanager
 def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any) -> Iterator[None]:
-    """The model with its decoder layers or all of it compiled, and afterwards with its own `forward` again.
+    """The model with its decoder layers compiled, and afterwards with its own `forward` again.
 
     Layers of one kind share one compilation: a matter of seconds, where the whole model takes a minute.
     """
-    parts: list[torch.nn.Module] = [model] if what == "model" else []
-    if what == "layers":
-        parts = _decoder_layers(model, num_layers)
+    parts = _decoder_layers(model, num_layers) if what == "layers" else []
     before = [part.__dict__.get("forward") for part in parts]  # hooks of accelerate stand here
     for part in parts:
         part.forward = torch.compile(part.forward, dynamic=False, **options)

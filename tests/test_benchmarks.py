@@ -200,7 +200,7 @@ class TestWords:
         from contenders import CONTENDERS
 
         ours = [name for name, contender in CONTENDERS.items() if contender.is_ours]
-        assert ours == ["contiguous", "contiguous-kernel", "graph", "graph-layers", "graph-model"]
+        assert ours == ["contiguous", "contiguous-kernel", "graph", "graph-layers"]
 
     def test_where_ours_is_behind_in_a_sweep(self):
         from bench_context import where_behind
@@ -283,7 +283,7 @@ class TestGeneration:
         rows = {row["name"]: row for row in record["contenders"]}
         assert list(rows)[:5] == ["no-cache", "dynamic", "static", "static-compiled", "contiguous"]
         not_run = {name: rows.pop(name)["unavailable"] for name in list(rows) if "unavailable" in rows[name]}
-        assert not_run.keys() == {"static-compiled", "contiguous-kernel", "graph", "graph-layers", "graph-model"}
+        assert not_run.keys() == {"static-compiled", "contiguous-kernel", "graph", "graph-layers"}
         assert not_run["static-compiled"] == "generate compiles on a GPU only"
         from bench_generation import summarize
 

@@ -1,10 +1,23 @@
-"""Norms are found by what they compute, replaced for a while, and put back."""
+"""Parts of a model are found by what they compute, replaced for a while, and put back."""
+
+import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
-from architectures import toy_model
+from architectures import ARCHITECTURES, toy_model
 
-from hf_static_kv.fusion import fused_norms, norm_style
+from hf_static_kv import fusion
+from hf_static_kv.fusion import (
+    FusedSums,
+    angles_from_tables,
+    fused_linears,
+    fused_norms,
+    fused_rotary,
+    mlp_activation,
+    norm_style,
+)
+from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)
@@ -85,3 +98,186 @@ def test_a_norm_with_a_hook_in_its_place_is_left_alone():
     with fused_norms(model) as norms:
         assert norm not in norms
     assert norm.forward == own
+
+
+TOKEN = torch.tensor([[5]])
+
+
+def everything_in(model):
+    """What may be changed: the instances' own attributes, and the function in the files of their classes."""
+    homes = {sys.modules[type(module).__module__] for module in model.modules()}
+    functions = {home.__name__: getattr(home, "apply_rotary_pos_emb", None) for home in homes}
+    return [dict(module.__dict__) for module in model.modules()], functions
+
+
+@contextmanager
+def all_fused(model):
+    with (
+        fused_norms(model),
+        fused_rotary(model),
+        angles_from_tables(model, 64),
+        fused_linears(model, lambda: model(TOKEN)),
+    ):
+        yield
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_model_with_everything_fused_computes_the_same(name):
+    """On a CPU each part is the plain twin of its kernel: the bits are those of the model."""
+    model = toy_model(name, "eager")
+    with torch.no_grad():
+        expected, before = model(TOKEN).logits, everything_in(model)
+        with all_fused(model):
+            sums = FusedSums()
+            for _ in range(3):  # the first pass watches, the others use what it saw
+                with sums:
+                    assert torch.equal(model(TOKEN).logits, expected)
+        assert everything_in(model) == before
+
+
+def test_everything_is_put_back_after_an_exception():
+    model = toy_model("gemma3")
+    before, inside = everything_in(model), []
+
+    def fail_inside():
+        with all_fused(model):
+            inside.append(everything_in(model))
+            raise RuntimeError("in the middle")
+
+    with torch.no_grad(), pytest.raises(RuntimeError, match="in the middle"):
+        fail_inside()
+    assert inside[0] != before
+    assert inside[0][1] != before[1]
+    assert everything_in(model) == before
+
+
+class TestLinears:
+    # Of two layers: q, k, v together where they are three; o; the MLP's gate and up in its own kernel, so down alone.
+    @pytest.mark.parametrize(
+        ("name", "sizes"),
+        [("llama", [3, 1, 1] * 2 + [1]), ("qwen3", [3, 1, 1] * 2 + [1]), ("gpt2", [1]), ("phi3", [1] * 9)],
+    )
+    def test_those_with_the_same_input_are_one_group(self, name, sizes):
+        model = toy_model(name)
+        with torch.no_grad(), fused_linears(model, lambda: model(TOKEN)) as groups:
+            assert [len(group) for group in groups] == sizes
+
+    def test_one_launch_for_a_group(self, monkeypatch):
+        model, launches = toy_model("llama"), []
+        own = linear.linears
+
+        def count(x, weights, biases):
+            launches.append(len(weights))
+            return own(x, weights, biases)
+
+        with torch.no_grad(), fused_linears(model, lambda: model(TOKEN)):
+            monkeypatch.setattr(linear, "linears", count)
+            model(TOKEN)
+            assert launches == [3, 1, 1] * 2 + [1]
+            launches.clear()
+            model(torch.arange(20)[None])  # too many rows
+            assert launches == []
+
+    def test_another_input_than_in_the_pass_that_was_watched(self):
+        class Twice(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = torch.nn.Linear(4, 3), torch.nn.Linear(4, 2)
+
+            def forward(self, x, y):
+                return self.a(x), self.b(y)
+
+        model, x, y = Twice(), torch.randn(1, 4), torch.randn(1, 4)
+        with torch.no_grad():
+            expected = model(x, y)
+            with fused_linears(model, lambda: model(x, x)) as groups:
+                assert [len(group) for group in groups] == [2]
+                for got, of in zip(model(x, y), expected, strict=True):
+                    assert torch.equal(got, of)
+                # What was computed for the second and not asked for is not given to a later pass.
+                assert torch.equal(model(y, y)[1], model.b.__class__.forward(model.b, y))
+
+    def test_adapters_and_hooks_are_left_alone(self):
+        class Adapted(torch.nn.Linear):
+            pass
+
+        model = torch.nn.Sequential(Adapted(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model[1].forward = own = model[1].forward  # as accelerate does
+        with fused_linears(model, lambda: model(torch.ones(1, 4))) as groups:
+            assert groups == [[model[2]]]
+            assert model[1].forward == own
+        assert model[1].forward == own
+
+
+class TestMLP:
+    @pytest.mark.parametrize(("name", "activation"), [("llama", "silu"), ("qwen3", "silu"), ("gemma3", "gelu_tanh")])
+    def test_a_gated_one_is_recognised(self, name, activation):
+        assert {mlp_activation(layer.mlp) for layer in toy_model(name).model.layers} == {activation}
+
+    @pytest.mark.parametrize("name", ["gpt2", "phi3", "mixtral"])
+    def test_no_other_is(self, name):
+        assert {mlp_activation(module) for module in toy_model(name).modules()} == {None}
+
+    def test_one_that_computes_something_else_is_left_alone(self):
+        model = toy_model("llama")
+        mlp = model.model.layers[0].mlp
+        kind = type(mlp)
+        mlp.__class__ = type("Other", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+        assert mlp_activation(mlp) is None
+
+    def test_recognising_draws_no_random_numbers(self):
+        before = torch.get_rng_state()
+        mlp_activation(toy_model("llama").model.layers[0].mlp)
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+class TestSums:
+    def test_a_sum_is_computed_with_the_norm_that_follows(self, monkeypatch):
+        model, calls = toy_model("llama"), []
+        own = fusion.sum_and_rms_norm
+
+        def count(*args):
+            calls.append(args)
+            return own(*args)
+
+        monkeypatch.setattr(fusion, "sum_and_rms_norm", count)
+        sums = FusedSums()
+        with torch.no_grad(), fused_norms(model):
+            with sums:
+                model(TOKEN)
+            assert calls == []
+            with sums:
+                model(TOKEN)
+        assert len(calls) == 4  # two layers with two sums each, and a norm after each
+
+    def test_a_guess_that_fails_changes_nothing(self):
+        """A second pass with other sums than the first."""
+        model = toy_model("llama")
+        norm, x, y = model.model.norm, torch.randn(1, 64), torch.randn(1, 64)
+        with torch.no_grad():
+            dim = norm.weight.shape[0]
+            x, y = torch.randn(1, dim), torch.randn(1, dim)
+            expected = norm(x * y), x + y
+            with fused_norms(model):
+                sums = FusedSums()
+                with sums:
+                    norm(x + y)
+                with sums:
+                    total = x + y
+                    assert torch.equal(norm(x * y), expected[0])
+                    assert torch.equal(total, expected[1])
+
+
+def test_angles_that_are_no_rows_of_a_table_are_computed_as_before():
+    class OddRotaryEmbedding(torch.nn.Module):
+        """Depends on how many positions it is given."""
+
+        def forward(self, x, position_ids):
+            angle = position_ids[..., None] * torch.ones(4) / position_ids.shape[1]
+            return angle.cos(), angle.sin()
+
+    model, positions = OddRotaryEmbedding(), torch.tensor([[5]])
+    expected = model(None, positions)
+    with angles_from_tables(model, 16) as tables:
+        assert torch.equal(model(None, positions)[0], expected[0])
+        assert tables == []

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
-from hf_static_kv.kernels.rms_norm import STYLES, rms_norm, rms_norm_plain
+from hf_static_kv.kernels.rms_norm import STYLES, rms_norm, rms_norm_plain, sum_and_rms_norm
 from hf_static_kv.kernels.storage_ops import write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -210,7 +210,7 @@ def norm_in_float64(x, weight, eps, style):
 def norm_kernel(x, weight, eps, style):
     module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
     skip_bfloat16_on_a_cpu(x)
-    return module.rms_norm_triton(x, weight, eps, *style)
+    return module.rms_norm_triton(x, None, weight, eps, *style)[1]
 
 
 @pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
@@ -239,6 +239,24 @@ class TestRmsNorm:
         x, weight = torch.randn(7, 200, device=DEVICE), torch.randn(200, device=DEVICE)
         together = implementation(x, weight, 1e-6, STYLES[0])
         assert torch.equal(together[3:4], implementation(x[3:4], weight, 1e-6, STYLES[0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
+    x, other, weight = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 1, 96), (2, 1, 96), (96,)))
+    module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
+    skip_bfloat16_on_a_cpu(x)
+    total, normed = module.rms_norm_triton(x, other, weight, 1e-6, *STYLES[0])
+    assert torch.equal(total, x + other)
+    assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
+    plain = sum_and_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
+    assert torch.equal(plain[0], total.cpu())
+    assert torch.equal(plain[1], rms_norm_plain(total.cpu(), weight.cpu(), 1e-6, STYLES[0]))
+
+
+def test_a_sum_of_unlike_tensors_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"):
+        sum_and_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
 
 
 def test_a_norm_of_another_dim_is_refused():

@@ -2,9 +2,10 @@
 
     split     program (row and KV head, piece) reads SPLIT positions of a KV head once for all query heads that share
               it: its running maximum m, the sum l of exp(score - m), and the sum of exp(score - m) * value
-    combine   program (row and query head) folds the pieces that exist, sixteen at a time in their order
+    combine   program (row, query head, columns) folds the pieces that exist, FOLD at a time in their order
 
-Pieces are counted from the row's origin. The fold's shape depends on the number of pieces alone, never on the room.
+Pieces are counted from the row's origin. Their length depends on the size of a head alone, and the number of folds on
+the number of pieces, never on the room.
 """
 
 from __future__ import annotations
@@ -13,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+from hf_static_kv.kernels.launch_triton import after_previous, launch
 
-SPLIT = 256
-FOLD = 16
+FOLD, COLUMNS = 256, 16
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -31,17 +31,20 @@ def _split(
     scale, softcap, keys_l, values_l, spans_l,
     query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
-    DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr,
+    DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
-    after_previous(EARLY)
-    if HAS_LAYER:
+    if not HAS_LAYER:
+        after_previous(EARLY)
+    else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
     span = spans + b * spans_b
     origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
+        after_previous(EARLY)
     start = origin + ((first - origin) // SPLIT + piece) * SPLIT
     if start >= end:
         return
@@ -51,13 +54,15 @@ def _split(
     maximum = tl.full((G_TILE,), -float("inf"), tl.float32)
     total = tl.zeros((G_TILE,), tl.float32)
     summed = tl.zeros((G_TILE, DV_TILE), tl.float32)
-    for at in range(start, tl.minimum(start + SPLIT, end), N_TILE):
+    for at in tl.range(start, tl.minimum(start + SPLIT, end), N_TILE, num_stages=STAGES):
         position = (at + n).to(tl.int64)
         here = (position >= first) & (position < end)
         if HAS_SEEN:
             here &= tl.load(seen + b * seen_b + position, mask=here, other=0) != 0
         k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
         k = tl.load(k_at, mask=here[None, :] & (d[:, None] < D), other=0.0)  # [D, N]
+        v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
+        v = tl.load(v_at, mask=here[:, None] & (dv[None, :] < DV), other=0.0)  # [N, DV]
         score = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * _tanh(score / softcap)
@@ -68,49 +73,51 @@ def _split(
         shrink = tl.exp2(maximum - reference)
         p = tl.exp2(score - reference[:, None])
         total = total * shrink + tl.sum(p, 1)
-        v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
-        v = tl.load(v_at, mask=here[:, None] & (dv[None, :] < DV), other=0.0)  # [N, DV]
         summed = summed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         maximum = larger
     out = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
-    tl.store(maxima + out, maximum)
-    tl.store(totals + out, total)
-    tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed)
+    tl.store(maxima + out, maximum, mask=g < G)
+    tl.store(totals + out, total, mask=g < G)
+    tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=g[:, None] < G)
 
 
 @triton.jit
 def _combine(
     sums, maxima, totals, spans, layer, sinks, output, spans_l, spans_b, num_pieces,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
-    SPLIT: tl.constexpr, FOLD: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, g = tl.program_id(0), tl.program_id(1)
     b, h = (row_head // H).to(tl.int64), row_head % H
-    after_previous(EARLY)
-    if HAS_LAYER:
+    if not HAS_LAYER:
+        after_previous(EARLY)
+    else:
         spans += tl.load(layer).to(tl.int64) * spans_l
     span = spans + b * spans_b
     origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    if HAS_LAYER:
+        after_previous(EARLY)
     filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
     filled = tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read what is not its own
-    fold, dv = tl.arange(0, FOLD), tl.arange(0, DV_TILE)
+    fold, dv = tl.arange(0, FOLD), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     maximum = -float("inf")
     total = 0.0
     if HAS_SINKS:
         maximum = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E
         total = 1.0
-    summed = tl.zeros((DV_TILE,), tl.float32)
+    summed = tl.zeros((COLUMNS,), tl.float32)
     for at in range(0, filled, FOLD):
         piece = at + fold
         here = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
         m = tl.load(maxima + here, mask=piece < filled, other=-float("inf"))
+        t = tl.load(totals + here, mask=piece < filled, other=0.0)
+        s = tl.load(sums + here[:, None] * DV_TILE + dv[None, :], mask=piece[:, None] < filled, other=0.0)
         larger = tl.maximum(maximum, tl.max(m, 0))
         reference = tl.where(larger == -float("inf"), 0.0, larger)
         weight = tl.exp2(m - reference)
         shrink = tl.exp2(maximum - reference)
-        total = total * shrink + tl.sum(weight * tl.load(totals + here, mask=piece < filled, other=0.0), 0)
-        s = tl.load(sums + here[:, None] * DV_TILE + dv[None, :], mask=piece[:, None] < filled, other=0.0)
+        total = total * shrink + tl.sum(weight * t, 0)
         summed = summed * shrink + tl.sum(s * weight[:, None], 0)
         maximum = larger
     at = (b * H * G + h * G + g) * DV + dv
@@ -136,9 +143,9 @@ def decode_attention_triton(
     groups = query_heads // heads
     group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
     value_tile = max(16, triton.next_power_of_2(value_dim))
+    split, tile, warps, stages = _tiles(max(dim_tile, value_tile), query.element_size())
     # A window that does not begin at a piece's border touches one piece more than its length needs.
-    num_pieces = triton.cdiv(max_span, SPLIT) + (1 if max_span < room else 0)
-    tile = 64 if dim * query.element_size() <= 256 else 32
+    num_pieces = triton.cdiv(max_span, split) + (1 if max_span < room else 0)
     sums = torch.empty(batch * heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
     maxima = torch.empty(batch * heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
     totals = torch.empty_like(maxima)
@@ -147,21 +154,29 @@ def decode_attention_triton(
     keys_l, values_l, spans_l = (
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
     )
-    sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": SPLIT}
-    options = {"num_warps": 4, "HAS_LAYER": layer is not None, **early_launch(query)}
-    with torch.cuda.device_of(query):
-        _split[(batch * heads, num_pieces)](
-            query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
-            sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
-            query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
-            values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
-            0 if seen is None else seen.stride(0),
-            D=dim, D_TILE=dim_tile, N_TILE=tile, HAS_SEEN=seen is not None,
-            HAS_SOFTCAP=softcap is not None, **sizes, **options,
-        )  # fmt: skip
-        _combine[(batch * heads, groups)](
-            sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
-            spans_l, spans.stride(0), num_pieces,
-            FOLD=FOLD, HAS_SINKS=sinks is not None, **sizes, **options,
-        )  # fmt: skip
+    sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
+    sizes |= {"HAS_LAYER": layer is not None}
+    launch(
+        _split, (batch * heads, num_pieces), query,
+        query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
+        sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
+        query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
+        values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
+        0 if seen is None else seen.stride(0),
+        D=dim, D_TILE=dim_tile, N_TILE=tile, STAGES=stages, HAS_SEEN=seen is not None,
+        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=warps,
+    )  # fmt: skip
+    launch(
+        _combine, (batch * heads, groups, value_tile // COLUMNS), query,
+        sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
+        spans_l, spans.stride(0), num_pieces, FOLD=FOLD, COLUMNS=COLUMNS, HAS_SINKS=sinks is not None,
+        **sizes, num_warps=4,
+    )  # fmt: skip
     return output
+
+
+def _tiles(dim: int, element_size: int) -> tuple[int, int, int, int]:
+    """For a head of this size: the length of a piece, positions read at once, warps, stages."""
+    if dim <= 128:
+        return 128, min(64, 16384 // (dim * element_size)), 4, 2
+    return 64, 16384 // (dim * element_size), 4, 2

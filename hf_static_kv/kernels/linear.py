@@ -70,8 +70,11 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activati
         from hf_static_kv.kernels.linear_triton import gated_linear_triton
 
         return gated_linear_triton(x, gate, up, activation)
-    both: torch.Tensor = linears(x, [gate, up], [])
-    return activate(both[..., : gate.shape[0]], activation) * both[..., gate.shape[0] :]
+    if is_served(x, gate):
+        of_gate, of_up = linears(x, [gate, up], []).chunk(2, dim=-1)
+    else:
+        of_gate, of_up = F.linear(x, gate), F.linear(x, up)
+    return activate(of_gate, activation) * of_up
 
 
 @gated_linear.register_fake

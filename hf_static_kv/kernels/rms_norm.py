@@ -1,4 +1,4 @@
-"""RMS norm of each row: the plain PyTorch twin, and the choice between it and the kernel.
+"""RMS norm of each row, of a sum too: the plain PyTorch twins, and the choice between them and the kernel.
 
     y = x / sqrt(mean(x^2) + eps)        in float32
 
@@ -25,17 +25,35 @@ STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
     """The norm of every row of `x` [..., D], times `weight` [D]; in x's dtype."""
-    if x.shape[-1] != weight.shape[0] or weight.ndim != 1:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [..., D] and [D].")
+    _check(x, weight)
     if x.is_cuda:
         from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, weight, eps, *style)
+        return rms_norm_triton(x, None, weight, eps, *style)[1]
     return rms_norm_plain(x, weight, eps, style)
 
 
+def sum_and_rms_norm(
+    x: torch.Tensor, other: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`x` + `other`, rounded as it would be by itself, and the norm of it."""
+    _check(x, weight)
+    if other.shape != x.shape or other.dtype != x.dtype:
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype} must be alike.")
+    if x.is_cuda:
+        from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
+
+        return rms_norm_triton(x, other, weight, eps, *style)
+    return x + other, rms_norm_plain(x + other, weight, eps, style)
+
+
+def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+    if x.shape[-1] != weight.shape[0] or weight.ndim != 1:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [..., D] and [D].")
+
+
 def rms_norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
-    """The same in plain PyTorch."""
+    """The norm in plain PyTorch."""
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     if style.cast_first:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+from hf_static_kv.kernels.launch_triton import after_previous, launch
 
 
 @triton.jit
@@ -41,10 +41,9 @@ def rotary_triton(
     batch, query_heads, _, dim = query.shape
     heads = key.shape[1]
     query_out, key_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
-    with torch.cuda.device_of(query):
-        _rotary[(batch * (query_heads + heads),)](
-            query, key, cos, sin, query_out, key_out, *query.stride()[:2], *key.stride()[:2], cos.stride(0),
-            sin.stride(0), HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
-            **early_launch(query),
-        )  # fmt: skip
+    launch(
+        _rotary, (batch * (query_heads + heads),), query,
+        query, key, cos, sin, query_out, key_out, *query.stride()[:2], *key.stride()[:2], cos.stride(0), sin.stride(0),
+        HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
+    )  # fmt: skip
     return query_out, key_out

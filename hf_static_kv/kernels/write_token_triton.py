@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.early_launch_triton import after_previous, early_launch
+from hf_static_kv.kernels.launch_triton import after_previous, launch
 
 
 @triton.jit
@@ -38,10 +38,9 @@ def write_token_triton(
     value_dim = value_states.shape[-1]
     if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
         key_states, value_states = key_states.contiguous(), value_states.contiguous()
-    with torch.cuda.device_of(keys):
-        _write[(batch * heads,)](
-            keys, values, key_states, value_states, slot, layer,
-            *keys.stride()[:4], *values.stride()[:4], *key_states.stride()[:2], *value_states.stride()[:2],
-            keys.shape[3], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
-            **early_launch(keys),
-        )  # fmt: skip
+    launch(
+        _write, (batch * heads,), keys,
+        keys, values, key_states, value_states, slot, layer,
+        *keys.stride()[:4], *values.stride()[:4], *key_states.stride()[:2], *value_states.stride()[:2],
+        keys.shape[3], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,63 @@
+"""How kernels are launched: early, and, before their first run, compiled side by side.
+
+Early ("programmatic dependent launch", compute capability 9.0 on): a kernel begins while the one before it still runs.
+Short kernels in a row are mostly waiting, for the launch and for the first bytes. In the kernel, before anything that
+another one has written:
+
+    after_previous(EARLY)
+
+What no kernel writes, such as the weights, may be read before that. Every kernel lets the next one begin only after its
+own wait, so whatever is older than the kernel before is complete from the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime._async_compile import AsyncCompileMode
+
+_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **options: Any) -> None:
+    """Run `kernel` on the device of the tensor `on`; it has a constexpr `EARLY`."""
+    early = on.is_cuda and _knows_early_launch(on.device)
+    options |= {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+    with torch.cuda.device_of(on):
+        if _COMPILE_ONLY.get():
+            kernel.warmup(*args, grid=grid, **options)
+        else:
+            kernel[grid](*args, **options)
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Inside, a launch compiles its kernel and does not run it. All are ready on exit, compiled side by side."""
+    before = _COMPILE_ONLY.set(True)
+    try:
+        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
+            yield
+    finally:
+        _COMPILE_ONLY.reset(before)
+
+
+@lru_cache
+def _knows_early_launch(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Wait until the kernel before this one is complete, then let the next one begin."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()

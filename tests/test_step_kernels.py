@@ -1,0 +1,180 @@
+"""The small kernels of a captured step, each against its formula; on a CPU they run in Triton's interpreter."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_static_kv.kernels import linear
+from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
+from hf_static_kv.kernels.rotary import rotary, rotary_plain
+
+pytest.importorskip("triton", reason="triton is not installed")
+from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
+from hf_static_kv.kernels.launch_triton import compile_only
+from hf_static_kv.kernels.linear_triton import gated_linear_triton, linears_triton
+from hf_static_kv.kernels.rotary_triton import rotary_triton
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies bfloat16 as integers.
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def error_bound(x, weight):
+    """A sum of K products in float32, in any order, then one rounding to the dtype."""
+    magnitudes = x.double().abs() @ weight.double().abs().T
+    return (x.shape[-1] + 2) * torch.finfo(torch.float32).eps * magnitudes + torch.finfo(x.dtype).eps * magnitudes
+
+
+class TestLinears:
+    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize("sizes", [(7,), (5, 3), (33, 6, 2)], ids=str)
+    @pytest.mark.parametrize("dim", [48, 1024, 1100])
+    @pytest.mark.parametrize("rows", [1, 3, 16])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_against_float64(self, dtype, rows, dim, sizes, has_bias):
+        x, weights = normal(rows, dim, dtype=dtype), [normal(size, dim, dtype=dtype) for size in sizes]
+        biases = [normal(size, dtype=dtype) for size in sizes] if has_bias else []
+        got = linears_triton(x, weights, biases)
+        whole, bias = torch.cat(weights), torch.cat(biases).double() if has_bias else 0
+        assert got.dtype == dtype
+        assert got.shape == (rows, sum(sizes))
+        bound = error_bound(x, whole) + torch.finfo(dtype).eps * (abs(bias) if has_bias else 0)
+        assert ((got.double() - (x.double() @ whole.double().T + bias)).abs() <= bound).all()
+
+    @pytest.mark.parametrize(("size", "dim"), [(8200, 64), (20, 4100)])
+    def test_the_tiles_of_large_weights(self, size, dim):
+        x, weight = normal(1, dim), normal(size, dim)
+        got = linears_triton(x, [weight], [])
+        assert ((got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)).all()
+
+    def test_the_shape_before_the_last_dim_is_kept(self):
+        x, weights = normal(2, 1, 32), [normal(4, 32), normal(3, 32)]
+        assert linears_triton(x, weights, []).shape == (2, 1, 7)
+        assert linear.linears(x, weights, []).shape == (2, 1, 7)
+
+    def test_a_row_does_not_depend_on_the_others(self):
+        x, weight = normal(9, 300, dtype=torch.float16), normal(40, 300, dtype=torch.float16)
+        together = linears_triton(x, [weight], [])
+        assert torch.equal(linears_triton(x[4:6], [weight], []), together[4:6])
+
+    @pytest.mark.parametrize("weights", [0, 4])
+    def test_the_number_of_weights(self, weights):
+        with pytest.raises(ValueError, match=f"linears takes 1 to 3 weights and as many biases or none, got {weights}"):
+            linear.linears(torch.ones(1, 4), [torch.ones(2, 4)] * weights, [])
+
+    def test_a_weight_of_another_dim_is_refused(self):
+        with pytest.raises(ValueError, match=r"x \(1, 4\) and weights \[\(2, 5\)\] do not fit"):
+            linear.linears(torch.ones(1, 4), [torch.ones(2, 5)], [])
+
+
+class TestGatedLinear:
+    @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
+    @pytest.mark.parametrize("dim", [96, 2048])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_against_the_parts(self, dtype, dim, activation):
+        x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, 1, dim), (9, dim), (9, dim)))
+        got = gated_linear_triton(x, gate / 8, up, activation)
+        parts = [linears_triton(x, [weight], []) for weight in (gate / 8, up)]
+        expected = linear.activate(parts[0], activation) * parts[1]
+        # The same two sums in another order; then the activation and the product, rounded after each.
+        sums = [error_bound(x[0], weight) for weight in (gate / 8, up)]
+        bound = 1.2 * sums[0] * parts[1][0].abs() + sums[1] * parts[0][0].abs()
+        eps = torch.finfo(dtype).eps
+        assert ((got - expected)[0].double().abs() <= 2 * bound + 4 * eps * expected[0].abs() + eps).all()
+
+    def test_on_a_cpu_it_is_the_same_formula(self):
+        x, gate, up = torch.randn(2, 8), torch.randn(5, 8), torch.randn(5, 8)
+        expected = F.silu(F.linear(x, gate)) * F.linear(x, up)
+        torch.testing.assert_close(linear.gated_linear(x, gate, up, "silu"), expected)
+
+    def test_what_does_not_fit_is_refused(self):
+        with pytest.raises(ValueError, match="activation must be one of silu, gelu_tanh, gelu, got 'relu'"):
+            linear.gated_linear(torch.ones(1, 4), torch.ones(2, 4), torch.ones(2, 4), "relu")
+        with pytest.raises(ValueError, match=r"gate \(2, 4\) and up \(3, 4\) do not fit"):
+            linear.gated_linear(torch.ones(1, 4), torch.ones(2, 4), torch.ones(3, 4), "silu")
+
+
+class TestRotary:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 20)])
+    def test_each_product_and_the_sum_are_rounded_as_by_themselves(self, dtype, heads, kv_heads, dim):
+        # Heads and tokens transposed, as a projection leaves them; cosines and sines side by side, as a table has them.
+        query, key = (normal(2, 1, h, dim, dtype=dtype).transpose(1, 2) for h in (heads, kv_heads))
+        cos, sin = normal(2, 1, 2 * dim, dtype=dtype).chunk(2, dim=-1)
+        got, expected = rotary_triton(query, key, cos, sin), rotary_plain(query, key, cos, sin)
+        for a, b in zip(got, expected, strict=True):
+            assert a.shape == b.shape
+            if dtype == torch.float32:  # a compiler may round the last sum of products once where PyTorch does twice
+                torch.testing.assert_close(a, b, rtol=0, atol=8 * torch.finfo(dtype).eps * b.abs().max().item())
+            else:
+                assert torch.equal(a, b)
+
+    def test_what_the_kernel_does_not_take_is_computed_plainly(self):
+        query, key, angles = normal(1, 2, 3, 8), normal(1, 1, 3, 8), normal(1, 3, 8)  # three tokens
+        assert torch.equal(rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0])
+
+
+class TestCounting:
+    @given(
+        origin=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+        windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
+        slot=st.integers(9, 40),
+    )
+    @settings(max_examples=20, deadline=None)
+    def test_one_position_further(self, origin, windows, slot):
+        states = []
+        for count_on in (count_on_plain, count_on_triton):
+            tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([slot], origin, windows)]
+            spans = torch.zeros(len(origin), len(windows), 3, dtype=torch.int64, device=DEVICE)
+            positions = torch.zeros(len(origin), 1, dtype=torch.int64, device=DEVICE)
+            count_on(tensors[0], tensors[1][:, None], tensors[2], spans, positions)
+            states.append([tensors[0].tolist(), spans.tolist(), positions.tolist()])
+        naive = [[[o, max(o, slot + 2 - w), slot + 2] for w in windows] for o in origin]
+        assert states[0] == states[1] == [[slot + 1], naive, [[slot + 1 - o] for o in origin]]
+
+    @given(data=st.data(), vocabulary=st.sampled_from([5, 128, 300, 1000]), rows=st.integers(1, 5))
+    @settings(max_examples=25, deadline=None)
+    def test_choosing(self, data, vocabulary, rows):
+        # Few values, so that the largest is often there twice: the first one counts.
+        numbers = st.lists(st.integers(-2, 2), min_size=vocabulary, max_size=vocabulary)
+        logits = torch.tensor([data.draw(numbers) for _ in range(rows)], dtype=torch.float32, device=DEVICE)
+        unfinished = [[data.draw(st.booleans())] for _ in range(rows)]
+        eos = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+        states = []
+        for choose in (choose_plain, choose_triton):
+            state = Greedy(
+                text=torch.zeros(rows, 6, dtype=torch.int64, device=DEVICE),
+                token=torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE),
+                unfinished=torch.tensor(unfinished, device=DEVICE),
+                eos=torch.tensor([eos + [-1] * (16 - len(eos))], device=DEVICE),
+                pad=torch.tensor([3], device=DEVICE),
+                is_over=torch.tensor(False, device=DEVICE),
+            )
+            choose(logits, torch.tensor([2], device=DEVICE), state)
+            states.append([tensor.tolist() for tensor in state])
+        tokens = [
+            row.index(max(row)) if goes_on else 3 for row, (goes_on,) in zip(logits.tolist(), unfinished, strict=True)
+        ]
+        assert states[0] == states[1]
+        assert states[0][0] == [[0, 0, 0, token, 0, 0] for token in tokens]
+        assert states[0][2] == [[goes_on and t not in eos] for t, (goes_on,) in zip(tokens, unfinished, strict=True)]
+        assert states[0][5] == (not any(goes_on for (goes_on,) in states[0][2]))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
+def test_kernels_that_are_only_compiled_do_not_run():
+    text = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    windows, spans = torch.tensor([7], device=DEVICE), torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE)
+    slot = torch.tensor([4], device=DEVICE)
+    with compile_only():
+        count_on_triton(slot, text, windows, spans, text.clone())
+    assert slot.tolist() == [4]
+    count_on_triton(slot, text, windows, spans, text.clone())
+    assert slot.tolist() == [5]
