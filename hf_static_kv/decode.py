@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.generation import Call, Run
+from hf_static_kv.generation import Call, Run, attention_of
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
 
 logger = logging.getLogger(__name__)
@@ -165,9 +165,10 @@ def _compare(step: DecodeStep, call: Call) -> None:
     got = step.run(tokens)  # before the ordinary step, which would write the keys that this one must write
     mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]
     positions = length - call.origin[:, None]
-    ordinary = model(
-        input_ids=tokens[:, None], attention_mask=mask.long(), position_ids=positions, past_key_values=cache
-    )
+    with _attention(model, call.attention):  # the user's own, which is no kernel of ours
+        ordinary = model(
+            input_ids=tokens[:, None], attention_mask=mask.long(), position_ids=positions, past_key_values=cache
+        )
     cache.crop(length - cache.seq_len)
     expected = ordinary.logits[:, -1].float()
     bound = torch.finfo(model.dtype).eps ** 0.5 * expected.abs().max().item()
@@ -177,12 +178,9 @@ def _compare(step: DecodeStep, call: Call) -> None:
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+def _attention(model: PreTrainedModel, name: str | dict[str, str]) -> Iterator[None]:
     """The model with this attention implementation, and afterwards with its own again."""
-    config = model.config
-    parts = {key: getattr(config, key) for key in config.sub_configs}
-    own = {key: part._attn_implementation for key, part in parts.items() if part is not None}
-    before = {"": config._attn_implementation, **own} if own else config._attn_implementation
+    before = attention_of(model)
     model.set_attn_implementation(name)
     try:
         yield

@@ -42,6 +42,7 @@ class Call:
         self.config, self.model_kwargs = config, model_kwargs
         self.cache: Any = model_kwargs.get("past_key_values")  # `why_not` looks whether it is ours
         self.mask: torch.Tensor | None = model_kwargs.get("attention_mask")  # [B, n], 1 where there is text
+        self.attention = attention_of(model)
 
     @cached_property
     def origin(self) -> torch.Tensor:
@@ -287,6 +288,14 @@ class _Flag:
         self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrived.record()
         return earlier
+
+
+def attention_of(model: PreTrainedModel) -> str | dict[str, str]:
+    """The attention implementation, or those of a model's parts by name: what `set_attn_implementation` takes."""
+    config = model.config
+    parts = {key: getattr(config, key) for key in config.sub_configs}
+    own = {key: part._attn_implementation for key, part in parts.items() if part is not None}
+    return {"": config._attn_implementation, **own} if own else config._attn_implementation
 
 
 def _kind(thing: object) -> str:

@@ -83,8 +83,8 @@ class DecodeStep:
                 changes.enter_context(fused_norms(self.model))
                 changes.enter_context(fused_rotary(self.model))
                 self._around_a_pass = FusedSums()
-            changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
-            with compile_only():  # all kernels at once, where a pass would meet one after the other
+            with compile_only():  # all kernels at once, where passes would meet one after the other
+                changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
                 self._run_once(length, origin)
             changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
             self._capture(length, origin)

@@ -1,11 +1,12 @@
 """Decode attention in Triton: split over the text, then combined. Formula and shapes are in decode_attention.py.
 
-    split     program (row and KV head, piece) reads SPLIT positions of a KV head once for all query heads that share
-              it: its running maximum m, the sum l of exp(score - m), and the sum of exp(score - m) * value
+    split     program (row and KV head, share) goes through its share of the pieces. It reads each piece of a KV head
+              once for all query heads of it: the maximum m of the scores, the sum of exp(score - m), and the sum of
+              exp(score - m) * value. While it computes one, the next is on its way.
     combine   program (row, query head, columns) folds the pieces that exist, FOLD at a time in their order
 
-Pieces are counted from the row's origin. Their length depends on the size of a head alone, and the number of folds on
-the number of pieces, never on the room.
+Pieces are counted from the row's origin, and their length depends on the size of a head alone. So the bits of a row
+depend on its own text: not on the room, on its neighbours, or on how many programs there are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import triton.language as tl
 from hf_static_kv.kernels.launch_triton import after_previous, launch
 
 FOLD, COLUMNS = 256, 16
+_STAGES, _PROGRAMS_PER_PROCESSOR = 3, 2
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -27,35 +29,31 @@ def _tanh(x):
 
 @triton.jit
 def _split(
-    query, keys, values, spans, seen, layer, sums, maxima, totals,
+    query, keys, values, spans, seen, layer, sums, maxima, totals, num_pieces,
     scale, softcap, keys_l, values_l, spans_l,
     query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
-    DV: tl.constexpr, DV_TILE: tl.constexpr, N_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    DV: tl.constexpr, DV_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    row_head, piece, num_pieces = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    row_head = tl.program_id(0)
     b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
     if not HAS_LAYER:
         after_previous(EARLY)
     else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
-    span = spans + b * spans_b
-    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    origin, first, end, filled = _pieces(spans + b * spans_b, num_pieces, SPLIT)
     if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
         after_previous(EARLY)
-    start = origin + ((first - origin) // SPLIT + piece) * SPLIT
-    if start >= end:
-        return
-    g, d, dv, n = tl.arange(0, G_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, N_TILE)
+    share = tl.cdiv(filled, tl.num_programs(1))
+    begin = origin + (first - origin) // SPLIT * SPLIT
+    g, d, dv, n = tl.arange(0, G_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, SPLIT)
     q_at = query + b * query_b + (h * G + g)[:, None] * query_h + d[None, :]
     q = tl.load(q_at, mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)  # [G, D]
-    maximum = tl.full((G_TILE,), -float("inf"), tl.float32)
-    total = tl.zeros((G_TILE,), tl.float32)
-    summed = tl.zeros((G_TILE, DV_TILE), tl.float32)
-    for at in tl.range(start, tl.minimum(start + SPLIT, end), N_TILE, num_stages=STAGES):
-        position = (at + n).to(tl.int64)
+    mine = tl.program_id(1) * share
+    for piece in tl.range(mine, tl.minimum(mine + share, filled), num_stages=STAGES):
+        position = (begin + piece * SPLIT + n).to(tl.int64)
         here = (position >= first) & (position < end)
         if HAS_SEEN:
             here &= tl.load(seen + b * seen_b + position, mask=here, other=0) != 0
@@ -67,18 +65,22 @@ def _split(
         if HAS_SOFTCAP:
             score = softcap * _tanh(score / softcap)
         score = tl.where(here[None, :], score * LOG2_E, -float("inf"))
-        larger = tl.maximum(maximum, tl.max(score, 1))
-        # A tile may have nothing to see: 0 in the place of -inf keeps the differences from being nan.
-        reference = tl.where(larger == -float("inf"), 0.0, larger)
-        shrink = tl.exp2(maximum - reference)
-        p = tl.exp2(score - reference[:, None])
-        total = total * shrink + tl.sum(p, 1)
-        summed = summed * shrink[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        maximum = larger
-    out = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
-    tl.store(maxima + out, maximum, mask=g < G)
-    tl.store(totals + out, total, mask=g < G)
-    tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=g[:, None] < G)
+        maximum = tl.max(score, 1)
+        # A piece may have nothing to see: 0 in the place of -inf keeps the differences from being nan.
+        p = tl.exp2(score - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
+        out = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
+        tl.store(maxima + out, maximum, mask=g < G)
+        tl.store(totals + out, tl.sum(p, 1), mask=g < G)
+        summed = tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=g[:, None] < G)
+
+
+@triton.jit
+def _pieces(span, num_pieces, SPLIT: tl.constexpr):
+    """A row's origin, first and end, and how many pieces these touch."""
+    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
+    return origin, first, end, tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read beyond
 
 
 @triton.jit
@@ -94,12 +96,9 @@ def _combine(
         after_previous(EARLY)
     else:
         spans += tl.load(layer).to(tl.int64) * spans_l
-    span = spans + b * spans_b
-    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    _, _, _, filled = _pieces(spans + b * spans_b, num_pieces, SPLIT)
     if HAS_LAYER:
         after_previous(EARLY)
-    filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
-    filled = tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read what is not its own
     fold, dv = tl.arange(0, FOLD), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     maximum = -float("inf")
     total = 0.0
@@ -143,7 +142,7 @@ def decode_attention_triton(
     groups = query_heads // heads
     group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
     value_tile = max(16, triton.next_power_of_2(value_dim))
-    split, tile, warps, stages = _tiles(max(dim_tile, value_tile), query.element_size())
+    split = max(32, min(128, 8192 // max(dim_tile, value_tile)))
     # A window that does not begin at a piece's border touches one piece more than its length needs.
     num_pieces = triton.cdiv(max_span, split) + (1 if max_span < room else 0)
     sums = torch.empty(batch * heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
@@ -157,14 +156,14 @@ def decode_attention_triton(
     sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
     sizes |= {"HAS_LAYER": layer is not None}
     launch(
-        _split, (batch * heads, num_pieces), query,
+        _split, (batch * heads, min(num_pieces, _shares(batch * heads, query.device))), query,
         query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
-        sums, maxima, totals, scale, softcap or 0.0, keys_l, values_l, spans_l,
+        sums, maxima, totals, num_pieces, scale, softcap or 0.0, keys_l, values_l, spans_l,
         query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
         values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
         0 if seen is None else seen.stride(0),
-        D=dim, D_TILE=dim_tile, N_TILE=tile, STAGES=stages, HAS_SEEN=seen is not None,
-        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=warps,
+        D=dim, D_TILE=dim_tile, STAGES=_STAGES if query.element_size() == 2 else 1, HAS_SEEN=seen is not None,
+        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
     )  # fmt: skip
     launch(
         _combine, (batch * heads, groups, value_tile // COLUMNS), query,
@@ -175,8 +174,7 @@ def decode_attention_triton(
     return output
 
 
-def _tiles(dim: int, element_size: int) -> tuple[int, int, int, int]:
-    """For a head of this size: the length of a piece, positions read at once, warps, stages."""
-    if dim <= 128:
-        return 128, min(64, 16384 // (dim * element_size)), 4, 2
-    return 64, 16384 // (dim * element_size), 4, 2
+def _shares(row_heads: int, device: torch.device) -> int:
+    """How many programs go through a row's text at most: enough for every multiprocessor to have a few."""
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return max(1, _PROGRAMS_PER_PROCESSOR * processors // row_heads)

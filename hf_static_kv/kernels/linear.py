@@ -70,6 +70,8 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activati
         from hf_static_kv.kernels.linear_triton import gated_linear_triton
 
         return gated_linear_triton(x, gate, up, activation)
+    of_gate: torch.Tensor
+    of_up: torch.Tensor
     if is_served(x, gate):
         of_gate, of_up = linears(x, [gate, up], []).chunk(2, dim=-1)
     else:

@@ -115,7 +115,7 @@ def _few_rows(
         else:
             x_tile = tl.load(x_at + k, mask=(m < M) & (k + k_x < K), other=0.0)
             w_tile = tl.load(w_at + k, mask=(n < rows) & (k + k_w < K), other=0.0)
-        total = tl.dot(w_tile, x_tile, total)
+        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
     n, m = begin + tl.arange(0, TILE_N)[:, None], tl.arange(0, TILE_M)[None, :]
     result = tl.sum(total, 0)
     if HAS_BIAS:
