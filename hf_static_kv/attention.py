@@ -13,6 +13,7 @@ the layer's number is on the device.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from functools import lru_cache
 from typing import Any
 
@@ -58,11 +59,16 @@ def static_contiguous_attention(
         return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=s_aux), None
     if softcap is not None or s_aux is not None:
         return _plain(query, key, value, attention_mask, scale, softcap, s_aux), None
-    with sdpa_kernel(_WITHOUT_CUDNN):
+    with without_cudnn():
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
         )
     return output, None
+
+
+def without_cudnn() -> AbstractContextManager[None]:
+    """SDPA by any implementation but cuDNN's."""
+    return sdpa_kernel(_WITHOUT_CUDNN)
 
 
 def _in_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

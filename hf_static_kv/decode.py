@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import ATTENTION_NAME
+from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
@@ -165,7 +165,8 @@ def _compare(step: DecodeStep, call: Call) -> None:
     got = step.run(tokens)  # before the ordinary step, which would write the keys that this one must write
     mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]
     positions = length - call.origin[:, None]
-    with _attention(model, call.attention):  # the user's own, which is no kernel of ours
+    # The user's own attention, which is no kernel of ours; without cuDNN, which would build a plan for this one call.
+    with _attention(model, call.attention), without_cudnn():
         ordinary = model(
             input_ids=tokens[:, None], attention_mask=mask.long(), position_ids=positions, past_key_values=cache
         )

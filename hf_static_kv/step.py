@@ -196,7 +196,7 @@ def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any)
     parts = _decoder_layers(model, num_layers) if what == "layers" else []
     before = [part.__dict__.get("forward") for part in parts]  # hooks of accelerate stand here
     for part in parts:
-        part.forward = torch.compile(part.forward, dynamic=False, **options)
+        part.forward = torch.compile(part.forward, dynamic=False, **(options or _inductor_options()))
     limits: dict[str, Any] = {"recompile_limit": _MAX_COMPILED, "accumulated_recompile_limit": _MAX_COMPILED}
     try:
         with torch._dynamo.config.patch({"fail_on_recompile_limit_hit": True, **limits}) if parts else nullcontext():
@@ -206,6 +206,12 @@ def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any)
             del part.forward
             if own is not None:
                 part.forward = own
+
+
+def _inductor_options() -> dict[str, Any]:
+    """Kernels that begin early, as ours do, where this version of torch can make them."""
+    knows = hasattr(torch._inductor.config.triton, "enable_pdl")
+    return {"options": {"triton.enable_pdl": True}} if knows else {}
 
 
 def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[torch.nn.Module]:

@@ -77,9 +77,10 @@ class TestLinears:
 class TestGatedLinear:
     @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
     @pytest.mark.parametrize("dim", [96, 2048])
+    @pytest.mark.parametrize("rows", [1, 3])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    def test_against_the_parts(self, dtype, dim, activation):
-        x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, 1, dim), (9, dim), (9, dim)))
+    def test_against_the_parts(self, dtype, rows, dim, activation):
+        x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim)))
         got = gated_linear_triton(x, gate / 8, up, activation)
         parts = [linears_triton(x, [weight], []) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]

@@ -42,12 +42,21 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **o
 @contextmanager
 def compile_only() -> Iterator[None]:
     """Inside, a launch compiles its kernel and does not run it. All are ready on exit, compiled side by side."""
-    before = _COMPILE_ONLY.set(True)
+    before, device = _COMPILE_ONLY.set(True), torch.cuda.current_device()
     try:
-        with ThreadPoolExecutor() as pool, AsyncCompileMode(pool):
-            yield
+        with ThreadPoolExecutor() as pool:
+            with AsyncCompileMode(pool) as mode:
+                yield
+            compiled = [future.result() for future in mode.future_kernels.values()]
+            list(pool.map(lambda kernel: _load(kernel, device), compiled))
     finally:
         _COMPILE_ONLY.reset(before)
+
+
+def _load(kernel: Any, device: int) -> None:
+    """What Triton does at a kernel's first run; some versions compile a C function for it."""
+    with torch.cuda.device(device):
+        kernel._init_handles()
 
 
 @lru_cache
@@ -56,8 +65,21 @@ def _knows_early_launch(device: torch.device) -> bool:
 
 
 @triton.jit
-def after_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before this one is complete, then let the next one begin."""
+def wait_for_previous(EARLY: tl.constexpr):
+    """Wait until the kernel before this one is complete."""
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """Let the next kernel begin, once every program of this one has come here."""
+    if EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Both, one after the other."""
+    wait_for_previous(EARLY)
+    let_next_begin(EARLY)

@@ -8,12 +8,13 @@ there are too few programs to keep the memory busy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.launch_triton import after_previous, launch
+from hf_static_kv.kernels.launch_triton import after_previous, launch, let_next_begin, wait_for_previous
 
 
 @triton.jit
@@ -99,28 +100,35 @@ def _activate(x, ACTIVATION: tl.constexpr):
 def _few_rows(
     x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
-    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     w, b, rows, begin, at = _which(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
     n, m = begin + tl.arange(0, TILE_N)[None, :, None], tl.arange(0, TILE_M)[None, None, :]
     part = tl.arange(0, PARTS)[:, None, None] * TILE_K
     k_w, k_x = part + tl.arange(0, TILE_K)[None, None, :], part + tl.arange(0, TILE_K)[None, :, None]
-    w_at, x_at = w + n.to(tl.int64) * K + k_w, x + m * K + k_x
-    total = tl.zeros((PARTS, TILE_N, TILE_M), tl.float32)
-    after_previous(EARLY)
+    w_at, x_at = n.to(tl.int64) * K + k_w, x + m * K + k_x
+    total, up = tl.zeros((PARTS, TILE_N, TILE_M), tl.float32), tl.zeros((PARTS, TILE_N, TILE_M), tl.float32)
+    wait_for_previous(EARLY)
     for k in tl.range(0, K, TILE_K * PARTS, num_stages=STAGES):
-        if EVEN:
-            x_tile = tl.load(x_at + k, mask=m < M, other=0.0)
-            w_tile = tl.load(w_at + k, mask=n < rows, other=0.0)
-        else:
-            x_tile = tl.load(x_at + k, mask=(m < M) & (k + k_x < K), other=0.0)
-            w_tile = tl.load(w_at + k, mask=(n < rows) & (k + k_w < K), other=0.0)
-        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        x_here, w_here = m < M, n < rows
+        if not EVEN:
+            x_here, w_here = x_here & (k + k_x < K), w_here & (k + k_w < K)
+        x_tile = tl.load(x_at + k, mask=x_here, other=0.0)
+        total = tl.dot(tl.load(w + w_at + k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
+        if ACTIVATION != "":
+            up = tl.dot(tl.load(w1 + w_at + k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
+    # Only now: programs of the next kernel would take the place of this one's that have yet to begin.
+    let_next_begin(EARLY)
     n, m = begin + tl.arange(0, TILE_N)[:, None], tl.arange(0, TILE_M)[None, :]
     result = tl.sum(total, 0)
     if HAS_BIAS:
         result += tl.load(b + n, mask=n < rows, other=0.0).to(tl.float32)
-    tl.store(y + m * (n0 + n1 + n2) + at + n, result.to(y.dtype.element_ty), mask=(m < M) & (n < rows))
+    if ACTIVATION != "":
+        dtype = y.dtype.element_ty
+        a = _activate(result.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+        result = a * tl.sum(up, 0).to(dtype).to(tl.float32)
+    width = n0 if ACTIVATION != "" else n0 + n1 + n2
+    tl.store(y + m * width + at + n, result.to(y.dtype.element_ty), mask=(m < M) & (n < rows))
 
 
 def linears_triton(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -130,34 +138,43 @@ def linears_triton(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Seq
     y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
     pointers = [*weights, *[x] * absent, *(biases or [x] * len(weights)), *[x] * absent]
     arguments = (x, y, *pointers, *sizes, *[0] * absent)
-    if rows == 1:
-        tile_n, tile_k, warps = _tiles_of_one_row(sum(sizes), dim)
-        grid = (sum(triton.cdiv(size, tile_n) for size in sizes),)
-        launch(
-            _one_row, grid, x, *arguments, dim,
-            TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), num_warps=warps,
-        )  # fmt: skip
-    else:
-        tile_n, parts, tile_k, stages = (64, 1, 128, 4) if sum(sizes) >= 8192 else (16, 4, 128, 3)
-        grid = (sum(triton.cdiv(size, tile_n) for size in sizes),)
-        launch(
-            _few_rows, grid, x, *arguments, rows, dim,
-            TILE_M=16, TILE_N=tile_n, PARTS=parts, TILE_K=tile_k, STAGES=stages,
-            EVEN=dim % (tile_k * parts) == 0, HAS_BIAS=bool(biases), num_warps=4,
-        )  # fmt: skip
+    if rows > 1:
+        _launch_few_rows(arguments, sizes, rows, dim, HAS_BIAS=bool(biases), ACTIVATION="")
+        return y
+    tile_n, tile_k, warps = _tiles_of_one_row(sum(sizes), dim)
+    launch(
+        _one_row, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, *arguments, dim,
+        TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), num_warps=warps,
+    )  # fmt: skip
     return y
 
 
 def gated_linear_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     size, dim = gate.shape
+    rows = x.numel() // dim
     y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    if rows > 1:
+        arguments = (x, y, gate, up, *[x] * 4, size, 0, 0)
+        _launch_few_rows(arguments, [size], rows, dim, HAS_BIAS=False, ACTIVATION=activation)
+        return y
     tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)
     launch(
         _gated_row, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
         ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, num_warps=warps,
     )  # fmt: skip
     return y
+
+
+def _launch_few_rows(arguments: tuple[Any, ...], sizes: list[int], rows: int, dim: int, **options: Any) -> None:
+    tile_n, parts, tile_k, stages = (64, 1, 128, 4) if sum(sizes) >= 8192 else (16, 4, 128, 3)
+    if options["ACTIVATION"]:
+        tile_n, parts, tile_k, stages = 64, 1, 128, 3
+    launch(
+        _few_rows, (sum(triton.cdiv(size, tile_n) for size in sizes),), arguments[0], *arguments, rows, dim,
+        TILE_M=16, TILE_N=tile_n, PARTS=parts, TILE_K=tile_k, STAGES=stages, EVEN=dim % (tile_k * parts) == 0,
+        num_warps=4, **options,
+    )  # fmt: skip
 
 
 def _tiles_of_one_row(size: int, dim: int) -> tuple[int, int, int]:
