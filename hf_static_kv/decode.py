@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
-from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
+from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +80,8 @@ class GraphDecoder:
     def _captured(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor | None:
         """The whole generation; None, with the reason noted and the cache as it was, where the step cannot be had."""
         cache, before = call.cache, call.cache.seq_len
+        if call.input_ids.is_cuda and not self._steps:
+            load_compiler()
         logits = call.prefill()
         with call.model._optimize_model_for_decode():
             step = self._step(call) if call.longest > call.input_ids.shape[1] + 1 else None

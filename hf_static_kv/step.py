@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from threading import Thread
 from typing import Any
 
 import torch
@@ -135,6 +136,22 @@ class DecodeStep:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
+
+
+def load_compiler() -> None:
+    """Have Triton imported and its driver built in another thread, while the host does something else."""
+    Thread(target=_load_compiler, daemon=True).start()
+
+
+def _load_compiler() -> None:
+    with suppress(Exception):  # what is wrong here is raised where it is used
+        from triton.runtime import driver
+        from triton.runtime.cache import triton_key
+
+        from hf_static_kv.kernels import launch_triton  # noqa: F401
+
+        driver.active.utils  # noqa: B018  # built at the first look
+        triton_key()
 
 
 class GreedyStep(DecodeStep):
