@@ -11,6 +11,7 @@ from typing import Any
 
 import bench_context
 import bench_speedup
+import bench_step
 import bench_update
 import generation_report
 from contenders import CONTENDERS
@@ -50,6 +51,10 @@ CONTEXT = """## Time against the text, and against the room
 First as the text grows, in a cache that has room for the longest; then a short text, as the room grows. A cache whose
 cost follows the text and not its room is flat in the second."""
 
+STEP = """## Inside a captured step
+
+What `GraphDecoder` runs for one token, as one change after the other is made to it, and our decode attention alone."""
+
 SPEEDUP = "## Speed-up by tokens generated"
 
 UPDATES = """## Putting a token into the cache, without a model
@@ -74,6 +79,10 @@ def page() -> str:
     parts.append(CONTEXT)
     for path in sorted(RESULTS.glob("context-*.json")):
         parts += [*heading(path), bench_context.markdown(read(path)), picture(path, "time against text and room")]
+    if steps := sorted(RESULTS.glob("step-*.json")):
+        parts.append(STEP)
+        for path in steps:
+            parts += [*heading(path), bench_step.markdown(read(path)), picture(path, "time of a captured step")]
     parts.append(SPEEDUP)
     for path in sorted(RESULTS.glob("speedup-*.json")):
         parts += [*heading(path), bench_speedup.markdown(read(path)), picture(path, "speed-up by tokens")]
@@ -159,6 +168,8 @@ def draw() -> None:
     generation_report.plot(generation_records("h200"), RESULTS / "generation-h200.png")
     for path in RESULTS.glob("context-*.json"):
         bench_context.plot(read(path), path.with_suffix(".png"))
+    for path in RESULTS.glob("step-*.json"):
+        bench_step.plot(read(path), path.with_suffix(".png"))
     for path in RESULTS.glob("speedup-*.json"):
         bench_speedup.plot(read(path), path.with_suffix(".png"))
     bench_update.plot(read(RESULTS / "update.json"), RESULTS / "update.png")

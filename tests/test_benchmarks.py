@@ -408,6 +408,47 @@ class TestSpeedup:
         assert "513 tokens: more than the 512" in result.stderr
 
 
+class TestStep:
+    def test_without_a_gpu_it_says_so_in_a_line(self, run):
+        result = run("bench_step", "--model", "llama", "--device", "cpu")
+        assert result.returncode == 2
+        assert result.stderr == "bench_step.py: --device cpu: a captured step needs a GPU\n"
+
+    def test_every_change_is_switched_off_by_a_name_that_exists(self):
+        """A name that is gone would leave the change on, and two rows would be one."""
+        import importlib
+
+        from bench_step import CHANGES, variants
+
+        for substitutes in CHANGES.values():
+            for name in substitutes:
+                home, _, attribute = f"hf_static_kv.{name}".rpartition(".")
+                if "triton" in home:
+                    pytest.importorskip("triton", reason="triton is not installed")
+                assert hasattr(importlib.import_module(home), attribute)
+        missing = [len(names) for _, setting, names in variants() if setting == "none"]
+        assert missing == list(range(len(CHANGES), -1, -1))
+
+    def test_the_table(self, tmp_path):
+        from bench_step import markdown, plot
+
+        kernels = [{"name": "void at::native::add<int>(x)", "times": 16.0, "us": 20.4}]
+        row = {"words": "captured", "tokens_per_s": 1234.5, "replay_ms": 0.8, "kernels": 167.0, "busy_us": 790.0}
+        record = {
+            "workload": {"model": "m", "dtype": "bfloat16", "batch_size": 1, "prompt_len": 512, "new_tokens": 256},
+            "hardware": "a GPU",
+            "commit": "abc",
+            "bandwidth_gb_per_s": 4000.0,
+            "variants": [row | {"largest": kernels}],
+            "attention": [{"text": 32768, "us": 20.0, "bytes": 64_000_000}],
+        }
+        text = markdown(record)
+        assert "| captured | 1,234 | 0.800 | 167 | 0.790 | 16 x add 20 |" in text
+        assert "| 32,768 | 20.0 | 80% |" in text
+        plot(record, tmp_path / "step.png")
+        assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
 class TestRecords:
     """What is committed agrees with itself: raw times with summaries, records with pages."""
 
