@@ -19,7 +19,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.fusion import FusedSums, angles_from_tables, fused_linears, fused_norms, fused_rotary
+from hf_static_kv.fusion.linears import fused_linears
+from hf_static_kv.fusion.norms import FusedSums, fused_norms
+from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.kernels.counting import Greedy, choose, count_on
 from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.storage import StorageGroup

@@ -24,7 +24,7 @@ from transformers import (
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.decode import _attention
-from hf_static_kv.fusion import fused_linears
+from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64

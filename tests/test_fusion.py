@@ -7,16 +7,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, toy_model
 
-from hf_static_kv import fusion
-from hf_static_kv.fusion import (
-    FusedSums,
-    angles_from_tables,
-    fused_linears,
-    fused_norms,
-    fused_rotary,
-    mlp_activation,
-    norm_style,
-)
+from hf_static_kv.fusion import norms as fused
+from hf_static_kv.fusion.linears import fused_linears, mlp_activation
+from hf_static_kv.fusion.norms import FusedSums, fused_norms, norm_style
+from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
 
@@ -53,7 +47,7 @@ def test_a_fused_model_computes_the_same(name, monkeypatch):
         return rms_norm_plain(*args)
 
     expected = model(ids).logits
-    monkeypatch.setattr("hf_static_kv.fusion.rms_norm", count)
+    monkeypatch.setattr("hf_static_kv.fusion.norms.rms_norm", count)
     with fused_norms(model) as norms:
         assert torch.equal(model(ids).logits, expected)
     assert len(calls) == len(norms)
@@ -234,13 +228,13 @@ class TestMLP:
 class TestSums:
     def test_a_sum_is_computed_with_the_norm_that_follows(self, monkeypatch):
         model, calls = toy_model("llama"), []
-        own = fusion.sum_and_rms_norm
+        own = fused.sum_and_rms_norm
 
         def count(*args):
             calls.append(args)
             return own(*args)
 
-        monkeypatch.setattr(fusion, "sum_and_rms_norm", count)
+        monkeypatch.setattr(fused, "sum_and_rms_norm", count)
         sums = FusedSums()
         with torch.no_grad(), fused_norms(model):
             with sums:
