@@ -2,7 +2,8 @@
 
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.decode import GraphDecoder
+from hf_static_kv.exact import exact
 from hf_static_kv.layer import StaticContiguousLayer
 from hf_static_kv.layout import cache_bytes
 
-__all__ = ["GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "cache_bytes"]
+__all__ = ["GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "cache_bytes", "exact"]

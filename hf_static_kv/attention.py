@@ -24,9 +24,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import decode_attention
+from hf_static_kv.kernels.row_attention import row_attention
 from hf_static_kv.kernels.storage_ops import attend
 
 ATTENTION_NAME = "static_contiguous"
+EXACT_ATTENTION_NAME = "static_contiguous_exact"
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_MAX_DIM = 256
@@ -118,5 +120,57 @@ def _plain(
     return (weights @ value).transpose(1, 2).contiguous()
 
 
+def exact_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention inside `exact`: every query as a row of its own. Its mask is what `exact_mask` makes."""
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention_mask is None or attention_mask.dtype != torch.int64 or kwargs.get("position_bias") is not None:
+        raise ValueError(
+            "Inside exact the mask is made from attention_mask [B, n] alone: no mask or bias of one's own."
+        )
+    if key.ndim == 5 and query.is_cuda:  # a captured step, whose kernel is the same
+        return static_contiguous_attention(
+            module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
+        )
+    if key.ndim == 5:
+        number, batch = int(module.layer_idx), query.shape[0]  # type: ignore[arg-type]
+        spans = attention_mask.view(batch, -1, 3)[:, number : number + 1]
+        key, value = key[number, :batch], value[number, :batch]
+    else:
+        spans = attention_mask[..., 0].transpose(1, 2)
+    return row_attention(query, key, value, spans, scale, softcap, s_aux), None
+
+
+def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+    """The span of every query, int64 of [B, 3, q, 1]: where its row's text begins, the first and the end of its keys.
+
+    Positions are counted from the first key that the cache hands out, so a row may begin before it.
+    """
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **kwargs)
+    seen = mask[:, 0]  # [B, q, n]
+    count, keys = seen.sum(dim=-1), seen.shape[-1]
+    first, end = seen.to(torch.uint8).argmax(dim=-1), keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1)
+    if not bool(((count == end - first) | (count == 0)).all()):
+        raise ValueError("Inside exact a query must see keys that stand side by side, and this mask has holes.")
+    begin = torch.zeros_like(count[:, 0])
+    if attention_mask is not None:
+        begin = attention_mask.to(torch.uint8).argmax(dim=-1).expand(len(count))
+    origin = (begin - kv_offset)[:, None].expand_as(count)
+    first, end = (torch.where(count > 0, edge, origin) for edge in (first, end))
+    return torch.stack([origin, first, end], dim=1)[..., None]
+
+
 AttentionInterface.register(ATTENTION_NAME, static_contiguous_attention)
 AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
+AttentionInterface.register(EXACT_ATTENTION_NAME, exact_attention)
+AttentionMaskInterface.register(EXACT_ATTENTION_NAME, exact_mask)

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
+from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
@@ -65,12 +65,14 @@ class GraphDecoder:
         """What `generate` calls once it has prepared everything."""
         call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         call.refuse_beams()
+        if call.is_exact and self.compile != "none":
+            raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         call.refuse_overflow()
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())  # type: ignore[no-untyped-call]
         if self.fallback_reason is None:
-            with _attention(model, ATTENTION_NAME):
+            with attention_for_a_while(model, EXACT_ATTENTION_NAME if call.is_exact else ATTENTION_NAME):
                 output = self._captured(call)
             if output is not None:
                 return output
@@ -168,7 +170,7 @@ def _compare(step: DecodeStep, call: Call) -> None:
     mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]
     positions = length - call.origin[:, None]
     # The user's own attention, which is no kernel of ours; without cuDNN, which would build a plan for this one call.
-    with _attention(model, call.attention), without_cudnn():
+    with attention_for_a_while(model, call.attention), without_cudnn():
         ordinary = model(
             input_ids=tokens[:, None], attention_mask=mask.long(), position_ids=positions, past_key_values=cache
         )
@@ -181,7 +183,7 @@ def _compare(step: DecodeStep, call: Call) -> None:
 
 
 @contextmanager
-def _attention(model: PreTrainedModel, name: str | dict[str, str]) -> Iterator[None]:
+def attention_for_a_while(model: PreTrainedModel, name: str | dict[str, str]) -> Iterator[None]:
     """The model with this attention implementation, and afterwards with its own again."""
     before = attention_of(model)
     model.set_attn_implementation(name)

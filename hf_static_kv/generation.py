@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.step import GreedyStep
@@ -43,6 +44,7 @@ class Call:
         self.cache: Any = model_kwargs.get("past_key_values")  # `why_not` looks whether it is ours
         self.mask: torch.Tensor | None = model_kwargs.get("attention_mask")  # [B, n], 1 where there is text
         self.attention = attention_of(model)
+        self.is_exact = EXACT_ATTENTION_NAME in str(self.attention)
 
     @cached_property
     def origin(self) -> torch.Tensor:
@@ -71,7 +73,7 @@ class Call:
             for module in self.model.modules()
             if hasattr(module, "active_adapters")
         ]
-        state = (self.model.training, *adapters)
+        state = (self.model.training, self.is_exact, *adapters)
         return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
 
     def is_plain_greedy(self) -> bool:

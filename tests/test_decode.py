@@ -23,7 +23,7 @@ from transformers import (
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
-from hf_static_kv.decode import _attention
+from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
@@ -216,7 +216,7 @@ class TestReuse:
         model = Gemma3ForConditionalGeneration(config)
         model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
         before = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
-        with _attention(model, ATTENTION_NAME):
+        with attention_for_a_while(model, ATTENTION_NAME):
             assert config.text_config._attn_implementation == ATTENTION_NAME
         assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == before
 

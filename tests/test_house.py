@@ -20,6 +20,8 @@ READING_ORDER = [
     "step",
     "generation",
     "decode",
+    "row_operations",
+    "exact",
     "testing",
     "__init__",
 ]

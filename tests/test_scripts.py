@@ -39,6 +39,22 @@ def test_bench_update_refuses_too_small_a_capacity():
     assert "--capacities must be at least 194" in result.stderr
 
 
+def test_the_example_of_exact_shows_a_difference_and_none(tmp_path):
+    record = tmp_path / "exact.json"
+    result = run("examples/exact.py", "--model", "qwen3", "--device", "cpu", "--max-new-tokens", 24, "--json", record)
+    assert result.returncode == 0, result.stderr
+    usual, inside = json.loads(record.read_text())["rows"]
+    assert usual["difference"] > 0
+    assert inside["difference"] == 0
+    assert "| qwen3 | **exact** | 0 | never |" in result.stdout
+
+
+def test_the_example_of_exact_refuses_in_a_line():
+    result = run("examples/exact.py", "--model", "llama", "--max-new-tokens", 1)
+    assert result.returncode == 2
+    assert result.stderr == "exact.py: --max-new-tokens must be at least 2, got 1\n"
+
+
 class TestReadme:
     readme = (ROOT / "README.md").read_text()
 

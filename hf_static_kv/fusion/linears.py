@@ -21,8 +21,7 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
 
     `run` is one pass of the model. In it is seen which linear layers are given the same input, one after the other.
     """
-    mlps = {module: activation for module in model.modules() if (activation := mlp_activation(module)) is not None}
-    with replaced({module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
+    with gated_mlps(model):
         groups = _groups_by_input(model, run)
         forwards: dict[Module, Callable[..., Any]] = {}
         for group in groups:
@@ -30,6 +29,14 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
             forwards.update({module: _Part(shared, i).forward for i, module in enumerate(group)})
         with replaced(forwards):
             yield groups
+
+
+@contextmanager
+def gated_mlps(model: Module) -> Iterator[list[Module]]:
+    """The model with gate, up, activation and product of its MLPs in one operation; gives those MLPs."""
+    mlps = {module: activation for module in model.modules() if (activation := mlp_activation(module)) is not None}
+    with replaced({module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
+        yield list(mlps)
 
 
 def mlp_activation(module: Module) -> str | None:

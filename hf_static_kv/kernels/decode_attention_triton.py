@@ -31,25 +31,26 @@ def _tanh(x):
 def _split(
     query, keys, values, spans, seen, layer, sums, maxima, totals, num_pieces,
     scale, softcap, keys_l, values_l, spans_l,
-    query_b, query_h, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
+    T, query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     DV: tl.constexpr, DV_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
-    b, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
+    row, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
+    b = row // T
     if not HAS_LAYER:
         after_previous(EARLY)
     else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
-    origin, first, end, filled = _pieces(spans + b * spans_b, num_pieces, SPLIT)
+    origin, first, end, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
     if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
         after_previous(EARLY)
     share = tl.cdiv(filled, tl.num_programs(1))
     begin = origin + (first - origin) // SPLIT * SPLIT
     g, d, dv, n = tl.arange(0, G_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, SPLIT)
-    q_at = query + b * query_b + (h * G + g)[:, None] * query_h + d[None, :]
+    q_at = query + b * query_b + row % T * query_t + (h * G + g)[:, None] * query_h + d[None, :]
     q = tl.load(q_at, mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)  # [G, D]
     mine = tl.program_id(1) * share
     for piece in tl.range(mine, tl.minimum(mine + share, filled), num_stages=STAGES):
@@ -91,12 +92,12 @@ def _combine(
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, g = tl.program_id(0), tl.program_id(1)
-    b, h = (row_head // H).to(tl.int64), row_head % H
+    row, h = (row_head // H).to(tl.int64), row_head % H
     if not HAS_LAYER:
         after_previous(EARLY)
     else:
         spans += tl.load(layer).to(tl.int64) * spans_l
-    _, _, _, filled = _pieces(spans + b * spans_b, num_pieces, SPLIT)
+    _, _, _, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
     if HAS_LAYER:
         after_previous(EARLY)
     fold, dv = tl.arange(0, FOLD), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -119,8 +120,9 @@ def _combine(
         total = total * shrink + tl.sum(weight * t, 0)
         summed = summed * shrink + tl.sum(s * weight[:, None], 0)
         maximum = larger
-    at = (b * H * G + h * G + g) * DV + dv
-    tl.store(output + at, (summed / total).to(output.dtype.element_ty), mask=dv < DV)
+    result = tl.where(total > 0, summed / total, 0.0)  # a row of padding sees nothing
+    at = (row * H * G + h * G + g) * DV + dv
+    tl.store(output + at, result.to(output.dtype.element_ty), mask=dv < DV)
 
 
 def decode_attention_triton(
@@ -135,20 +137,21 @@ def decode_attention_triton(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    batch, query_heads, _, dim = query.shape
-    heads, room, value_dim = keys.shape[-3], keys.shape[-2], values.shape[-1]
+    batch, query_heads, length, dim = query.shape
+    heads, value_dim = keys.shape[-3], values.shape[-1]
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or spans.stride(-1) != 1:
         raise ValueError("decode_attention needs the last dim of query, keys, values and spans side by side in memory.")
     groups = query_heads // heads
     group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
     value_tile = max(16, triton.next_power_of_2(value_dim))
     split = max(32, min(128, 8192 // max(dim_tile, value_tile)))
-    # A window that does not begin at a piece's border touches one piece more than its length needs.
-    num_pieces = triton.cdiv(max_span, split) + (1 if max_span < room else 0)
-    sums = torch.empty(batch * heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
-    maxima = torch.empty(batch * heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
+    # A span that does not begin at a piece's border touches one piece more than its length needs.
+    num_pieces = triton.cdiv(max_span, split) + 1
+    row_heads = batch * length * heads
+    sums = torch.empty(row_heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
+    maxima = torch.empty(row_heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
     totals = torch.empty_like(maxima)
-    output = torch.empty(batch, 1, query_heads, value_dim, dtype=query.dtype, device=query.device)
+    output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=query.device)
     unused = query  # a pointer has to be passed for what is absent
     keys_l, values_l, spans_l = (
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
@@ -156,17 +159,17 @@ def decode_attention_triton(
     sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
     sizes |= {"HAS_LAYER": layer is not None}
     launch(
-        _split, (batch * heads, min(num_pieces, _shares(batch * heads, query.device))), query,
+        _split, (row_heads, min(num_pieces, _shares(row_heads, query.device))), query,
         query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
         sums, maxima, totals, num_pieces, scale, softcap or 0.0, keys_l, values_l, spans_l,
-        query.stride(0), query.stride(1), keys.stride(-4), keys.stride(-3), keys.stride(-2),
+        length, query.stride(0), query.stride(1), query.stride(2), keys.stride(-4), keys.stride(-3), keys.stride(-2),
         values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
         0 if seen is None else seen.stride(0),
         D=dim, D_TILE=dim_tile, STAGES=_STAGES if query.element_size() == 2 else 1, HAS_SEEN=seen is not None,
         HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
     )  # fmt: skip
     launch(
-        _combine, (batch * heads, groups, value_tile // COLUMNS), query,
+        _combine, (row_heads, groups, value_tile // COLUMNS), query,
         sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
         spans_l, spans.stride(0), num_pieces, FOLD=FOLD, COLUMNS=COLUMNS, HAS_SINKS=sinks is not None,
         **sizes, num_warps=4,

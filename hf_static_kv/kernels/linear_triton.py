@@ -1,8 +1,9 @@
 """Linear layers for few rows in Triton. What they compute is in linear.py.
 
 One row: products in float32 on plain arithmetic units, one program for a few rows of the weight, which reads its first
-tile before it waits for the kernel that makes x. Two to sixteen rows: tensor cores, with K dealt out to the warps where
-there are too few programs to keep the memory busy.
+tile before it waits for the kernel that makes x. More rows: tensor cores, sixteen rows to a program, with K dealt out
+to the warps where there are too few programs to keep the memory busy. There a row's bits do not depend on the other
+rows: tiles are chosen by the shape of the weight alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import triton
 import triton.language as tl
 
 from hf_static_kv.kernels.launch_triton import after_previous, launch, let_next_begin, wait_for_previous
+
+_TILE_M = 16
 
 
 @triton.jit
@@ -97,16 +100,17 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def _few_rows(
-    x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K,
+def _rows(
+    x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K, w_n, w_k,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTS: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
     EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    w, b, rows, begin, at = _which(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
-    n, m = begin + tl.arange(0, TILE_N)[None, :, None], tl.arange(0, TILE_M)[None, None, :]
+    w, b, rows, begin, at = _which(tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    begin_m = tl.program_id(0).to(tl.int64) * TILE_M
+    n, m = begin + tl.arange(0, TILE_N)[None, :, None], begin_m + tl.arange(0, TILE_M)[None, None, :]
     part = tl.arange(0, PARTS)[:, None, None] * TILE_K
     k_w, k_x = part + tl.arange(0, TILE_K)[None, None, :], part + tl.arange(0, TILE_K)[None, :, None]
-    w_at, x_at = n.to(tl.int64) * K + k_w, x + m * K + k_x
+    w_at, x_at = n.to(tl.int64) * w_n + k_w * w_k, x + m * K + k_x
     total, up = tl.zeros((PARTS, TILE_N, TILE_M), tl.float32), tl.zeros((PARTS, TILE_N, TILE_M), tl.float32)
     wait_for_previous(EARLY)
     for k in tl.range(0, K, TILE_K * PARTS, num_stages=STAGES):
@@ -114,12 +118,12 @@ def _few_rows(
         if not EVEN:
             x_here, w_here = x_here & (k + k_x < K), w_here & (k + k_w < K)
         x_tile = tl.load(x_at + k, mask=x_here, other=0.0)
-        total = tl.dot(tl.load(w + w_at + k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
+        total = tl.dot(tl.load(w + w_at + k * w_k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
-            up = tl.dot(tl.load(w1 + w_at + k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
+            up = tl.dot(tl.load(w1 + w_at + k * w_k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
     # Only now: programs of the next kernel would take the place of this one's that have yet to begin.
     let_next_begin(EARLY)
-    n, m = begin + tl.arange(0, TILE_N)[:, None], tl.arange(0, TILE_M)[None, :]
+    n, m = begin + tl.arange(0, TILE_N)[:, None], begin_m + tl.arange(0, TILE_M)[None, :]
     result = tl.sum(total, 0)
     if HAS_BIAS:
         result += tl.load(b + n, mask=n < rows, other=0.0).to(tl.float32)
@@ -134,13 +138,11 @@ def _few_rows(
 def linears_triton(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
     x = x.contiguous()
     dim, sizes = x.shape[-1], [weight.shape[0] for weight in weights]
-    rows, absent = x.numel() // dim, 3 - len(weights)
+    if x.numel() > dim:
+        return row_linears_triton(x, weights, biases)
+    absent = 3 - len(weights)
     y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
-    pointers = [*weights, *[x] * absent, *(biases or [x] * len(weights)), *[x] * absent]
-    arguments = (x, y, *pointers, *sizes, *[0] * absent)
-    if rows > 1:
-        _launch_few_rows(arguments, sizes, rows, dim, HAS_BIAS=bool(biases), ACTIVATION="")
-        return y
+    arguments = (x, y, *weights, *[x] * absent, *(biases or [x] * len(weights)), *[x] * absent, *sizes, *[0] * absent)
     tile_n, tile_k, warps = _tiles_of_one_row(sum(sizes), dim)
     launch(
         _one_row, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, *arguments, dim,
@@ -152,12 +154,9 @@ def linears_triton(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Seq
 def gated_linear_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     x = x.contiguous()
     size, dim = gate.shape
-    rows = x.numel() // dim
+    if x.numel() > dim:
+        return row_gated_triton(x, gate, up, activation)
     y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    if rows > 1:
-        arguments = (x, y, gate, up, *[x] * 4, size, 0, 0)
-        _launch_few_rows(arguments, [size], rows, dim, HAS_BIAS=False, ACTIVATION=activation)
-        return y
     tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)
     launch(
         _gated_row, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
@@ -166,15 +165,54 @@ def gated_linear_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, a
     return y
 
 
-def _launch_few_rows(arguments: tuple[Any, ...], sizes: list[int], rows: int, dim: int, **options: Any) -> None:
-    tile_n, parts, tile_k, stages = (64, 1, 128, 4) if sum(sizes) >= 8192 else (16, 4, 128, 3)
-    if options["ACTIVATION"]:
-        tile_n, parts, tile_k, stages = 64, 1, 128, 3
+def row_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """One weight of any strides; x [M, K]."""
+    return row_linears_triton(x, [weight], [] if bias is None else [bias])
+
+
+def row_linears_triton(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Any number of rows, each with the bits that it would have alone; weights of unlike tiles in a launch each."""
+    tiles = [_tiles_of_rows(weight.shape[0]) for weight in weights]
+    if len(set(tiles)) > 1 or len({weight.stride() for weight in weights}) > 1:
+        each = [row_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)]
+        return torch.cat(each, dim=-1)
+    x, sizes, absent = x.contiguous(), [weight.shape[0] for weight in weights], 3 - len(weights)
+    y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
+    pointers = [*weights, *[x] * absent, *(biases or [x] * len(weights)), *[x] * absent]
+    arguments = (x, y, *pointers, *sizes, *[0] * absent)
+    _launch_rows(arguments, sizes, weights[0].stride(), tiles[0], HAS_BIAS=bool(biases), ACTIVATION="")
+    return y
+
+
+def row_gated_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """The same for a gated MLP's first half."""
+    x, size = x.contiguous(), gate.shape[0]
+    y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    arguments = (x, y, gate, up, *[x] * 4, size, 0, 0)
+    _launch_rows(arguments, [size], gate.stride(), (64, 1, 128, 3), HAS_BIAS=False, ACTIVATION=activation)
+    return y
+
+
+def _launch_rows(
+    arguments: tuple[Any, ...], sizes: list[int], strides: Sequence[int], tiles: tuple[int, ...], **options: Any
+) -> None:
+    x, (tile_n, parts, tile_k, stages) = arguments[0], tiles
+    dim = x.shape[-1]
+    rows = x.numel() // dim
+    # Programs that read the same rows of the weight stand side by side.
+    grid = (triton.cdiv(rows, _TILE_M), sum(triton.cdiv(size, tile_n) for size in sizes))
     launch(
-        _few_rows, (sum(triton.cdiv(size, tile_n) for size in sizes),), arguments[0], *arguments, rows, dim,
-        TILE_M=16, TILE_N=tile_n, PARTS=parts, TILE_K=tile_k, STAGES=stages, EVEN=dim % (tile_k * parts) == 0,
+        _rows, grid, x, *arguments, rows, dim, *strides,
+        TILE_M=_TILE_M, TILE_N=tile_n, PARTS=parts, TILE_K=tile_k, STAGES=stages, EVEN=dim % (tile_k * parts) == 0,
         num_warps=4, **options,
     )  # fmt: skip
+
+
+def _tiles_of_rows(size: int) -> tuple[int, int, int, int]:
+    """Rows of the weight, parts of K, columns of a part, stages."""
+    return (64, 1, 128, 4) if size >= 8192 else (16, 4, 128, 3)
 
 
 def _tiles_of_one_row(size: int, dim: int) -> tuple[int, int, int]:

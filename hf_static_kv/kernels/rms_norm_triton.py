@@ -41,5 +41,6 @@ def rms_norm_triton(
         _rms_norm, (x.numel() // dim,), x,
         x, x if other is None else other.contiguous(), weight, summed, output, eps, offset,
         D=dim, TILE=tile, CAST_FIRST=cast_first, IS_SUM=other is not None, num_warps=min(16, max(1, tile // 256)),
+        enable_fp_fusion=False,  # so that the norm of a sum has the bits of the norm alone
     )  # fmt: skip
     return summed, output

@@ -45,5 +45,6 @@ def rotary_triton(
         _rotary, (batch * (query_heads + heads),), query,
         query, key, cos, sin, query_out, key_out, *query.stride()[:2], *key.stride()[:2], cos.stride(0), sin.stride(0),
         HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
+        enable_fp_fusion=False,  # the product and the sum are rounded one by one, as PyTorch does
     )  # fmt: skip
     return query_out, key_out

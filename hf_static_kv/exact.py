@@ -1,0 +1,113 @@
+"""`exact(model)`: cached equals uncached, bit for bit.
+
+    with exact(model):
+        model.generate(**inputs, past_key_values=cache)        the bits of `use_cache=False`, in bfloat16 too
+
+In half precision a library picks its kernel by the number of rows, and every kernel rounds in its own way: so a pass
+over one new token does not give the bits of a pass over the whole text. Inside the context each operation of the model
+runs in a kernel whose result for a row does not depend on how many rows there are, or it is refused by its name.
+
+What runs is decided operation by operation, as torch dispatches them, so there is no list of models:
+
+    of single numbers, or a moving of them      as it is (on a CPU in blocks of one shape where a function is involved)
+    linear layers, means, sums, softmax, norms  by rows
+    attention                                   by rows, under an attention name of its own
+    anything else                               refused
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
+
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.decode import attention_for_a_while
+from hf_static_kv.fusion.linears import gated_mlps
+from hf_static_kv.fusion.norms import fused_norms
+from hf_static_kv.fusion.positions import fused_rotary
+from hf_static_kv.generation import attention_of
+from hf_static_kv.row_operations import is_harmless, row_operation
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def exact(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, a row of the model's output has the same bits whatever else is computed with it.
+
+    Cached or not, in one pass or in chunks, alone or in a batch, padded to the left or not, in a cache of any capacity.
+    It takes time: most for prompts. `GraphDecoder()` works inside. The model is as it was afterwards, also after an
+    exception.
+
+    >>> from hf_static_kv import StaticContiguousCache
+    >>> from hf_static_kv.testing import random_model, tiny_config
+    >>> model, ids = random_model(tiny_config("llama"), dtype=torch.bfloat16), torch.tensor([[5, 6, 7, 8]])
+    >>> cache = StaticContiguousCache.from_model(model, max_cache_len=16)
+    >>> with exact(model), torch.no_grad():
+    ...     whole = model(ids, use_cache=False).logits
+    ...     steps = [model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+    >>> torch.equal(torch.cat(steps, dim=1), whole)
+    True
+    """
+    _refuse(model)
+    with ExitStack() as changes:
+        changes.enter_context(attention_for_a_while(model, EXACT_ATTENTION_NAME))
+        changes.enter_context(fused_norms(model))
+        changes.enter_context(fused_rotary(model))
+        changes.enter_context(gated_mlps(model))
+        changes.enter_context(_by_rows(model))
+        yield
+
+
+def _refuse(model: PreTrainedModel) -> None:
+    if EXACT_ATTENTION_NAME in str(attention_of(model)):
+        raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
+    if model.training:
+        raise ValueError("exact is for inference: call model.eval() first.")
+    if model.dtype not in _DTYPES:
+        raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface.")
+
+
+@contextmanager
+def _by_rows(model: PreTrainedModel) -> Iterator[None]:
+    """The model with a `forward` in which every operation runs by rows."""
+    own, before = model.forward, model.__dict__.get("forward")  # a hook of accelerate may stand there
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        with _ByRows():  # type: ignore[no-untyped-call]
+            return own(*args, **kwargs)
+
+    model.forward = forward
+    try:
+        yield
+    finally:
+        del model.forward
+        if before is not None:
+            model.forward = before
+
+
+class _ByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operation: Callable[..., Any] | None = row_operation(func)
+        if operation is not None:
+            return operation(*args, **kwargs)
+        if is_harmless(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise RuntimeError(
+                f"{func} could give a row other bits when other rows are computed with it, and exact has no kernel by "
+                "rows for it: this model cannot be exact. Leave the context to run it as it is."
+            )
+        return result

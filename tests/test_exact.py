@@ -1,0 +1,244 @@
+"""Inside `exact` a row's bits are its own: every comparison here is `torch.equal`.
+
+On a GPU the dev models run at full size in bfloat16 and float16; on a CPU toy models and miniatures, in float32 and, at
+toy size, bfloat16.
+"""
+
+import pytest
+import torch
+from architectures import toy_model
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.generation import attention_of
+from hf_static_kv.row_operations import is_harmless
+from hf_static_kv.testing import load_model
+
+# Not the mixtures of experts, and not Llama 4 with its complex numbers: `TestRefusals`.
+NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
+LENGTH = 70  # past the windows of the toy models, and past one piece of the attention
+
+
+def tokens(batch=1, length=LENGTH, vocab_size=90):
+    return torch.randint(5, vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch))
+
+
+def cached_logits(model, ids, chunks, capacity=80, mask=None):
+    cache, logits, end = StaticContiguousCache.from_model(model, capacity, len(ids)), [], 0
+    for chunk in ids.split(chunks, dim=1):
+        end += chunk.shape[1]
+        part = None if mask is None else mask[:, :end]
+        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, end - chunk.shape[1] : end]
+        logits.append(model(chunk, attention_mask=part, position_ids=positions, past_key_values=cache).logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.fixture(autouse=True)
+def _no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_any_chunks_are_the_whole_pass(name, dtype):
+    model, ids = toy_model(name, "eager").to(dtype), tokens()
+    with exact(model):
+        whole = model(ids, use_cache=False).logits
+        for chunks in ([40] + [1] * 30, [7, 1, 33, 29], [LENGTH]):
+            assert torch.equal(cached_logits(model, ids, chunks), whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+class TestMiniatures:
+    @pytest.fixture
+    def model(self, name):
+        return load_model(name)[0]
+
+    def test_without_it_the_same_comparison_differs(self, model):
+        """So that the check can fail."""
+        ids = tokens(length=300)
+        assert not torch.equal(cached_logits(model, ids, [200] + [1] * 100, 300), model(ids, use_cache=False).logits)
+
+    def test_cached_is_uncached(self, model):
+        ids = tokens(length=300)
+        with exact(model):
+            whole = model(ids, use_cache=False).logits
+            assert torch.equal(cached_logits(model, ids, [200, 64] + [1] * 36, 300), whole)
+
+    def test_a_batch_of_eight_is_each_alone(self, model):
+        ids = tokens(batch=8)
+        with exact(model):
+            together = cached_logits(model, ids, [64] + [1] * 6)
+            for row in (0, 3, 7):
+                assert torch.equal(cached_logits(model, ids[row : row + 1], [64] + [1] * 6), together[row : row + 1])
+
+    def test_left_padded_is_bare(self, model):
+        bare = tokens()
+        padding = 13
+        ids = torch.cat([torch.zeros(1, padding, dtype=torch.long), bare], dim=1)
+        mask = torch.cat([torch.zeros(1, padding, dtype=torch.long), torch.ones_like(bare)], dim=1)
+        # Beside a row without padding, so that the mask is there.
+        ids, mask = torch.cat([ids, tokens(length=83)]), torch.cat([mask, torch.ones_like(mask)])
+        with exact(model):
+            padded = cached_logits(model, ids, [70] + [1] * 13, 90, mask)[:1, padding:]
+            assert torch.equal(padded, cached_logits(model, bare, [57] + [1] * 13))
+
+    def test_any_capacity(self, model):
+        ids = tokens()
+        with exact(model):
+            assert torch.equal(cached_logits(model, ids, [60, 10], 70), cached_logits(model, ids, [60, 10], 5000))
+
+    def test_after_crop_and_continue(self, model):
+        ids = tokens()
+        with exact(model):
+            whole = model(ids, use_cache=False).logits
+            cache = StaticContiguousCache.from_model(model, 80)
+            model(ids[:, :50], past_key_values=cache)
+            cache.crop(-20)
+            logits = [model(token, past_key_values=cache).logits for token in ids[:, 30:].split(1, dim=1)]
+            assert torch.equal(torch.cat(logits, dim=1), whole[:, 30:])
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    @pytest.mark.parametrize("decoder", [None, GraphDecoder()], ids=["plain", "GraphDecoder"])
+    def test_generation_with_its_scores(self, model, decoder, do_sample):
+        ids = tokens(length=20)
+        common = {"max_new_tokens": 16, "do_sample": do_sample, "return_dict_in_generate": True, "output_logits": True}
+        with exact(model):
+            torch.manual_seed(42)
+            expected = model.generate(ids, use_cache=False, **common)
+            torch.manual_seed(42)
+            cache = StaticContiguousCache.from_model(model, 64)
+            got = model.generate(ids, past_key_values=cache, custom_generate=decoder, **common)
+        assert decoder is None or decoder.fallback_reason is None
+        assert torch.equal(got.sequences, expected.sequences)
+        assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
+
+    def test_it_computes_the_model(self, model):
+        """And not something else with the same bits everywhere: rounding apart it is the ordinary pass."""
+        ids = tokens()
+        ordinary = model(ids).logits
+        with exact(model):
+            torch.testing.assert_close(model(ids).logits, ordinary, rtol=1e-4, atol=1e-4)
+
+
+class TestNothingIsLeft:
+    def everything(self, model):
+        return attention_of(model), [dict(module.__dict__) for module in model.modules()]
+
+    def test_afterwards_the_model_is_as_it_was(self):
+        model, ids = toy_model("gemma3", "eager"), tokens()
+        before, ordinary = self.everything(model), model(ids).logits
+        with exact(model):
+            assert attention_of(model) == EXACT_ATTENTION_NAME
+            assert self.everything(model) != before
+        assert self.everything(model) == before
+        assert torch.equal(model(ids).logits, ordinary)
+
+    def test_after_an_exception_too(self):
+        model = toy_model("llama", "eager")
+        before = self.everything(model)
+
+        def fail_inside():
+            with exact(model):
+                model(tokens())
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail_inside()
+        assert self.everything(model) == before
+
+    def test_a_forward_that_stood_there_is_back(self):
+        model = toy_model("llama", "eager")
+        model.forward = own = model.forward  # as a hook of accelerate would
+        with exact(model):
+            assert model.forward is not own
+        assert model.forward is own
+
+    def test_what_runs_beside_the_model_is_not_touched(self):
+        model, other, ids = toy_model("llama", "eager"), toy_model("qwen3", "eager"), tokens()
+        expected, x = other(ids).logits, torch.randn(2, 3, 4)
+        with exact(model):
+            model(ids)
+            assert torch.equal(other(ids).logits, expected)
+            assert torch.bmm(x, x.transpose(1, 2)).shape == (2, 3, 3)
+
+    def test_two_models_at_once(self):
+        models, ids = [toy_model(name, "eager") for name in ("llama", "gemma3")], tokens()
+        with exact(models[0]), exact(models[1]):
+            for model in models:
+                assert torch.equal(cached_logits(model, ids, [50, 1, 19]), model(ids, use_cache=False).logits)
+
+
+class TestRefusals:
+    def test_twice(self):
+        model = toy_model("llama", "eager")
+        with exact(model), pytest.raises(RuntimeError, match="exact cannot be entered twice"), exact(model):
+            pass
+        assert attention_of(model) == "eager"
+
+    @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "llama4"])
+    def test_an_operation_without_a_kernel_is_named(self, name):
+        model = toy_model(name, "eager")
+        with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no kernel by rows for it"):
+            model(tokens())
+
+    def test_training(self):
+        with pytest.raises(ValueError, match=r"call model.eval\(\) first"), exact(toy_model("llama", "eager").train()):
+            pass
+
+    def test_another_dtype(self):
+        model = toy_model("llama", "eager").double()
+        with pytest.raises(ValueError, match=r"the model is torch.float64"), exact(model):
+            pass
+
+    def test_compiled_layers(self):
+        model = toy_model("llama", "eager")
+        cache = StaticContiguousCache.from_model(model, 80)
+        with exact(model), pytest.raises(ValueError, match=r"inside exact use GraphDecoder\(\)"):
+            model.generate(tokens(), past_key_values=cache, custom_generate=GraphDecoder("layers"), max_new_tokens=2)
+
+    def test_a_mask_of_ones_own(self):
+        model = toy_model("llama", "eager")
+        mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
+        with exact(model), pytest.raises(ValueError, match="no mask or bias of one's own"):
+            model(tokens(), attention_mask=mask)
+
+    def test_a_mask_with_holes(self):
+        model, mask = toy_model("llama", "eager"), torch.ones(1, LENGTH, dtype=torch.long)
+        mask[0, 9] = 0
+        with exact(model), pytest.raises(ValueError, match="this mask has holes"):
+            model(tokens(), attention_mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("func", "harmless"),
+    [
+        (torch.ops.aten.add.Tensor, True),
+        (torch.ops.aten.view.default, True),
+        (torch.ops.aten.cat.default, True),
+        (torch.ops.aten.cumsum.default, False),
+        (torch.ops.aten.convolution.default, False),
+        (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default, False),
+        (torch.ops.aten.index_add.default, False),
+    ],
+    ids=str,
+)
+def test_what_may_run_as_it_is(func, harmless):
+    numbers = torch.ones(2, 3)
+    assert is_harmless(func, (numbers, numbers), {}) == harmless
+
+
+def test_integers_are_exact_anyway():
+    assert is_harmless(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
+
+
+def test_an_exact_step_is_not_used_outside():
+    model, ids, decoder = toy_model("llama", "eager"), tokens(length=8), GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, 80)
+    common = {"past_key_values": cache, "custom_generate": decoder, "max_new_tokens": 4}
+    model.generate(ids, **common)
+    cache.reset()
+    with exact(model):
+        model.generate(ids, **common)
+    assert len(decoder._steps[cache]) == 2

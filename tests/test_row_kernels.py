@@ -1,0 +1,128 @@
+"""Kernels by rows: against float64, and a row with others against the same row alone. On a CPU both twins run."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_static_kv.kernels.row_attention import row_attention, row_attention_plain
+from hf_static_kv.kernels.row_linear import padded_tiles, row_linear, row_linear_plain
+from hf_static_kv.kernels.row_sum import row_sum, row_sum_plain
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+
+
+def linear_kernel(x, weight, bias=None):
+    return pytest.importorskip("hf_static_kv.kernels.linear_triton").row_linear_triton(x, weight, bias)
+
+
+def sum_kernel(rows):
+    return pytest.importorskip("hf_static_kv.kernels.row_sum_triton").row_sum_triton(rows)
+
+
+def attention_kernel(query, keys, values, spans, scale):
+    kernel = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton").decode_attention_triton
+    return kernel(query, keys, values, spans.reshape(-1, 3), None, None, scale, keys.shape[2], None, None)
+
+
+@pytest.mark.parametrize("implementation", [linear_kernel, row_linear_plain], ids=["triton", "plain"])
+class TestLinear:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("transposed", [False, True])  # as GPT-2 keeps its weights
+    @pytest.mark.parametrize(("rows", "dim", "size"), [(1, 48, 7), (35, 600, 20), (17, 64, 130)])
+    def test_against_float64(self, implementation, rows, dim, size, transposed, dtype):
+        x, bias = normal(rows, dim, dtype=dtype), normal(size, dtype=dtype)
+        weight = normal(dim, size, dtype=dtype).t() if transposed else normal(size, dim, dtype=dtype)
+        expected = x.double() @ weight.double().T + bias.double()
+        magnitudes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+        # A sum of K products in float32, and a rounding to the dtype, or two where the bias is added after one.
+        bound = ((dim + 2) * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps) * magnitudes
+        assert ((implementation(x, weight, bias).double() - expected).abs() <= bound).all()
+
+    @given(data=st.data())
+    @settings(max_examples=15, deadline=None)
+    def test_a_row_alone_has_the_same_bits(self, implementation, data):
+        rows, dim, size = (data.draw(st.integers(1, most)) for most in (40, 300, 60))
+        x, weight = normal(rows, dim), normal(size, dim)
+        row = data.draw(st.integers(0, rows - 1))
+        assert torch.equal(implementation(x[row : row + 1], weight), implementation(x, weight)[row : row + 1])
+
+
+@pytest.mark.parametrize("implementation", [sum_kernel, row_sum_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(("rows", "dim"), [(1, 5), (20, 300), (3, 5000)])
+def test_sums(implementation, rows, dim):
+    x = normal(rows, dim)
+    got = implementation(x)
+    bound = dim * torch.finfo(torch.float32).eps * x.double().abs().sum(-1)
+    assert ((got.double() - x.double().sum(-1)).abs() <= bound).all()
+    assert torch.equal(implementation(x[-1:]), got[-1:])
+    assert torch.equal(row_sum(x[None])[0], row_sum(x))
+
+
+def spans_of(batch, queries, keys, origin=0, window=None):
+    end = torch.arange(keys - queries + 1, keys + 1)
+    first = (end - window).clamp(min=origin) if window else torch.full_like(end, origin)
+    return torch.stack([torch.full_like(end, origin), first, end], dim=-1).expand(batch, -1, -1).to(DEVICE)
+
+
+@pytest.mark.parametrize("implementation", [attention_kernel, row_attention_plain], ids=["triton", "plain"])
+class TestAttention:
+    @pytest.mark.parametrize("window", [None, 70])
+    @pytest.mark.parametrize(("queries", "keys"), [(1, 200), (9, 150), (5, 5)])
+    def test_against_float64(self, implementation, queries, keys, window):
+        query, key, value = normal(2, 4, queries, 16), normal(2, 2, keys, 16), normal(2, 2, keys, 16, seed=1)
+        spans = spans_of(2, queries, keys, window=window)
+        position = torch.arange(keys, device=DEVICE)
+        seen = (position >= spans[0, :, 1:2]) & (position < spans[0, :, 2:3])
+        scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3) * 0.25
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
+        torch.testing.assert_close(implementation(query, key, value, spans, 0.25).double(), expected, rtol=0, atol=2e-6)
+
+    @pytest.mark.parametrize("window", [None, 70])
+    def test_a_query_has_the_bits_of_a_decode_step_at_its_place(self, implementation, window):
+        """Over the keys that a cache has by then, and handed out from the window's beginning on."""
+        query, key, value = normal(1, 4, 12, 16), normal(1, 2, 140, 16), normal(1, 2, 140, 16, seed=1)
+        spans = spans_of(1, 12, 140, window=window)  # over the border between two pieces of 128, and of 64
+        whole = implementation(query, key, value, spans, 0.25)
+        for t in (0, 4, 11):
+            begin, end = spans[0, t, 1:].tolist()
+            view = [tensor[:, :, begin:end] for tensor in (key, value)]
+            step = implementation(query[:, :, t : t + 1], *view, spans[:, t : t + 1] - begin, 0.25)
+            assert torch.equal(step, whole[:, t : t + 1])
+
+    def test_the_padding_to_its_left_changes_nothing(self, implementation):
+        query, key, value = normal(1, 4, 3, 16), normal(1, 2, 90, 16), normal(1, 2, 90, 16, seed=1)
+        padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], dim=2) for t in (key, value)]
+        bare = implementation(query, key, value, spans_of(1, 3, 90), 0.25)
+        assert torch.equal(implementation(query, *padded, spans_of(1, 3, 97, origin=7), 0.25), bare)
+
+    def test_a_query_that_sees_nothing_gives_zeros(self, implementation):
+        query, key = normal(1, 2, 1, 16), normal(1, 2, 8, 16)
+        spans = torch.full((1, 1, 3), 5, device=DEVICE)
+        assert torch.equal(implementation(query, key, key, spans, 0.25), torch.zeros(1, 1, 2, 16, device=DEVICE))
+
+
+def test_tiles_have_one_shape_and_memory_of_their_own():
+    x = torch.arange(36.0).view(18, 2)
+    tiles = padded_tiles(x)
+    assert [tuple(tile.shape) for tile in tiles] == [(16, 2), (16, 2)]
+    assert torch.equal(torch.cat(tiles)[:18], x)
+    assert torch.cat(tiles)[18:].abs().sum() == 0
+    tiles[0].zero_()
+    assert x[0, 1] == 1
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\) do not fit"):
+        row_linear(torch.ones(2, 3), torch.ones(4, 5))
+    states, spans = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"spans must be \[1, 3, 3\], origin first end, got \[1, 2, 3\]"):
+        row_attention(states, states, states, spans, 1.0, None, None)
+    with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"):
+        row_attention(states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None)
