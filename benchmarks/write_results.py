@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import bench_context
+import bench_exact
 import bench_speedup
 import bench_step
 import bench_update
@@ -55,6 +56,10 @@ STEP = """## Inside a captured step
 
 What `GraphDecoder` runs for one token, as one change after the other is made to it, and our decode attention alone."""
 
+EXACT = """## Bits
+
+What `exact` changes, and what it costs."""
+
 SPEEDUP = "## Speed-up by tokens generated"
 
 UPDATES = """## Putting a token into the cache, without a model
@@ -83,6 +88,10 @@ def page() -> str:
         parts.append(STEP)
         for path in steps:
             parts += [*heading(path), bench_step.markdown(read(path)), picture(path, "time of a captured step")]
+    if exact := sorted(RESULTS.glob("exact-*.json")):
+        parts.append(EXACT)
+        for path in exact:
+            parts += [*heading(path), bench_exact.markdown(read(path))]
     parts.append(SPEEDUP)
     for path in sorted(RESULTS.glob("speedup-*.json")):
         parts += [*heading(path), bench_speedup.markdown(read(path)), picture(path, "speed-up by tokens")]

@@ -408,6 +408,26 @@ class TestSpeedup:
         assert "513 tokens: more than the 512" in result.stderr
 
 
+class TestExact:
+    def test_the_record(self, run, tmp_path):
+        record = tmp_path / "exact.json"
+        sizes = ["--prompt-len", 56, "--new-tokens", 5, "--prefills", 8, 16]
+        result = run("bench_exact", "--model", "llama", "--device", "cpu", *sizes, "--json", record)
+        assert result.returncode == 0, result.stderr
+        report = json.loads(record.read_text())
+        assert report.keys() >= PROVENANCE
+        assert set(report["exact"]["differences"].values()) == {0.0}
+        assert report["usual"]["differences"].keys() == report["exact"]["differences"].keys()
+        assert report["usual"]["differences"]["chunks"] > 0
+        assert list(report["exact"]["prefill_ms"]) == ["8", "16"]
+        assert "| a decode step of `GraphDecoder` |" in result.stdout
+
+    def test_bad_sizes(self, run):
+        result = run("bench_exact", "--model", "llama", "--device", "cpu", "--prompt-len", 20)
+        assert result.returncode == 2
+        assert result.stderr.startswith("bench_exact.py: --prompt-len must be at least 53")
+
+
 class TestStep:
     def test_without_a_gpu_it_says_so_in_a_line(self, run):
         result = run("bench_step", "--model", "llama", "--device", "cpu")

@@ -12,7 +12,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.generation import attention_of
 from hf_static_kv.row_operations import is_harmless
-from hf_static_kv.testing import load_model
+from hf_static_kv.testing import dev_config, load_model, random_model
 
 # Not the mixtures of experts, and not Llama 4 with its complex numbers: `TestRefusals`.
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
@@ -242,3 +242,41 @@ def test_an_exact_step_is_not_used_outside():
     with exact(model):
         model.generate(ids, **common)
     assert len(decoder._steps[cache]) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"])
+class TestTrueShapes:
+    """On a GPU, past the window of Gemma: 600 tokens and 64 more."""
+
+    def test_every_comparison(self, name, dtype):
+        from bench_exact import Comparisons
+
+        model = random_model(dev_config(name), device="cuda", dtype=dtype)
+        model.generation_config.eos_token_id = None
+        usual = Comparisons(model, 600, 64).differences()
+        with exact(model):
+            inside = Comparisons(model, 600, 64).differences()
+        assert set(inside.values()) == {0.0}
+        assert usual["chunks"] > 0  # so that the comparison can fail
+        assert usual["decoder"] > 0
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize(
+        ("new_tokens", "mode"), [(256, {"do_sample": False}), (128, {"temperature": 0.7})], ids=str
+    )
+    def test_tokens_are_those_of_uncached(self, name, dtype, new_tokens, mode):
+        model = random_model(dev_config(name), device="cuda", dtype=dtype)
+        ids = torch.randint(10, 100_000, (1, 48), generator=torch.Generator().manual_seed(1)).cuda()
+        common = {"do_sample": True, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens} | mode
+        cache, decoder = StaticContiguousCache.from_model(model, 48 + new_tokens), GraphDecoder()
+        with exact(model):
+            torch.manual_seed(42)
+            uncached = model.generate(ids, use_cache=False, **common)
+            for how in ({}, {"custom_generate": decoder}):
+                cache.reset()
+                torch.manual_seed(42)
+                assert torch.equal(model.generate(ids, past_key_values=cache, **how, **common), uncached)
+        assert decoder.fallback_reason is None
