@@ -15,18 +15,20 @@ def skip_bfloat16_on_a_cpu(tensor):
         pytest.skip("Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding")
 
 
-def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):
+def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
     """The Triton kernel itself, which `decode_attention` takes on a GPU only."""
     triton_kernel = pytest.importorskip(
         "hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed"
     )
     skip_bfloat16_on_a_cpu(query)
     span = min(max_span or keys.shape[2], keys.shape[2])
-    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, None, scale, span, softcap, sinks)
+    return triton_kernel.decode_attention_triton(
+        query, keys, values, spans, seen, None, scale, span, softcap, sinks, weights
+    )
 
 
-def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None):
-    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks)
+def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
+    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
 
 
 def in_float64(query, keys, values, spans, scale, softcap=None, sinks=None, seen=None):
@@ -131,6 +133,30 @@ class TestDecodeAttention:
         got = implementation(query, keys, values, spans, 0.125, seen=seen)
         expected = in_float64(query, keys, values, spans, 0.125, seen=seen)
         assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+
+    @pytest.mark.parametrize("case", ["plain", "window and padding", "holes", "sinks"])
+    def test_it_keeps_its_weights(self, implementation, case):
+        """The softmax itself, laid on the positions; nothing outside of the span is written."""
+        query, keys, values = tensors(6, 2, 16, 300, batch=2)
+        spans = (
+            spans_of([0, 0, 290], [17, 160, 300]) if case == "window and padding" else spans_of([0, 0, 290], [0, 0, 5])
+        )
+        seen = torch.arange(300, device=DEVICE).expand(2, -1) % 3 != 1 if case == "holes" else None
+        sinks = torch.randn(6, device=DEVICE) if case == "sinks" else None
+        weights = torch.full((2, 6, 300), -1.0, device=DEVICE)
+        got = implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen, weights=weights)
+        assert torch.equal(got, implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen))
+        for b, (_, first, end) in enumerate(spans.tolist()):
+            row = weights[b, :, first:end].double()
+            assert (weights[b, :, :first] == -1).all()
+            assert (weights[b, :, end:] == -1).all()
+            assert ((row >= 0) & (row <= 1)).all()
+            if seen is not None:
+                assert (row[:, ~seen[b, first:end]] == 0).all()
+            if sinks is None:
+                torch.testing.assert_close(row.sum(-1), torch.ones(6, device=DEVICE).double(), rtol=0, atol=1e-5)
+            output = torch.einsum("hgn,hnd->hgd", row.view(2, 3, -1), values[b, :, first:end].double())
+            torch.testing.assert_close(output.reshape(6, 16), got[b, 0].double(), rtol=0, atol=1e-5)
 
     def test_values_of_another_dim(self, implementation):
         query, keys, values = tensors(4, 2, 48, room=20, value_dim=32)

@@ -33,6 +33,7 @@ def decode_attention(
     max_span: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """softmax(scale * query . keys) . values over each row's span; [B, 1, Hq, Dv].
 
@@ -41,7 +42,7 @@ def decode_attention(
     Hq is a multiple of H: query heads that stand side by side share a KV head. `max_span` is the most positions that
     any span can hold (a window); the kernel starts no more work than that needs. Positions of the span where `seen` is
     false are left out. `softcap` bounds the scores by c * tanh(score / c). `sinks` are scores of one more key for each
-    query head, whose value is nothing.
+    query head, whose value is nothing. `weights`, float32 of [B, Hq, S], is filled with the softmax over each span.
 
     With `layer`, a number in the device's memory, keys and values are the storage of all layers, [L, B, H, S, D] (B or
     more rows), and spans are [B, L, 3].
@@ -51,11 +52,13 @@ def decode_attention(
     if query.is_cuda:
         from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
-        return decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
+        return decode_attention_triton(
+            query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks, weights
+        )
     if layer is not None:
         number, rows = int(layer), query.shape[0]
         keys, values, spans = keys[number, :rows], values[number, :rows], spans[:, number]
-    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks)
+    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
 
 
 def decode_attention_plain(
@@ -67,12 +70,15 @@ def decode_attention_plain(
     scale: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same row by row, in plain PyTorch; reads the spans on the host."""
     rows = []
     for b, (_, first, end) in enumerate(spans.tolist()):
         mask = None if seen is None else seen[b, first:end]
-        rows.append(_one_row(query[b], keys[b, :, first:end], values[b, :, first:end], mask, scale, softcap, sinks))
+        kept = None if weights is None else weights[b, :, first:end]
+        arguments = (query[b], keys[b, :, first:end], values[b, :, first:end], mask, scale, softcap, sinks, kept)
+        rows.append(_one_row(*arguments))
     return torch.stack(rows)[:, None]
 
 
@@ -84,6 +90,7 @@ def _one_row(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> torch.Tensor:
     # query: [Hq, 1, D], keys: [H, n, D], values: [H, n, Dv], seen: [n]; softmax in float32 at least.
     groups = query.shape[0] // keys.shape[0]
@@ -96,7 +103,10 @@ def _one_row(
         scores = scores.masked_fill(~seen, -torch.inf)
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores.dtype).reshape(-1, groups, 1)], dim=-1)
-    probabilities = scores.softmax(dim=-1)[..., : keys.shape[1]].to(values.dtype)
+    probabilities = scores.softmax(dim=-1)[..., : keys.shape[1]]
+    if weights is not None:
+        weights.copy_(probabilities.reshape(weights.shape))
+    probabilities = probabilities.to(values.dtype)
     return (probabilities @ values).reshape(query.shape[0], -1)  # [Hq, Dv]
 
 

@@ -29,12 +29,13 @@ def _tanh(x):
 
 @triton.jit
 def _split(
-    query, keys, values, spans, seen, layer, sums, maxima, totals, num_pieces,
+    query, keys, values, spans, seen, layer, sums, maxima, totals, weights, num_pieces,
     scale, softcap, keys_l, values_l, spans_l,
-    T, query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b,
+    T, query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b, weights_h,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
     DV: tl.constexpr, DV_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
-    HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
+    HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEEPS_WEIGHTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head = tl.program_id(0)
     row, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
@@ -55,9 +56,10 @@ def _split(
     mine = tl.program_id(1) * share
     for piece in tl.range(mine, tl.minimum(mine + share, filled), num_stages=STAGES):
         position = (begin + piece * SPLIT + n).to(tl.int64)
-        here = (position >= first) & (position < end)
+        inside = (position >= first) & (position < end)
+        here = inside
         if HAS_SEEN:
-            here &= tl.load(seen + b * seen_b + position, mask=here, other=0) != 0
+            here = inside & (tl.load(seen + b * seen_b + position, mask=inside, other=0) != 0)
         k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
         k = tl.load(k_at, mask=here[None, :] & (d[:, None] < D), other=0.0)  # [D, N]
         v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
@@ -66,6 +68,9 @@ def _split(
         if HAS_SOFTCAP:
             score = softcap * _tanh(score / softcap)
         score = tl.where(here[None, :], score * LOG2_E, -float("inf"))
+        if KEEPS_WEIGHTS:  # scores, until the second kernel knows what they are divided by
+            at = (row * H * G + h * G + g)[:, None] * weights_h + position[None, :]
+            tl.store(weights + at, score, mask=(g[:, None] < G) & inside[None, :])
         maximum = tl.max(score, 1)
         # A piece may have nothing to see: 0 in the place of -inf keeps the differences from being nan.
         p = tl.exp2(score - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
@@ -86,9 +91,10 @@ def _pieces(span, num_pieces, SPLIT: tl.constexpr):
 
 @triton.jit
 def _combine(
-    sums, maxima, totals, spans, layer, sinks, output, spans_l, spans_b, num_pieces,
+    sums, maxima, totals, spans, layer, sinks, output, weights, spans_l, spans_b, weights_h, num_pieces,
     H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
     SPLIT: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
+    KEEPS_WEIGHTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     row_head, g = tl.program_id(0), tl.program_id(1)
@@ -97,7 +103,7 @@ def _combine(
         after_previous(EARLY)
     else:
         spans += tl.load(layer).to(tl.int64) * spans_l
-    _, _, _, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
+    _, first, end, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
     if HAS_LAYER:
         after_previous(EARLY)
     fold, dv = tl.arange(0, FOLD), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -120,6 +126,13 @@ def _combine(
         total = total * shrink + tl.sum(weight * t, 0)
         summed = summed * shrink + tl.sum(s * weight[:, None], 0)
         maximum = larger
+    if KEEPS_WEIGHTS:  # noqa: SIM102  # a constant by itself, or the branch is compiled either way
+        if tl.program_id(2) == 0:
+            scores = weights + (row * H * G + h * G + g) * weights_h
+            for at in range(first, end, FOLD):
+                position = at + fold
+                score = tl.load(scores + position, mask=position < end, other=-float("inf"))
+                tl.store(scores + position, tl.exp2(score - maximum) / total, mask=position < end)
     result = tl.where(total > 0, summed / total, 0.0)  # a row of padding sees nothing
     at = (row * H * G + h * G + g) * DV + dv
     tl.store(output + at, result.to(output.dtype.element_ty), mask=dv < DV)
@@ -136,6 +149,7 @@ def decode_attention_triton(
     max_span: int,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
 ) -> torch.Tensor:
     batch, query_heads, length, dim = query.shape
     heads, value_dim = keys.shape[-3], values.shape[-1]
@@ -157,21 +171,22 @@ def decode_attention_triton(
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
     )
     sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
-    sizes |= {"HAS_LAYER": layer is not None}
+    sizes |= {"HAS_LAYER": layer is not None, "KEEPS_WEIGHTS": weights is not None}
+    kept, weights_h = (unused, 0) if weights is None else (weights, weights.stride(1))
     launch(
         _split, (row_heads, min(num_pieces, _shares(row_heads, query.device))), query,
         query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
-        sums, maxima, totals, num_pieces, scale, softcap or 0.0, keys_l, values_l, spans_l,
+        sums, maxima, totals, kept, num_pieces, scale, softcap or 0.0, keys_l, values_l, spans_l,
         length, query.stride(0), query.stride(1), query.stride(2), keys.stride(-4), keys.stride(-3), keys.stride(-2),
         values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
-        0 if seen is None else seen.stride(0),
+        0 if seen is None else seen.stride(0), weights_h,
         D=dim, D_TILE=dim_tile, STAGES=_STAGES if query.element_size() == 2 else 1, HAS_SEEN=seen is not None,
         HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
     )  # fmt: skip
     launch(
         _combine, (row_heads, groups, value_tile // COLUMNS), query,
         sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
-        spans_l, spans.stride(0), num_pieces, FOLD=FOLD, COLUMNS=COLUMNS, HAS_SINKS=sinks is not None,
+        kept, spans_l, spans.stride(0), weights_h, num_pieces, FOLD=FOLD, COLUMNS=COLUMNS, HAS_SINKS=sinks is not None,
         **sizes, num_warps=4,
     )  # fmt: skip
     return output
