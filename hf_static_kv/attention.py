@@ -13,7 +13,9 @@ the layer's number is on the device.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
@@ -29,6 +31,8 @@ from hf_static_kv.kernels.storage_ops import attend
 
 ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
+TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in trace.py
+OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_MAX_DIM = 256
@@ -55,12 +59,12 @@ def static_contiguous_attention(
         spans = attention_mask.view(query.shape[0], -1, 3)
         window = kwargs.get("sliding_window") or key.shape[3]
         return attend(query, key, value, spans, module.layer_idx, scale, window, softcap, s_aux), None
-    if _in_kernel(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
-        spans = _whole(query.shape[0], key.shape[2], query.device)
+    if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
+        spans = whole_spans(query.shape[0], key.shape[2], query.device)
         seen = None if attention_mask is None else attention_mask[:, 0, 0]
         return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=s_aux), None
     if softcap is not None or s_aux is not None:
-        return _plain(query, key, value, attention_mask, scale, softcap, s_aux), None
+        return plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)[0], None
     with without_cudnn():
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
@@ -68,12 +72,30 @@ def static_contiguous_attention(
     return output, None
 
 
+_TRIAL_PASS: ContextVar[bool] = ContextVar("trial_pass", default=False)
+
+
+def is_trial_pass() -> bool:
+    """Whether the pass that runs is no part of a text: one that is compared with another, say."""
+    return _TRIAL_PASS.get()
+
+
+@contextmanager
+def trial_pass() -> Iterator[None]:
+    """Inside, passes of a model are trials."""
+    before = _TRIAL_PASS.set(True)
+    try:
+        yield
+    finally:
+        _TRIAL_PASS.reset(before)
+
+
 def without_cudnn() -> AbstractContextManager[None]:
     """SDPA by any implementation but cuDNN's."""
     return sdpa_kernel(_WITHOUT_CUDNN)
 
 
-def _in_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether the decode kernel can do this: one new token without gradients, on a GPU, under a mask for whole rows."""
     return (
         query.is_cuda
@@ -88,12 +110,12 @@ def _in_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask
 
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
-def _whole(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
+def whole_spans(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
     """Spans that cover all keys of a view: origin 0, first 0, end `length`."""
     return torch.tensor([[0, 0, length]] * batch_size, device=device)
 
 
-def _plain(
+def plain_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -101,8 +123,8 @@ def _plain(
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
-) -> torch.Tensor:
-    """Every score at once, softmax in float32; for what neither SDPA nor the kernel computes."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Every score at once, softmax in float32; for what neither SDPA nor the kernel computes. Output and weights."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = (query @ key.transpose(2, 3)) * scale  # [B, Hq, q, n]
@@ -116,8 +138,8 @@ def _plain(
     if sinks is not None:
         column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
         scores = torch.cat([scores, column], dim=-1)
-    weights = scores.softmax(dim=-1)[..., : key.shape[2]].to(value.dtype)
-    return (weights @ value).transpose(1, 2).contiguous()
+    weights = scores.softmax(dim=-1)[..., : key.shape[2]]
+    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
 def exact_attention(

@@ -20,7 +20,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel,
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, without_cudnn
+from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
@@ -65,14 +65,14 @@ class GraphDecoder:
         """What `generate` calls once it has prepared everything."""
         call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         call.refuse_beams()
-        if call.is_exact and self.compile != "none":
+        if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         call.refuse_overflow()
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())  # type: ignore[no-untyped-call]
         if self.fallback_reason is None:
-            with attention_for_a_while(model, EXACT_ATTENTION_NAME if call.is_exact else ATTENTION_NAME):
+            with attention_for_a_while(model, call.own_attention):
                 output = self._captured(call)
             if output is not None:
                 return output
@@ -121,9 +121,10 @@ class GraphDecoder:
         """A step, captured on a GPU, and compared with an ordinary one."""
         kind = GreedyStep if self._is_greedy(call) else DecodeStep
         step = kind(call.model, call.cache, len(call.origin))
-        if call.origin.is_cuda:
+        if call.origin.is_cuda and call.own_attention != TRACED_ATTENTION_NAME:  # rows are taken as they are made
             step.capture(call.cache.seq_len, call.origin, self.compile)
-        _compare(step, call)
+        with trial_pass():
+            _compare(step, call)
         return step
 
     def _refused(self, call: Call) -> str | None:

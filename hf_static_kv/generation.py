@@ -17,7 +17,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.step import GreedyStep
@@ -44,7 +44,9 @@ class Call:
         self.cache: Any = model_kwargs.get("past_key_values")  # `why_not` looks whether it is ours
         self.mask: torch.Tensor | None = model_kwargs.get("attention_mask")  # [B, n], 1 where there is text
         self.attention = attention_of(model)
-        self.is_exact = EXACT_ATTENTION_NAME in str(self.attention)
+        # The name under which this call runs: one of ours where the model has it, as inside `exact`.
+        names = {self.attention} if isinstance(self.attention, str) else set(self.attention.values())
+        self.own_attention = next((name for name in OWN_NAMES if name in names), ATTENTION_NAME)
 
     @cached_property
     def origin(self) -> torch.Tensor:
@@ -73,7 +75,7 @@ class Call:
             for module in self.model.modules()
             if hasattr(module, "active_adapters")
         ]
-        state = (self.model.training, self.is_exact, *adapters)
+        state = (self.model.training, self.own_attention, *adapters)
         return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
 
     def is_plain_greedy(self) -> bool:
@@ -193,8 +195,9 @@ class Run:
         pad = call.config._pad_token_tensor if ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
-        # A streamer waits for every token anyway, and must not be given one too many.
-        self.finished = _Flag(deferred=self.ids.is_cuda and streamer is None)
+        # A streamer waits for every token anyway, and must not be given one too many; nor must a trace.
+        waits = streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
+        self.finished = _Flag(deferred=self.ids.is_cuda and not waits)
         self.overrun = 0
         self.rng_state: torch.Tensor | None = None
         self.scores: list[torch.Tensor] = []

@@ -22,6 +22,7 @@ READING_ORDER = [
     "decode",
     "row_operations",
     "exact",
+    "trace",
     "testing",
     "__init__",
 ]

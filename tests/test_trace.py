@@ -1,0 +1,188 @@
+"""Traced rows are those of eager attention's `output_attentions`, in every kind of pass, and nothing else changes."""
+
+import pytest
+import torch
+from architectures import toy_model
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
+from hf_static_kv.generation import attention_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAMES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "phi3"]
+PROMPT, NEW = 21, 14  # past the windows of the toy models, which the decoding crosses
+TOLERANCE = {"rtol": 0, "atol": 1e-5}
+
+
+def toy(name):
+    return toy_model(name, "eager").to(DEVICE)
+
+
+def prompt(batch=1):
+    ids = torch.randint(5, 90, (batch, PROMPT), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    if batch > 1:
+        mask[0, :6] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def generate(model, inputs, **keywords):
+    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **keywords)
+
+
+def expected_rows(model, inputs):
+    """For each pass and layer the last query's weights, [B, heads, text], from one eager pass over the whole text."""
+    tokens = generate(model, inputs)[:, :-1]
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, PROMPT:])], dim=1)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        attentions = model(
+            tokens, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False
+        ).attentions
+    return [[weights[:, :, n] for weights in attentions] for n in range(PROMPT - 1, tokens.shape[1])]
+
+
+@pytest.mark.parametrize("batch", [1, 3], ids=["one row", "left-padded rows"])
+@pytest.mark.parametrize("how", ["no cache", "our cache", "GraphDecoder"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_rows_are_those_of_eager_attention(name, how, batch):
+    model, inputs = toy(name), prompt(batch)
+    expected, tokens = expected_rows(model, inputs), generate(model, inputs)
+    cache, decoder = StaticContiguousCache.from_model(model, 64, batch), GraphDecoder()
+    keywords = {
+        "no cache": {"use_cache": False},
+        "our cache": {"past_key_values": cache},
+        "GraphDecoder": {"past_key_values": cache, "custom_generate": decoder},
+    }[how]
+    with trace_attention(model) as trace:
+        traced = generate(model, inputs, **keywords)
+    assert decoder.fallback_reason is None
+    assert torch.equal(traced, tokens)
+    layers = model.config.num_hidden_layers
+    assert [row.layer for row in trace.rows] == list(range(layers)) * NEW
+    for n, row in enumerate(trace.rows):
+        whole = expected[n // layers][row.layer]
+        laid = torch.zeros_like(whole)
+        kept = row.positions[row.positions < whole.shape[-1]]
+        laid[:, :, kept] = row.weights[..., : len(kept)]
+        torch.testing.assert_close(laid[..., : PROMPT + n // layers], whole[..., : PROMPT + n // layers], **TOLERANCE)
+        assert ((row.weights >= 0) & (row.weights <= 1)).all()
+        torch.testing.assert_close(row.weights.sum(-1), torch.ones_like(row.weights[..., 0]), rtol=0, atol=1e-4)
+
+
+def test_a_row_of_a_sliding_layer_begins_where_its_window_does():
+    model, inputs = toy("gemma3"), prompt()
+    cache = StaticContiguousCache.from_model(model, 64)
+    with trace_attention(model) as trace:
+        generate(model, inputs, past_key_values=cache)
+    window = model.config.sliding_window
+    end = PROMPT + NEW - 1
+    for layer, kind in enumerate(model.config.layer_types):
+        last = trace.of_layer(layer)[-1]
+        first = end - window if kind == "sliding_attention" else 0
+        assert last.positions.tolist() == list(range(first, end))
+
+
+def test_layers_and_heads_are_chosen():
+    model, inputs = toy("llama"), prompt()
+    with trace_attention(model) as everything:
+        generate(model, inputs)
+    with trace_attention(model, layers=[1], heads=[2, 0]) as trace:
+        generate(model, inputs)
+    assert {row.layer for row in trace.rows} == {1}
+    for row, whole in zip(trace.rows, everything.of_layer(1), strict=True):
+        # Layer 0, which is not traced now, runs in SDPA and rounds otherwise.
+        torch.testing.assert_close(row.weights, whole.weights[:, [2, 0]], **TOLERANCE)
+
+
+def test_the_matrix_lies_on_the_text():
+    model, inputs = toy("gemma3"), prompt()
+    with trace_attention(model) as trace:
+        generate(model, inputs, past_key_values=StaticContiguousCache.from_model(model, 64))
+    matrix = trace.matrix(layer=0)
+    assert matrix.shape == (model.config.num_attention_heads, NEW, PROMPT + NEW - 1)
+    torch.testing.assert_close(matrix.sum(-1), torch.ones_like(matrix[..., 0]), rtol=0, atol=1e-4)
+    assert (matrix[:, 0, PROMPT:] == 0).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_whole_matrix(name):
+    model, ids = toy(name), prompt()["input_ids"]
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions[1]
+    before = attention_of(model)
+    torch.testing.assert_close(full_attention(model, ids, layer=1), expected, **TOLERANCE)
+    assert attention_of(model) == before
+
+
+class TestNothingElseChanges:
+    def test_an_sdpa_model_has_its_attention_back(self):
+        model = toy_model("llama", "sdpa").to(DEVICE)
+        with trace_attention(model):
+            assert attention_of(model) == "static_contiguous_traced"
+        assert attention_of(model) == "sdpa"
+
+    def test_also_after_an_exception(self):
+        model = toy_model("llama", "sdpa").to(DEVICE)
+
+        def fail_inside():
+            with trace_attention(model):
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail_inside()
+        assert attention_of(model) == "sdpa"
+
+    def test_after_it_nothing_is_recorded(self):
+        model, inputs = toy("llama"), prompt()
+        with trace_attention(model) as trace:
+            generate(model, inputs)
+        count = len(trace.rows)
+        generate(model, inputs)
+        assert len(trace.rows) == count
+
+    def test_a_step_of_a_trace_is_not_used_outside(self):
+        model, inputs, decoder = toy("llama"), prompt(), GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, 64)
+        keywords = {"past_key_values": cache, "custom_generate": decoder}
+        with trace_attention(model):
+            generate(model, inputs, **keywords)
+        cache.reset()
+        generate(model, inputs, **keywords)
+        assert len(decoder._steps[cache]) == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("keywords", "message"),
+        [
+            ({"layers": [2]}, "There is no layer 2: the model has layers 0 to 1"),
+            ({"heads": [9]}, r"heads are 0 to \d, got \[9\]"),
+        ],
+    )
+    def test_what_is_not_there(self, keywords, message):
+        with pytest.raises(ValueError, match=message), trace_attention(toy("llama"), **keywords):
+            pass
+
+    def test_a_layer_that_was_not_traced(self):
+        with trace_attention(toy("llama"), layers=[1]) as trace:
+            pass
+        with pytest.raises(ValueError, match="Layer 0 was not traced: 1 were"):
+            trace.of_layer(0)
+        with pytest.raises(ValueError, match="Nothing was recorded"):
+            trace.matrix(1)
+
+    def test_inside_another_context(self):
+        model = toy("llama")
+        with exact(model), pytest.raises(RuntimeError, match="traced or exact already"), trace_attention(model):
+            pass
+        with (
+            trace_attention(model),
+            pytest.raises(RuntimeError, match="traced or exact already"),
+            trace_attention(model),
+        ):
+            pass
+        assert attention_of(model) == "eager"
+
+    def test_several_texts(self):
+        with pytest.raises(ValueError, match=r"takes one text, \[1, n\], got \[2, 3\]"):
+            full_attention(toy("llama"), torch.ones(2, 3, dtype=torch.long), layer=0)
