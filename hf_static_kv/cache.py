@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_static_kv import debug
 from hf_static_kv.layer import StaticContiguousLayer
 from hf_static_kv.layout import (
     LayerPlan,
@@ -225,6 +226,8 @@ class StaticContiguousCache(Cache):
             self._allocate_or_refuse(layer_idx, key_states, value_states)
         self._join_step(layer_idx, (key_states.shape[0], key_states.shape[2]))
         views = layer.write(key_states, value_states)
+        if layer_idx == debug.traced_layer:
+            debug.log_layer(layer_idx, layer.length, key_states.shape[2], views[0].shape[2])
         if layer_idx == len(self.layers) - 1:
             self._complete_step()
         return views
@@ -264,6 +267,8 @@ class StaticContiguousCache(Cache):
         self._step_kind = kind
 
     def _complete_step(self) -> None:
+        if self._step_kind is not None:
+            debug.log_step(self.layers[0].length, self._step_kind[1], self._step_kind[0], self.max_cache_len)
         for layer in self.layers:
             layer.commit()
         self._step_kind = None

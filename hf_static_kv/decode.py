@@ -16,14 +16,22 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_static_kv import debug
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
+from hf_static_kv.steps import StepRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +41,9 @@ class GraphDecoder:
 
     `compile` is for the captured step on a GPU: "none" captures it with our own kernels for the parts that are known;
     "layers" leaves what lies between the matrices to `torch.compile`, one decoder layer for all that are like it.
-    `streamer`: `generate` does not hand its own to a custom loop. `fallback_reason` says why the last call ran in
-    transformers' loop, and is None when it did not.
+    `streamer`: `generate` does not hand its own to a custom loop. `record_steps=k` keeps in `steps` what was chosen from
+    what in the last call: for each row its steps with token, probability, the k best and the entropy (and their text,
+    with a `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -45,10 +54,20 @@ class GraphDecoder:
     True
     """
 
-    def __init__(self, compile: str = "none", streamer: BaseStreamer | None = None) -> None:
+    def __init__(
+        self,
+        compile: str = "none",
+        streamer: BaseStreamer | None = None,
+        record_steps: int = 0,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
         if compile not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
+        if record_steps < 0:
+            raise ValueError(f"record_steps is how many of the best tokens to record at each step, got {record_steps}.")
         self.compile, self.streamer = compile, streamer
+        self.record_steps, self.tokenizer = record_steps, tokenizer
+        self.steps: list[list[dict[str, Any]]] = []
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | str]] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -63,6 +82,9 @@ class GraphDecoder:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` calls once it has prepared everything."""
+        recorder = StepRecorder(self.record_steps, self.tokenizer) if self.record_steps else None
+        if recorder is not None:
+            logits_processor = LogitsProcessorList([*logits_processor, recorder])
         call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         call.refuse_beams()
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
@@ -71,8 +93,14 @@ class GraphDecoder:
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.streamer is not None:
             self.streamer.put(input_ids.cpu())  # type: ignore[no-untyped-call]
+        output = self._generate(call)
+        if recorder is not None:
+            self.steps = recorder.steps(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
+
+    def _generate(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor:
         if self.fallback_reason is None:
-            with attention_for_a_while(model, call.own_attention):
+            with attention_for_a_while(call.model, call.own_attention):
                 output = self._captured(call)
             if output is not None:
                 return output
@@ -99,7 +127,7 @@ class GraphDecoder:
             else:
                 while not run.append(logits) and step is not None:
                     logits = step.run(run.last_tokens)
-                    cache.mark_written(1)
+                    _count(call)
         cache.crop(-run.overrun)
         return run.result(cache)
 
@@ -112,9 +140,12 @@ class GraphDecoder:
                 # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
                 with torch.inference_mode(False), torch.no_grad():
                     steps[key] = self._new_step(call)
+                debug.logger.debug("a new step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
             except Exception as error:  # whatever a model does that a fixed step cannot do
                 first_line = next(iter(str(error).splitlines()), "")
                 steps[key] = f"the step cannot be captured ({type(error).__name__}: {first_line})"
+        else:
+            debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
         return steps[key]
 
     def _new_step(self, call: Call) -> DecodeStep:
@@ -144,6 +175,12 @@ class GraphDecoder:
             logger.warning("GraphDecoder: %s. The tokens are the same; this runs in the loop of `generate`.", reason)
 
 
+def _count(call: Call) -> None:
+    """One more token is in the cache."""
+    debug.log_step(call.cache.seq_len, 1, len(call.origin), call.cache.max_cache_len)
+    call.cache.mark_written(1)
+
+
 def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) -> None:
     """The rest of a run in which the step itself chooses: the host only counts."""
     if run.append(logits):
@@ -153,9 +190,13 @@ def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) 
     is_over = False
     while not is_over:
         flag = step.run_on()
-        call.cache.mark_written(1)
+        _count(call)
         is_over = run.count_on(flag)
     run.take(step.state.text[:, first : call.cache.seq_len + 1])
+
+
+def _kind_of(step: DecodeStep | str) -> str:
+    return step if isinstance(step, str) else "a captured graph" if step.graph is not None else "without a graph"
 
 
 def _compare(step: DecodeStep, call: Call) -> None:

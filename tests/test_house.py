@@ -10,6 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 # Reading order is import order: a file imports only from the ones before it.
 READING_ORDER = [
+    "debug",
     "storage",
     "layout",
     "layer",
@@ -18,6 +19,7 @@ READING_ORDER = [
     "attention",
     "fusion",
     "step",
+    "steps",
     "generation",
     "decode",
     "row_operations",
