@@ -41,9 +41,9 @@ class GraphDecoder:
 
     `compile` is for the captured step on a GPU: "none" captures it with our own kernels for the parts that are known;
     "layers" leaves what lies between the matrices to `torch.compile`, one decoder layer for all that are like it.
-    `streamer`: `generate` does not hand its own to a custom loop. `record_steps=k` keeps in `steps` what was chosen from
-    what in the last call: for each row its steps with token, probability, the k best and the entropy (and their text,
-    with a `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
+    `streamer`: `generate` does not hand its own to a custom loop. `record_steps=k` keeps in `steps` what was chosen and
+    from what in the last call: for each row its steps with token, probability, the k best and the entropy (and their
+    text, with a `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config

@@ -52,8 +52,8 @@ class StepRecorder(LogitsProcessor):
         new = sequences[:, self.prompt_len :]
         if new.shape[1] == 0 or new.shape[1] > len(self._seen):
             raise ValueError(
-                f"{len(self._seen)} steps were recorded and the sequences hold {new.shape[1]} new tokens: pass what the "
-                "same call of generate returned."
+                f"{len(self._seen)} steps were recorded and the sequences hold {new.shape[1]} new tokens: pass what "
+                "the same call of generate returned."
             )
         if len(self._chosen) < new.shape[1]:
             self._take(new[:, len(self._chosen)])

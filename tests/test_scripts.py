@@ -55,6 +55,24 @@ def test_the_example_of_exact_refuses_in_a_line():
     assert result.stderr == "exact.py: --max-new-tokens must be at least 2, got 1\n"
 
 
+def test_the_example_of_a_trace_writes_a_picture_and_a_table(tmp_path):
+    picture, record = tmp_path / "trace.png", tmp_path / "trace.json"
+    options = ["--model", "gemma3", "--device", "cpu", "--max-new-tokens", 6, "--decoder", "graph"]
+    result = run("examples/trace.py", *options, "--plot", picture, "--json", record)
+    assert result.returncode == 0, result.stderr
+    steps = json.loads(record.read_text())["steps"]
+    assert len(steps) == 6
+    assert all(len(step["best"]) == 3 and step["best"][0]["token"] == step["token"] for step in steps)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "| 6 | `" in result.stdout
+
+
+def test_the_example_of_a_trace_refuses_in_a_line(tmp_path):
+    result = run("examples/trace.py", "--model", "llama", "--device", "cpu", "--layers", 99)
+    assert result.returncode == 2
+    assert result.stderr == "trace.py: There is no layer 99: the model has layers 0 to 5.\n"
+
+
 class TestReadme:
     readme = (ROOT / "README.md").read_text()
 
