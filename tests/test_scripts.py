@@ -73,6 +73,29 @@ def test_the_example_of_a_trace_refuses_in_a_line(tmp_path):
     assert result.stderr == "trace.py: There is no layer 99: the model has layers 0 to 5.\n"
 
 
+def test_the_page_that_explains(tmp_path):
+    """Each claim of the page is a number on it."""
+    picture = tmp_path / "explain.png"
+    result = run("examples/explain.py", "--plot", picture)
+    assert result.returncode == 0, result.stderr
+    page = result.stdout
+    assert "inside exact(model): 0e+00" in page
+    assert "76 positions in all" in page  # 6 + 7 + ... + 13
+    assert "13 positions in all" in page
+    counts = [line.split() for line in page.splitlines() if re.fullmatch(r"(\s+\d+){5}\s+[\d.]+x", line)]
+    assert [int(row[0]) for row in counts] == [8, 16, 32, 64]
+    assert all(row[1] == row[2] and row[3] == row[4] for row in counts)  # counted, and by the formula
+    slid = [
+        [float(n) for n in re.findall(r"\d\.\de[+-]\d\d", line)] for line in page.splitlines() if "positions (" in line
+    ]
+    (learned_logits, learned_values), (rotary_logits, rotary_values) = slid
+    assert learned_logits > 0.1 < rotary_logits
+    assert rotary_values < 1e-5 < 0.1 < learned_values
+    assert re.search(r"layer 0 window( +\d+)* +32 +32\n", page)
+    assert re.search(r"layer 5 full( +\d+)* +120\n", page)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 class TestReadme:
     readme = (ROOT / "README.md").read_text()
 
