@@ -146,3 +146,11 @@ class TestReadme:
         exec(code, names)
         assert isinstance(names["cache"], StaticContiguousCache)
         assert names["cache"].seq_len == names["tokens"].shape[1] - 1
+
+
+def test_the_documents_link_to_what_exists():
+    for page in (ROOT / "README.md", ROOT / "docs" / "how-it-works.md", ROOT / "benchmarks" / "RESULTS.md"):
+        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
+        assert links
+        for link in links:
+            assert (page.parent / link).exists(), f"{page.name}: {link}"
