@@ -104,7 +104,7 @@ def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
         and query.dtype == key.dtype == value.dtype
         and max(query.shape[-1], value.shape[-1]) <= _KERNEL_MAX_DIM
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        and (mask is None or (mask.dtype == torch.bool and mask.shape[1] == 1))
+        and (mask is None or (mask.dtype == torch.bool and mask.shape[:2] == (query.shape[0], 1)))
         and not (torch.is_grad_enabled() and query.requires_grad)
     )
 

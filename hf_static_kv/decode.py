@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -34,6 +35,7 @@ from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
 from hf_static_kv.steps import StepRecorder
 
 logger = logging.getLogger(__name__)
+_LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 
 
 class GraphDecoder:
@@ -81,7 +83,19 @@ class GraphDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """What `generate` calls once it has prepared everything."""
+        """What `generate` calls once it has prepared everything; one call at a time for a model, which it changes."""
+        with _LOCKS.setdefault(model, RLock()):
+            return self._call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+
+    def _call(
+        self,
+        model: PreTrainedModel,
+        input_ids: torch.Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         recorder = StepRecorder(self.record_steps, self.tokenizer) if self.record_steps else None
         if recorder is not None:
             logits_processor = LogitsProcessorList([*logits_processor, recorder])

@@ -31,7 +31,7 @@ from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import gated_mlps
 from hf_static_kv.fusion.norms import fused_norms
 from hf_static_kv.fusion.positions import fused_rotary
-from hf_static_kv.generation import attention_of
+from hf_static_kv.generation import attention_of, frequencies_depend_on_length
 from hf_static_kv.row_operations import is_harmless, row_operation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,6 +72,8 @@ def _refuse(model: PreTrainedModel) -> None:
         raise ValueError("exact is for inference: call model.eval() first.")
     if model.dtype not in _DTYPES:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
+    if frequencies_depend_on_length(model.config.get_text_config()):
+        raise ValueError("The rotary frequencies of this model depend on the length: what was kept cannot be exact.")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{type(model).__name__} does not use transformers' attention interface.")
 
@@ -83,6 +85,8 @@ def _by_rows(model: PreTrainedModel) -> Iterator[None]:
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(model.device.type):
+            raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
         with _ByRows():  # type: ignore[no-untyped-call]
             return own(*args, **kwargs)
 

@@ -11,7 +11,13 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -24,6 +30,10 @@ from hf_static_kv.step import GreedyStep
 
 # What a decode step of a text model needs; anything else in the model's keywords (images, other positions) is unknown.
 _KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+
+
+# What of an adapter a replay does not see: a merged one has changed the weights where they are.
+_ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 class Call:
@@ -71,7 +81,7 @@ class Call:
         """What a captured step holds for good: addresses, and states of the model that a replay does not see."""
         tensors = (*self.model.parameters(), self.cache.storage_groups[0].keys)
         adapters = [
-            (str(getattr(module, "active_adapters", None)), bool(getattr(module, "disable_adapters", False)))
+            tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
             for module in self.model.modules()
             if hasattr(module, "active_adapters")
         ]
@@ -131,9 +141,7 @@ class Call:
             ),
             "a replayed graph would not call the model's hooks": self.input_ids.is_cuda
             and any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()),
-            "the rotary frequencies depend on the length": any(
-                words in str(getattr(config, "rope_parameters", "")) for words in ("longrope", "dynamic")
-            ),
+            "the rotary frequencies depend on the length": frequencies_depend_on_length(config),
             "layers attend in chunks": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
             "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", None)),
             "the cache holds latents, not keys": bool(getattr(config, "kv_lora_rank", None)),
@@ -293,6 +301,11 @@ class _Flag:
         self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrived.record()
         return earlier
+
+
+def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
+    """Whether a longer text turns earlier tokens by other angles: then nothing that was kept is right."""
+    return any(words in str(getattr(config, "rope_parameters", "")) for words in ("longrope", "dynamic"))
 
 
 def attention_of(model: PreTrainedModel) -> str | dict[str, str]:

@@ -40,13 +40,14 @@ def is_harmless(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if func.namespace == "hf_static_kv":
         return name in _OURS
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if not any(tensor.is_floating_point() for tensor in tensors):
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return True
-    if name in _MOVES or _is_view(func):
+    if (name in _MOVES and "reduce" not in func._overloadname) or _is_view(func):
         return True
     if torch.Tag.pointwise not in func.tags:
         return False
-    return name in _ROUNDED_ONCE or not any(tensor.device.type == "cpu" for tensor in tensors)
+    once = name in _ROUNDED_ONCE and kwargs.get("alpha", 1) == 1  # with alpha a product is rounded, or not, before
+    return once or not any(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _is_view(func: Any) -> bool:
@@ -69,7 +70,8 @@ def _is_function(func: Any) -> bool:
     name, arguments = func.overloadpacket.__name__, func._schema.arguments
     tensors = [argument for argument in arguments if "Tensor" in str(argument.type)]
     writes = any(argument.alias_info is not None for argument in arguments)
-    return len(tensors) == 1 and not writes and name not in _ROUNDED_ONCE and name not in _MOVES
+    is_first = "Tensor" in str(arguments[0].type)
+    return len(tensors) == 1 and is_first and not writes and name not in _ROUNDED_ONCE and name not in _MOVES
 
 
 def _in_blocks(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -94,6 +96,9 @@ def _addmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *, beta: fl
 
 
 def _bmm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    one_for_all = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
+    if one_for_all:  # a transposed weight: a linear layer whose input is not contiguous
+        return row_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise RuntimeError(
             f"aten.bmm over {x.shape[2]} could give a row other bits when other rows are computed with it, and exact "

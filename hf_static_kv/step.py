@@ -80,7 +80,7 @@ class DecodeStep:
         """
         from hf_static_kv.kernels.launch_triton import compile_only
 
-        with ExitStack() as changes:
+        with torch.cuda.device(self.slot.device), ExitStack() as changes:
             self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "none":  # a compiler fuses these itself
                 changes.enter_context(fused_norms(self.model))
@@ -256,11 +256,13 @@ def _layer_numbers_on_device(model: PreTrainedModel, numbers: torch.Tensor) -> I
 
     To `torch.compile` an int is a constant, and every layer with another one is compiled again.
     """
-    numbered = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-    before: list[Any] = [module.layer_idx for module in numbered]
-    for module, layer_idx in zip(numbered, before, strict=True):
-        module.layer_idx = numbers[layer_idx, 0]
+    found = {module: getattr(module, "layer_idx", None) for module in model.modules()}
+    # A module of another part, a vision tower say, may have a number that no layer of the cache has.
+    own = {module: n for module, n in found.items() if isinstance(n, int) and n < len(numbers)}
+    numbered, before = list(own), list[Any](own.values())
     try:
+        for module, layer_idx in zip(numbered, before, strict=True):
+            module.layer_idx = numbers[layer_idx, 0]
         yield
     finally:
         for module, layer_idx in zip(numbered, before, strict=True):

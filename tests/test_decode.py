@@ -6,6 +6,7 @@ On a CPU the step runs uncaptured; all else is the same.
 import gc
 import logging
 import weakref
+from threading import Thread
 
 import pytest
 import torch
@@ -202,6 +203,34 @@ class TestReuse:
         model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = ["one"], True
         run(model, decoder=decoder, cache=cache)
         assert len(decoder._steps[cache]) == 2
+
+    @pytest.mark.parametrize("name", ["merged_adapters", "scaling"])
+    def test_an_adapter_that_is_merged_or_rescaled_is_another_step(self, model, name):
+        """As peft does it: the weights are changed where they are."""
+        cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
+        module = model.model.layers[0].mlp
+        module.active_adapters = ["default"]
+        for state in (["none"], ["default"]):
+            setattr(module, name, state)
+            cache.reset()
+            run(model, decoder=decoder, cache=cache)
+        assert len(decoder._steps[cache]) == 2
+
+    def test_two_threads_with_one_model(self, model):
+        expected, results = run(model), []
+
+        def work():
+            results.append(run(model, decoder=GraphDecoder(), cache=StaticContiguousCache.from_model(model, CAPACITY)))
+
+        before = model.config._attn_implementation
+        threads = [Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 4
+        assert all(torch.equal(result, expected) for result in results)
+        assert model.config._attn_implementation == before
 
     def test_the_attention_of_every_part_is_restored(self):
         config = Gemma3Config(
@@ -440,6 +469,16 @@ class TestCompiled:
         assert torch.stack(inside).tolist() == before
         assert [module.layer_idx for module in numbered] == before
         assert all(type(number) is int for number in before)
+
+    def test_a_part_with_more_layers_than_the_cache_keeps_its_numbers(self, model):
+        other = torch.nn.Linear(2, 2)
+        other.layer_idx = 40  # a layer of a vision tower, say
+        model.tower = other
+        with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
+            assert other.layer_idx == 40
+            assert isinstance(model.model.layers[3].self_attn.layer_idx, torch.Tensor)
+        assert model.model.layers[3].self_attn.layer_idx == 3
+        del model.tower
 
     def test_an_unknown_setting(self):
         with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', got 'max'"):

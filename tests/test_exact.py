@@ -7,6 +7,7 @@ toy size, bfloat16.
 import pytest
 import torch
 from architectures import toy_model
+from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
@@ -122,6 +123,20 @@ class TestMiniatures:
             torch.testing.assert_close(model(ids).logits, ordinary, rtol=1e-4, atol=1e-4)
 
 
+class TestWaysToCallALinearLayer:
+    """torch reaches a linear layer by another operation when its input is not contiguous or its weight is frozen."""
+
+    @pytest.mark.parametrize("frozen", [False, True])
+    @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+    def test_the_last_logits_of_a_batch(self, name, frozen):
+        model, ids = toy_model(name, "eager").requires_grad_(not frozen), tokens(batch=3)
+        with exact(model):
+            whole = model(ids, use_cache=False).logits
+            assert torch.equal(model(ids, use_cache=False, logits_to_keep=1).logits, whole[:, -1:])
+            for row in range(3):
+                assert torch.equal(model(ids[row : row + 1], logits_to_keep=1).logits[0], whole[row, -1:])
+
+
 class TestNothingIsLeft:
     def everything(self, model):
         return attention_of(model), [dict(module.__dict__) for module in model.modules()]
@@ -163,6 +178,35 @@ class TestNothingIsLeft:
             assert torch.equal(other(ids).logits, expected)
             assert torch.bmm(x, x.transpose(1, 2)).shape == (2, 3, 3)
 
+    @pytest.mark.parametrize("part", ["mlp", "mlp.gate_proj", "mlp.act_fn", "input_layernorm"])
+    def test_a_hook_inside_the_model_is_called_and_obeyed(self, part):
+        model, ids = toy_model("llama", "eager"), tokens()
+        shapes = []
+
+        def double(module, args, output):
+            shapes.append(args[0].shape[:2])
+            return 2 * output
+
+        module = model.model.layers[0].get_submodule(part)
+        hook = module.register_forward_hook(double)
+        ordinary = model(ids).logits
+        with exact(model):
+            got = model(ids).logits
+        hook.remove()
+        assert set(shapes) == {ids.shape}  # and never with what a trial invents
+        assert len(shapes) == 2
+        torch.testing.assert_close(got, ordinary, rtol=1e-3, atol=1e-3)
+
+    def test_contexts_that_are_left_in_the_order_in_which_they_were_entered(self):
+        models = [toy_model("llama", "eager"), toy_model("llama", "eager")]
+        before = modeling_llama.apply_rotary_pos_emb
+        contexts = [exact(model) for model in models]
+        for context in contexts:
+            context.__enter__()
+        for context in contexts:
+            context.__exit__(None, None, None)
+        assert modeling_llama.apply_rotary_pos_emb is before
+
     def test_two_models_at_once(self):
         models, ids = [toy_model(name, "eager") for name in ("llama", "gemma3")], tokens()
         with exact(models[0]), exact(models[1]):
@@ -181,6 +225,17 @@ class TestRefusals:
     def test_an_operation_without_a_kernel_is_named(self, name):
         model = toy_model(name, "eager")
         with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no kernel by rows for it"):
+            model(tokens())
+
+    def test_frequencies_that_depend_on_the_length(self):
+        model = toy_model("llama", "eager")
+        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+        with pytest.raises(ValueError, match="depend on the length"), exact(model):
+            pass
+
+    def test_autocast(self):
+        model = toy_model("llama", "eager")
+        with exact(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="under autocast"):
             model(tokens())
 
     def test_training(self):

@@ -261,6 +261,60 @@ class TestSums:
                     assert torch.equal(norm(x * y), expected[0])
                     assert torch.equal(total, expected[1])
 
+    def test_a_sum_of_another_width_and_one_that_is_written_in_between(self):
+        model = toy_model("llama")
+        norm = model.model.norm
+        dim = norm.weight.shape[0]
+        x, y, narrow = torch.randn(1, dim), torch.randn(1, dim), torch.randn(1, 3)
+        with torch.no_grad():
+            expected = norm(2 * (x + y))
+            with fused_norms(model):
+                sums = FusedSums()
+                with sums:
+                    norm(x + y)
+                with sums:
+                    assert torch.equal(narrow + narrow, 2 * narrow)
+                with sums:
+                    assert torch.equal(norm((x + y).mul_(2)), expected)
+
+
+class TestTrials:
+    def test_a_norm_that_takes_other_arguments_is_left_alone(self):
+        class GatedRMSNorm(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.weight, self.eps = torch.nn.Parameter(torch.ones(8)), 1e-6
+
+            def forward(self, x, gate):
+                return x * gate
+
+        assert norm_style(GatedRMSNorm()) is None
+        assert norm_style(torch.nn.RMSNorm(8)) is None  # its eps is None
+
+    def test_two_settings_of_one_class_are_two_kinds(self):
+        class OffsetRMSNorm(torch.nn.Module):
+            def __init__(self, offset):
+                super().__init__()
+                self.weight, self.eps, self.offset = torch.nn.Parameter(torch.randn(8)), 1e-6, offset
+
+            def forward(self, x):
+                return rms_norm_plain(x, self.weight, self.eps, NormStyle(self.offset, False))
+
+        model, x = torch.nn.Sequential(OffsetRMSNorm(0.0), OffsetRMSNorm(1.0)), torch.randn(2, 8)
+        with torch.no_grad():
+            expected = model(x)
+            with fused_norms(model) as norms:
+                assert len(norms) == 2
+                torch.testing.assert_close(model(x), expected)
+
+    def test_another_default_device(self):
+        model = toy_model("llama")
+        with torch.device("meta"):
+            assert norm_style(model.model.norm) == LLAMA
+            assert mlp_activation(model.model.layers[0].mlp) == "silu"
+            with fused_rotary(model) as files:
+                assert len(files) == 1
+
 
 def test_angles_that_are_no_rows_of_a_table_are_computed_as_before():
     class OddRotaryEmbedding(torch.nn.Module):
@@ -270,7 +324,7 @@ def test_angles_that_are_no_rows_of_a_table_are_computed_as_before():
             angle = position_ids[..., None] * torch.ones(4) / position_ids.shape[1]
             return angle.cos(), angle.sin()
 
-    model, positions = OddRotaryEmbedding(), torch.tensor([[5]])
+    model, positions = OddRotaryEmbedding(), torch.tensor([[0]])  # where all angles are alike
     expected = model(None, positions)
     with angles_from_tables(model, 16) as tables:
         assert torch.equal(model(None, positions)[0], expected[0])

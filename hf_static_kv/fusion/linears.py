@@ -42,8 +42,15 @@ def gated_mlps(model: Module) -> Iterator[list[Module]]:
 def mlp_activation(module: Module) -> str | None:
     """The activation of down(act(gate(x)) * up(x)), where trying shows that this module computes that; or None."""
     parts: dict[str, Any] = {name: getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
-    if not is_itself(module) or not all(_is_plain(part) and part.bias is None for part in parts.values()):
+    if not all(_is_plain(part) and part.bias is None for part in parts.values()):
         return None
+    if not all(is_itself(part) for part in module.modules()):
+        return None
+    with torch.device("cpu"):
+        return _tried_activation(module, parts)
+
+
+def _tried_activation(module: Module, parts: dict[str, Any]) -> str | None:
     generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
     trial, tiny = copy.copy(module), {}
     trial._modules = dict(module._modules)
@@ -64,7 +71,7 @@ def mlp_activation(module: Module) -> str | None:
 
 def _is_plain(module: object) -> bool:
     """A linear layer and nothing more: not an adapter, not a quantised one."""
-    return type(module) is Linear and is_itself(module)
+    return type(module) is Linear and type(module.weight) is Parameter and is_itself(module)
 
 
 # Methods, not partials: to `torch.compile` a partial is a constant, and every layer with another is compiled again.

@@ -20,14 +20,16 @@ _EPS_NAMES = ("variance_epsilon", "eps")
 @contextmanager
 def fused_norms(model: Module) -> Iterator[list[Module]]:
     """The model with its RMS norms as kernels, and afterwards with its own `forward` again; gives those norms."""
-    styles: dict[type, NormStyle | None] = {}
+    styles: dict[Any, NormStyle | None] = {}
     norms: dict[Module, _Norm] = {}
     for module in model.modules():
         if not _looks_like_a_norm(module):
             continue
-        if type(module) not in styles:
-            styles[type(module)] = norm_style(module)
-        if (style := styles[type(module)]) is not None:
+        settings = {k: v for k, v in module.__dict__.items() if isinstance(v, bool | int | float | str)}
+        kind = (type(module), tuple(sorted(settings.items())))
+        if kind not in styles:
+            styles[kind] = norm_style(module)
+        if (style := styles[kind]) is not None:
             norms[module] = _Norm(module, _eps(module), style)
     with replaced({module: norm.forward for module, norm in norms.items()}):
         yield list(norms)
@@ -41,23 +43,35 @@ class _Norm:
         self.eps, self.style = eps, style
         self.sum: torch.Tensor | None = None
         self.output: torch.Tensor | None = None
+        self.version = 0
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if _Norm.watcher is not None:
             _Norm.watcher.saw_norm_of(hidden_states, self)
-        output, known = self.output, hidden_states is self.sum
+        output, known = self.output, hidden_states is self.sum and _version(hidden_states) == self.version
         self.sum = self.output = None
         if known and output is not None:
             return output
         return rms_norm(hidden_states, self.module.weight, self.eps, self.style)
 
     def of_sum(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != self.module.weight.shape[0] or not x.is_floating_point():
+            return x + other
         self.sum, self.output = sum_and_rms_norm(x, other, self.module.weight, self.eps, self.style)
+        self.version = _version(self.sum)
         return self.sum
 
 
 def norm_style(module: Module) -> NormStyle | None:
     """How this module multiplies by its weight, found by trying; None where it is no RMS norm that we know."""
+    try:
+        with torch.device("cpu"):
+            return _tried_style(module)
+    except Exception:  # it takes other arguments, or has no eps, or does not run on a CPU
+        return None
+
+
+def _tried_style(module: Module) -> NormStyle | None:
     generator = torch.Generator().manual_seed(0)
     dim = next(module.parameters()).shape[0]
     weight, x = torch.randn(dim, generator=generator), torch.randn(3, dim, generator=generator)
@@ -140,6 +154,11 @@ class FusedSums(TorchFunctionMode):
 
 
 _SUMS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return 0 if x.is_inference() else x._version
 
 
 def _are_alike(x: Any, other: Any = None, *rest: Any) -> bool:

@@ -16,6 +16,7 @@ from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels import rotary
 
 _ROTARY_NAME = "apply_rotary_pos_emb"
+_OWN: dict[str, tuple[Callable[..., Any], int]] = {}  # of each file: its function, and how many contexts replace it
 
 
 @contextmanager
@@ -52,8 +53,10 @@ class _Angles:
         if not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in (*expected, *made)) or len(made) != 2:
             return None
         table = torch.cat(made, dim=-1)[0]
-        if not torch.equal(F.embedding(position_ids, table), torch.cat(expected, dim=-1)):
-            return None
+        last = self.own(x, positions[:, -1:], *args, **kwargs)  # at position 0 all angles are alike
+        for at, angles in ((position_ids, expected), (positions[:, -1:], last)):
+            if not torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)):
+                return None
         self.tables.append(table)
         return table
 
@@ -64,22 +67,28 @@ def fused_rotary(model: Module) -> Iterator[list[str]]:
 
     For one new token; anything else still runs in the function that stood there.
     """
-    homes = {type(module).__module__: sys.modules[type(module).__module__] for module in model.modules()}
-    own = {name: getattr(home, _ROTARY_NAME) for name, home in homes.items() if hasattr(home, _ROTARY_NAME)}
-    own = {name: function for name, function in own.items() if _is_rotary(function)}
+    names = {type(module).__module__ for module in model.modules()}
+    homes = {name: sys.modules[name] for name in names if hasattr(sys.modules[name], _ROTARY_NAME)}
+    homes = {name: home for name, home in homes.items() if name in _OWN or _is_rotary(getattr(home, _ROTARY_NAME))}
+    for name, home in homes.items():
+        own, users = _OWN.get(name, (getattr(home, _ROTARY_NAME), 0))
+        _OWN[name] = (own, users + 1)
+        setattr(home, _ROTARY_NAME, partial(_rotary, own))
     try:
-        for name, function in own.items():
-            setattr(homes[name], _ROTARY_NAME, partial(_rotary, function))
-        yield list(own)
+        yield list(homes)
     finally:
-        for name, function in own.items():
-            setattr(homes[name], _ROTARY_NAME, function)
+        for name, home in homes.items():
+            own, users = _OWN.pop(name)
+            if users > 1:  # another model of this file still uses it
+                _OWN[name] = (own, users - 1)
+            else:
+                setattr(home, _ROTARY_NAME, own)
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, heads, 1, 8, generator=generator) for heads in (3, 2)]
-    angles = [torch.randn(2, 1, 8, generator=generator) for _ in range(2)]
+    states = [torch.randn(2, heads, 1, 8, generator=generator, device="cpu") for heads in (3, 2)]
+    angles = [torch.randn(2, 1, 8, generator=generator, device="cpu") for _ in range(2)]
     for dtype in TRIED_DTYPES:
         arguments = [tensor.to(dtype) for tensor in (*states, *angles)]
         try:

@@ -24,4 +24,5 @@ def replaced(forwards: dict[Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 def is_itself(module: Module) -> bool:
-    return "forward" not in module.__dict__  # a hook stands there
+    """Whether a module computes what its class says: no hook of torch's, and none of accelerate's in its place."""
+    return "forward" not in module.__dict__ and not module._forward_hooks and not module._forward_pre_hooks

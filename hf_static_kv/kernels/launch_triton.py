@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime._async_compile import AsyncCompileMode
+from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
@@ -51,6 +51,7 @@ def compile_only() -> Iterator[None]:
             list(pool.map(lambda kernel: _load(kernel, device), compiled))
     finally:
         _COMPILE_ONLY.reset(before)
+        active_mode.set(None)  # Triton leaves it where a kernel failed, and could compile no other
 
 
 def _load(kernel: Any, device: int) -> None:

@@ -125,7 +125,8 @@ def _rows(
     let_next_begin(EARLY)
     n, m = begin + tl.arange(0, TILE_N)[:, None], begin_m + tl.arange(0, TILE_M)[None, :]
     result = tl.sum(total, 0)
-    if HAS_BIAS:
+    if HAS_BIAS:  # rounded before as well: torch adds the bias by itself where the input is not contiguous
+        result = result.to(y.dtype.element_ty).to(tl.float32)
         result += tl.load(b + n, mask=n < rows, other=0.0).to(tl.float32)
     if ACTIVATION != "":
         dtype = y.dtype.element_ty

@@ -47,8 +47,9 @@ def padded_tiles(x: torch.Tensor, tile: int = TILE) -> list[torch.Tensor]:
 @lru_cache(maxsize=1024)
 def _places_are_alike(size: int, dim: int, stride: tuple[int, int], dtype: torch.dtype) -> bool:
     """Whether the library computes every row of a tile in the same way: tried on sixteen rows that are one."""
-    generator = torch.Generator().manual_seed(0)
-    row, base = torch.randn(dim, generator=generator), torch.randn(size * dim, generator=generator)
-    weight = base.to(dtype).as_strided((size, dim), stride if max(stride) > 1 else (dim, 1))
-    y = torch.mm(row.to(dtype).repeat(TILE, 1), weight.t())
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        elements = 1 + (size - 1) * stride[0] + (dim - 1) * stride[1]
+        row, base = torch.randn(dim, generator=generator), torch.randn(elements, generator=generator)
+        y = torch.mm(row.to(dtype).repeat(TILE, 1), base.to(dtype).as_strided((size, dim), stride).t())
     return bool((y == y[:1]).all())
