@@ -157,7 +157,10 @@ class GraphDecoder:
                 debug.logger.debug("a new step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
             except Exception as error:  # whatever a model does that a fixed step cannot do
                 first_line = next(iter(str(error).splitlines()), "")
-                steps[key] = f"the step cannot be captured ({type(error).__name__}: {first_line})"
+                reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
+                if isinstance(error, torch.OutOfMemoryError):
+                    return reason  # which may pass: the next call tries again
+                steps[key] = reason
         else:
             debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
         return steps[key]

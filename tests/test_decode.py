@@ -370,6 +370,20 @@ class TestRefusals:
         assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert "from those of an ordinary step" in decoder.fallback_reason
 
+    def test_a_lack_of_memory_may_pass(self, model, monkeypatch):
+        decoder, cache, expected = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), run(model)
+
+        def fail(*args):
+            raise torch.OutOfMemoryError("no memory\nfor a graph")
+
+        with monkeypatch.context() as patches:
+            patches.setattr("hf_static_kv.decode._compare", fail)
+            assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        assert decoder.fallback_reason == "the step cannot be captured (OutOfMemoryError: no memory)"
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        assert decoder.fallback_reason is None
+
 
 class TestFaults:
     """An exception leaves the model as it was and in the cache nothing but complete steps."""
