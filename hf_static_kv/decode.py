@@ -84,35 +84,24 @@ class GraphDecoder:
         **model_kwargs: Any,
     ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """What `generate` calls once it has prepared everything; one call at a time for a model, which it changes."""
-        with _LOCKS.setdefault(model, RLock()):
-            return self._call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
-
-    def _call(
-        self,
-        model: PreTrainedModel,
-        input_ids: torch.Tensor,
-        logits_processor: LogitsProcessorList,
-        stopping_criteria: StoppingCriteriaList,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-    ) -> GenerateDecoderOnlyOutput | torch.Tensor:
         recorder = StepRecorder(self.record_steps, self.tokenizer) if self.record_steps else None
         if recorder is not None:
             logits_processor = LogitsProcessorList([*logits_processor, recorder])
-        call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        with _LOCKS.setdefault(model, RLock()):
+            call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            output = self._generate(call)
+        if recorder is not None:
+            self.steps = recorder.steps(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
+
+    def _generate(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor:
         call.refuse_beams()
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         call.refuse_overflow()
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.streamer is not None:
-            self.streamer.put(input_ids.cpu())  # type: ignore[no-untyped-call]
-        output = self._generate(call)
-        if recorder is not None:
-            self.steps = recorder.steps(output if isinstance(output, torch.Tensor) else output.sequences)
-        return output
-
-    def _generate(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor:
+            self.streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
         if self.fallback_reason is None:
             with attention_for_a_while(call.model, call.own_attention):
                 output = self._captured(call)

@@ -97,17 +97,16 @@ class DecodeStep:
         self._forward()
 
     def _capture(self, length: int, origin: torch.Tensor) -> None:
-        with torch.cuda.device(self.slot.device):
-            self._warm_up(length, origin)
-            self.begin(length, origin)
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            try:
-                with torch.cuda.graph(graph):
-                    self.logits = self._forward()
-            except BaseException:
-                torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
-                raise
-            self.graph = graph
+        self._warm_up(length, origin)
+        self.begin(length, origin)
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph):
+                self.logits = self._forward()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
+            raise
+        self.graph = graph
 
     def _warm_up(self, length: int, origin: torch.Tensor) -> None:
         """Runs before the capture: they compile the kernels and let libraries allocate what they need.

@@ -217,7 +217,7 @@ def _tiles_of_rows(size: int) -> tuple[int, int, int, int]:
 
 
 def _tiles_of_one_row(size: int, dim: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps; the fastest of a dozen on an H200 for the shapes of the dev models.
+    """Rows and columns of a tile, and warps: of a dozen on an H200, among the fastest for each shape of the dev models.
 
     Many small programs read a large weight; few rows keep the memory busy only with much of each on its way at once.
     """
