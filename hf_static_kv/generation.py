@@ -139,8 +139,7 @@ class Call:
             f"{type(model).__name__} takes no position_ids": (
                 "position_ids" not in inspect.signature(model.forward).parameters
             ),
-            "a replayed graph would not call the model's hooks": self.input_ids.is_cuda
-            and any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()),
+            "a replayed graph would not call the model's hooks": self.input_ids.is_cuda and has_hooks(model),
             "the rotary frequencies depend on the length": frequencies_depend_on_length(config),
             "layers attend in chunks": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
             "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", None)),
@@ -301,6 +300,18 @@ class _Flag:
         self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.arrived.record()
         return earlier
+
+
+def has_hooks(model: torch.nn.Module) -> bool:
+    """Whether a pass calls something beside the model: hooks, but for those with which transformers collects outputs.
+
+    It leaves these behind once attentions or hidden states were asked for; they do nothing in any other call.
+    """
+    return any(
+        hook.__module__ != "transformers.utils.output_capturing"
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    )
 
 
 def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:

@@ -151,7 +151,7 @@ def _layer_norm(
 
 def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
     if x.is_cuda:
-        from hf_static_kv.kernels.linear_triton import row_linears_triton
+        from hf_static_kv.kernels.row_linear_triton import row_linears_triton
 
         return row_linears_triton(x, weights, biases)
     rows = x.reshape(-1, x.shape[-1])
@@ -161,7 +161,7 @@ def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[
 
 def _gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     if x.is_cuda:
-        from hf_static_kv.kernels.linear_triton import row_gated_triton
+        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
 
         return row_gated_triton(x, gate, up, activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)

@@ -26,6 +26,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import fused_linears
+from hf_static_kv.generation import has_hooks
 from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
@@ -539,3 +540,12 @@ def test_the_attention_name_serves_generate_by_itself():
             batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON)
             assert torch.equal(plain, expected[0]), name
             assert torch.equal(batch, expected[1]), name
+
+
+def test_hooks_are_seen_but_for_those_that_transformers_leaves_behind():
+    model, ids = toy_model("llama", "eager"), torch.tensor([[5, 6, 7]], device=DEVICE)
+    model(ids, output_attentions=True, output_hidden_states=True)
+    assert any(module._forward_hooks for module in model.modules())
+    assert not has_hooks(model)
+    model.model.layers[1].register_forward_hook(lambda module, args, output: None)
+    assert has_hooks(model)

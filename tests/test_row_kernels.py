@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_static_kv.kernels.linear import ACTIVATIONS
 from hf_static_kv.kernels.row_attention import row_attention, row_attention_plain
 from hf_static_kv.kernels.row_linear import padded_tiles, row_linear, row_linear_plain
 from hf_static_kv.kernels.row_sum import row_sum, row_sum_plain
@@ -18,7 +19,7 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def linear_kernel(x, weight, bias=None):
-    return pytest.importorskip("hf_static_kv.kernels.linear_triton").row_linear_triton(x, weight, bias)
+    return pytest.importorskip("hf_static_kv.kernels.row_linear_triton").row_linear_triton(x, weight, bias)
 
 
 def sum_kernel(rows):
@@ -34,7 +35,7 @@ def attention_kernel(query, keys, values, spans, scale):
 class TestLinear:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("transposed", [False, True])  # as GPT-2 keeps its weights
-    @pytest.mark.parametrize(("rows", "dim", "size"), [(1, 48, 7), (35, 600, 20), (17, 64, 130)])
+    @pytest.mark.parametrize(("rows", "dim", "size"), [(1, 48, 7), (35, 600, 20), (17, 64, 130), (90, 300, 70)])
     def test_against_float64(self, implementation, rows, dim, size, transposed, dtype):
         x, bias = normal(rows, dim, dtype=dtype), normal(size, dtype=dtype)
         weight = normal(dim, size, dtype=dtype).t() if transposed else normal(size, dim, dtype=dtype)
@@ -51,6 +52,29 @@ class TestLinear:
         x, weight = normal(rows, dim), normal(size, dim)
         row = data.draw(st.integers(0, rows - 1))
         assert torch.equal(implementation(x[row : row + 1], weight), implementation(x, weight)[row : row + 1])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="tensor cores and their order of summing are a GPU's")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dim", "size"), [(2048, 3072), (8192, 520), (1152, 1000), (300, 66000)])
+class TestManyRowsAndFew:
+    """Two kernels, for many rows and for few: a row has the same bits in both."""
+
+    def test_linear(self, dim, size, dtype):
+        x, weight, bias = normal(150, dim, dtype=dtype), normal(size, dim, dtype=dtype), normal(size, dtype=dtype)
+        many = linear_kernel(x, weight, bias)
+        for rows in (slice(0, 1), slice(77, 78), slice(100, 117)):
+            assert torch.equal(linear_kernel(x[rows], weight, bias), many[rows])
+
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    def test_gated_linear(self, dim, size, dtype, activation):
+        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
+
+        x, gate, up = normal(150, dim, dtype=dtype), *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2))
+        many = row_gated_triton(x, gate, up, activation)
+        for rows in (slice(0, 1), slice(77, 78), slice(100, 117)):
+            assert torch.equal(row_gated_triton(x[rows], gate, up, activation), many[rows])
 
 
 @pytest.mark.parametrize("implementation", [sum_kernel, row_sum_plain], ids=["triton", "plain"])

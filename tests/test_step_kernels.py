@@ -15,6 +15,7 @@ from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
 from hf_static_kv.kernels.launch_triton import compile_only
 from hf_static_kv.kernels.linear_triton import gated_linear_triton, linears_triton
 from hf_static_kv.kernels.rotary_triton import rotary_triton
+from hf_static_kv.kernels.row_linear_triton import row_gated_triton, row_linears_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
@@ -24,6 +25,14 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 def normal(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def linears_kernel(x, weights, biases=()):
+    return (linears_triton if x.numel() == x.shape[-1] else row_linears_triton)(x, weights, list(biases))
+
+
+def gated_kernel(x, gate, up, activation):
+    return (gated_linear_triton if x.numel() == x.shape[-1] else row_gated_triton)(x, gate, up, activation)
 
 
 def error_bound(x, weight):
@@ -36,12 +45,12 @@ class TestLinears:
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize("sizes", [(7,), (5, 3), (33, 6, 2)], ids=str)
     @pytest.mark.parametrize("dim", [48, 1024, 1100])
-    @pytest.mark.parametrize("rows", [1, 3, 16])
+    @pytest.mark.parametrize("rows", [1, 3, 70])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_float64(self, dtype, rows, dim, sizes, has_bias):
         x, weights = normal(rows, dim, dtype=dtype), [normal(size, dim, dtype=dtype) for size in sizes]
         biases = [normal(size, dtype=dtype) for size in sizes] if has_bias else []
-        got = linears_triton(x, weights, biases)
+        got = linears_kernel(x, weights, biases)
         whole, bias = torch.cat(weights), torch.cat(biases).double() if has_bias else 0
         assert got.dtype == dtype
         assert got.shape == (rows, sum(sizes))
@@ -51,18 +60,18 @@ class TestLinears:
     @pytest.mark.parametrize(("size", "dim"), [(8200, 64), (20, 4100)])
     def test_the_tiles_of_large_weights(self, size, dim):
         x, weight = normal(1, dim), normal(size, dim)
-        got = linears_triton(x, [weight], [])
+        got = linears_kernel(x, [weight])
         assert ((got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)).all()
 
     def test_the_shape_before_the_last_dim_is_kept(self):
         x, weights = normal(2, 1, 32), [normal(4, 32), normal(3, 32)]
-        assert linears_triton(x, weights, []).shape == (2, 1, 7)
+        assert linears_kernel(x, weights).shape == (2, 1, 7)
         assert linear.linears(x, weights, []).shape == (2, 1, 7)
 
     def test_a_row_does_not_depend_on_the_others(self):
         x, weight = normal(9, 300, dtype=torch.float16), normal(40, 300, dtype=torch.float16)
-        together = linears_triton(x, [weight], [])
-        assert torch.equal(linears_triton(x[4:6], [weight], []), together[4:6])
+        together = linears_kernel(x, [weight])
+        assert torch.equal(linears_kernel(x[4:6], [weight]), together[4:6])
 
     @pytest.mark.parametrize("weights", [0, 4])
     def test_the_number_of_weights(self, weights):
@@ -77,12 +86,12 @@ class TestLinears:
 class TestGatedLinear:
     @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
     @pytest.mark.parametrize("dim", [96, 2048])
-    @pytest.mark.parametrize("rows", [1, 3])
+    @pytest.mark.parametrize("rows", [1, 3, 70])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_the_parts(self, dtype, rows, dim, activation):
         x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim)))
-        got = gated_linear_triton(x, gate / 8, up, activation)
-        parts = [linears_triton(x, [weight], []) for weight in (gate / 8, up)]
+        got = gated_kernel(x, gate / 8, up, activation)
+        parts = [linears_kernel(x, [weight]) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]
         # The same two sums in another order; then the activation and the product, rounded after each.
         sums = [error_bound(x[0], weight) for weight in (gate / 8, up)]

@@ -2,7 +2,8 @@
 
     split     program (row and KV head, share) goes through its share of the pieces. It reads each piece of a KV head
               once for all query heads of it: the maximum m of the scores, the sum of exp(score - m), and the sum of
-              exp(score - m) * value. While it computes one, the next is on its way.
+              exp(score - m) * value. While it computes one, the next is on its way. In a prompt a program has several
+              queries, as many as fit into its tile of rows, which has 16 for the tensor cores' sake.
     combine   program (row, query head, columns) folds the pieces that exist, FOLD at a time in their order
 
 Pieces are counted from the row's origin, and their length depends on the size of a head alone. So the bits of a row
@@ -32,34 +33,49 @@ def _split(
     query, keys, values, spans, seen, layer, sums, maxima, totals, weights, num_pieces,
     scale, softcap, keys_l, values_l, spans_l,
     T, query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, spans_b, seen_b, weights_h,
-    H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, D: tl.constexpr, D_TILE: tl.constexpr,
-    DV: tl.constexpr, DV_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, TILE: tl.constexpr, D: tl.constexpr,
+    D_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr, SPLIT: tl.constexpr, STAGES: tl.constexpr,
     HAS_LAYER: tl.constexpr, HAS_SEEN: tl.constexpr, HAS_SOFTCAP: tl.constexpr, KEEPS_WEIGHTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    row_head = tl.program_id(0)
-    row, h = (row_head // H).to(tl.int64), (row_head % H).to(tl.int64)
-    b = row // T
+    block, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
+    blocks = tl.cdiv(T, QUERIES)
+    b = block // blocks
+    r = tl.arange(0, TILE)  # query heads of a KV head, of one query after the other
+    t, g = block % blocks * QUERIES + r // G, h * G + r % G
+    row, is_row = b * T + t, (r < QUERIES * G) & (t < T)
     if not HAS_LAYER:
         after_previous(EARLY)
     else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
-    origin, first, end, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
+    span = spans + (b * T + block % blocks * QUERIES) * spans_b  # the first query's
+    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
+    filled = _touched(origin, first, end, num_pieces, SPLIT)
+    begin, pieces, before = (first - origin) // SPLIT, filled, 0
+    lowest, highest = first, end
+    if QUERIES > 1:  # each has its own
+        span = spans + row * spans_b
+        first, end = tl.load(span + 1, mask=is_row, other=0), tl.load(span + 2, mask=is_row, other=0)
+        filled = _touched(origin, first, end, num_pieces, SPLIT)
+        own_begin = (first - origin) // SPLIT
+        begin = tl.min(tl.where(filled > 0, own_begin, 1 << 40), 0)
+        pieces = tl.maximum(tl.max(tl.where(filled > 0, own_begin + filled, 0), 0) - begin, 0)
+        lowest, highest = tl.min(tl.where(filled > 0, first, 1 << 40), 0), tl.max(end, 0)
+        before, first, end = own_begin - begin, first[:, None], end[:, None]
     if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
         after_previous(EARLY)
-    share = tl.cdiv(filled, tl.num_programs(1))
-    begin = origin + (first - origin) // SPLIT * SPLIT
-    g, d, dv, n = tl.arange(0, G_TILE), tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, SPLIT)
-    q_at = query + b * query_b + row % T * query_t + (h * G + g)[:, None] * query_h + d[None, :]
-    q = tl.load(q_at, mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)  # [G, D]
+    share = tl.cdiv(pieces, tl.num_programs(1))
+    d, dv, n = tl.arange(0, D_TILE), tl.arange(0, DV_TILE), tl.arange(0, SPLIT)
+    q_at = query + b * query_b + t[:, None] * query_t + g[:, None] * query_h + d[None, :]
+    q = tl.load(q_at, mask=is_row[:, None] & (d[None, :] < D), other=0.0)  # [rows, D]
     mine = tl.program_id(1) * share
-    for piece in tl.range(mine, tl.minimum(mine + share, filled), num_stages=STAGES):
-        position = (begin + piece * SPLIT + n).to(tl.int64)
-        inside = (position >= first) & (position < end)
-        here = inside
+    for piece in tl.range(mine, tl.minimum(mine + share, pieces), num_stages=STAGES):
+        position = (origin + (begin + piece) * SPLIT + n).to(tl.int64)
+        inside = (position[None, :] >= first) & (position[None, :] < end)  # of each row, or of the one
+        here = (position >= lowest) & (position < highest)
         if HAS_SEEN:
-            here = inside & (tl.load(seen + b * seen_b + position, mask=inside, other=0) != 0)
+            here &= tl.load(seen + b * seen_b + position, mask=here, other=0) != 0
         k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
         k = tl.load(k_at, mask=here[None, :] & (d[:, None] < D), other=0.0)  # [D, N]
         v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
@@ -67,32 +83,32 @@ def _split(
         score = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             score = softcap * _tanh(score / softcap)
-        score = tl.where(here[None, :], score * LOG2_E, -float("inf"))
+        score = tl.where(inside & here[None, :], score * LOG2_E, -float("inf"))
         if KEEPS_WEIGHTS:  # scores, until the second kernel knows what they are divided by
-            at = (row * H * G + h * G + g)[:, None] * weights_h + position[None, :]
-            tl.store(weights + at, score, mask=(g[:, None] < G) & inside[None, :])
+            at = (row * H * G + g)[:, None] * weights_h + position[None, :]
+            tl.store(weights + at, score, mask=is_row[:, None] & inside)
         maximum = tl.max(score, 1)
         # A piece may have nothing to see: 0 in the place of -inf keeps the differences from being nan.
         p = tl.exp2(score - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
-        out = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
-        tl.store(maxima + out, maximum, mask=g < G)
-        tl.store(totals + out, tl.sum(p, 1), mask=g < G)
+        own = piece - before + tl.zeros((TILE,), tl.int64)  # a row may begin with a later piece than the program does
+        out, is_own = ((row * H + h) * num_pieces + own) * G + r % G, is_row & (own >= 0) & (own < filled)
+        tl.store(maxima + out, maximum, mask=is_own)
+        tl.store(totals + out, tl.sum(p, 1), mask=is_own)
         summed = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=g[:, None] < G)
+        tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=is_own[:, None])
 
 
 @triton.jit
-def _pieces(span, num_pieces, SPLIT: tl.constexpr):
-    """A row's origin, first and end, and how many pieces these touch."""
-    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-    filled = (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT
-    return origin, first, end, tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read beyond
+def _touched(origin, first, end, num_pieces, SPLIT: tl.constexpr):
+    """How many pieces a span touches."""
+    filled = tl.where(end > first, (end - origin + SPLIT - 1) // SPLIT - (first - origin) // SPLIT, 0)
+    return tl.minimum(filled, num_pieces)  # a span longer than `max_span` must not read beyond
 
 
 @triton.jit
 def _combine(
     sums, maxima, totals, spans, layer, sinks, output, weights, spans_l, spans_b, weights_h, num_pieces,
-    H: tl.constexpr, G: tl.constexpr, G_TILE: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
+    H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, DV_TILE: tl.constexpr,
     SPLIT: tl.constexpr, FOLD: tl.constexpr, COLUMNS: tl.constexpr, HAS_LAYER: tl.constexpr, HAS_SINKS: tl.constexpr,
     KEEPS_WEIGHTS: tl.constexpr,
     EARLY: tl.constexpr,
@@ -103,7 +119,9 @@ def _combine(
         after_previous(EARLY)
     else:
         spans += tl.load(layer).to(tl.int64) * spans_l
-    _, first, end, filled = _pieces(spans + row * spans_b, num_pieces, SPLIT)
+    span = spans + row * spans_b
+    first, end = tl.load(span + 1), tl.load(span + 2)
+    filled = _touched(tl.load(span), first, end, num_pieces, SPLIT)
     if HAS_LAYER:
         after_previous(EARLY)
     fold, dv = tl.arange(0, FOLD), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
@@ -115,7 +133,7 @@ def _combine(
     summed = tl.zeros((COLUMNS,), tl.float32)
     for at in range(0, filled, FOLD):
         piece = at + fold
-        here = (row_head.to(tl.int64) * num_pieces + piece) * G_TILE + g
+        here = (row_head.to(tl.int64) * num_pieces + piece) * G + g
         m = tl.load(maxima + here, mask=piece < filled, other=-float("inf"))
         t = tl.load(totals + here, mask=piece < filled, other=0.0)
         s = tl.load(sums + here[:, None] * DV_TILE + dv[None, :], mask=piece[:, None] < filled, other=0.0)
@@ -156,35 +174,36 @@ def decode_attention_triton(
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or spans.stride(-1) != 1:
         raise ValueError("decode_attention needs the last dim of query, keys, values and spans side by side in memory.")
     groups = query_heads // heads
-    group_tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
+    tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
     value_tile = max(16, triton.next_power_of_2(value_dim))
     split = max(32, min(128, 8192 // max(dim_tile, value_tile)))
     # A span that does not begin at a piece's border touches one piece more than its length needs.
     num_pieces = triton.cdiv(max_span, split) + 1
-    row_heads = batch * length * heads
-    sums = torch.empty(row_heads, num_pieces, group_tile, value_tile, dtype=torch.float32, device=query.device)
-    maxima = torch.empty(row_heads, num_pieces, group_tile, dtype=torch.float32, device=query.device)
+    rows, queries = batch * length, min(length, tile // groups)  # those that a program has room for
+    programs = batch * triton.cdiv(length, queries) * heads
+    sums = torch.empty(rows * heads, num_pieces, groups, value_tile, dtype=torch.float32, device=query.device)
+    maxima = torch.empty(rows * heads, num_pieces, groups, dtype=torch.float32, device=query.device)
     totals = torch.empty_like(maxima)
     output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=query.device)
     unused = query  # a pointer has to be passed for what is absent
     keys_l, values_l, spans_l = (
         t.stride(0) if layer is not None else 0 for t in (keys, values, spans.transpose(0, -2))
     )
-    sizes = {"H": heads, "G": groups, "G_TILE": group_tile, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
+    sizes = {"H": heads, "G": groups, "DV": value_dim, "DV_TILE": value_tile, "SPLIT": split}
     sizes |= {"HAS_LAYER": layer is not None, "KEEPS_WEIGHTS": weights is not None}
     kept, weights_h = (unused, 0) if weights is None else (weights, weights.stride(1))
     launch(
-        _split, (row_heads, min(num_pieces, _shares(row_heads, query.device))), query,
+        _split, (programs, min(num_pieces, _shares(programs, query.device))), query,
         query, keys, values, spans, unused if seen is None else seen, unused if layer is None else layer,
         sums, maxima, totals, kept, num_pieces, scale, softcap or 0.0, keys_l, values_l, spans_l,
         length, query.stride(0), query.stride(1), query.stride(2), keys.stride(-4), keys.stride(-3), keys.stride(-2),
         values.stride(-4), values.stride(-3), values.stride(-2), spans.stride(0),
         0 if seen is None else seen.stride(0), weights_h,
-        D=dim, D_TILE=dim_tile, STAGES=_STAGES if query.element_size() == 2 else 1, HAS_SEEN=seen is not None,
-        HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
+        QUERIES=queries, TILE=tile, D=dim, D_TILE=dim_tile, STAGES=_STAGES if query.element_size() == 2 else 1,
+        HAS_SEEN=seen is not None, HAS_SOFTCAP=softcap is not None, **sizes, num_warps=4,
     )  # fmt: skip
     launch(
-        _combine, (row_heads, groups, value_tile // COLUMNS), query,
+        _combine, (rows * heads, groups, value_tile // COLUMNS), query,
         sums, maxima, totals, spans, unused if layer is None else layer, unused if sinks is None else sinks, output,
         kept, spans_l, spans.stride(0), weights_h, num_pieces, FOLD=FOLD, COLUMNS=COLUMNS, HAS_SINKS=sinks is not None,
         **sizes, num_warps=4,
@@ -192,7 +211,7 @@ def decode_attention_triton(
     return output
 
 
-def _shares(row_heads: int, device: torch.device) -> int:
-    """How many programs go through a row's text at most: enough for every multiprocessor to have a few."""
+def _shares(programs: int, device: torch.device) -> int:
+    """How many programs go through a text at most: enough for every multiprocessor to have a few."""
     processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, _PROGRAMS_PER_PROCESSOR * processors // row_heads)
+    return max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)

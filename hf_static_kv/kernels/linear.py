@@ -33,6 +33,10 @@ def is_served(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def _is_one_row(x: torch.Tensor) -> bool:
+    return x.numel() == x.shape[-1]
+
+
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
 def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
     """`x` times each of the weights, side by side; `biases` has one for each weight, or none at all."""
@@ -43,8 +47,9 @@ def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[t
         raise ValueError(f"x {tuple(x.shape)} and weights {shapes} do not fit: [..., K] and [N, K].")
     if is_served(x, weights[0]):
         from hf_static_kv.kernels.linear_triton import linears_triton
+        from hf_static_kv.kernels.row_linear_triton import row_linears_triton
 
-        return linears_triton(x, weights, biases)
+        return (linears_triton if _is_one_row(x) else row_linears_triton)(x, weights, biases)
     return linears_plain(x, weights, biases)
 
 
@@ -68,8 +73,9 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activati
         raise ValueError(f"{shapes} do not fit: [..., K], [N, K] and [N, K].")
     if is_served(x, gate):
         from hf_static_kv.kernels.linear_triton import gated_linear_triton
+        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
 
-        return gated_linear_triton(x, gate, up, activation)
+        return (gated_linear_triton if _is_one_row(x) else row_gated_triton)(x, gate, up, activation)
     return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
 

@@ -2,8 +2,8 @@
 
     query: [B, Hq, q, D]   keys: [B, H, n, D]   values: [B, H, n, Dv]   spans: [B, q, 3]   output: [B, q, Hq, Dv]
 
-On a GPU it is the decode kernel, one program a query. No key that is read serves two queries, which is a price that
-prompts pay. On a CPU the pieces of the text are padded to one shape, so that every query runs the same code.
+On a GPU it is the decode kernel, with as many queries to a program as its tile of rows has room for. On a CPU the
+pieces of the text are padded to one shape, so that every query runs the same code.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def row_attention(
     softcap: Optional[float],  # noqa: UP045  # torch reads the annotation
     sinks: Optional[torch.Tensor],  # noqa: UP045
 ) -> torch.Tensor:
-    """Attention over each query's span; a span that holds nothing gives zeros. `origin` may lie before the keys."""
-    batch, heads, length, dim = query.shape
+    """Attention over each query's span; a span that holds nothing gives zeros.
+
+    `origin` is one for all queries of a row of the batch, and may lie before the keys.
+    """
+    batch, heads, length, _ = query.shape
     if spans.shape != (batch, length, len(SPAN)):
         raise ValueError(f"spans must be {[batch, length, len(SPAN)]}, {' '.join(SPAN)}, got {list(spans.shape)}.")
     if not query.dtype == keys.dtype == values.dtype:
@@ -41,10 +44,10 @@ def row_attention(
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
     # The partial sums of a few hundred queries at a time, each of one piece for every PIECE keys or so.
-    at_once = max(1, _MAX_PARTIAL_BYTES // (batch * heads * (keys.shape[2] // PIECE + 1) * dim * 4 * 4))
+    at_once = max(1, _MAX_PARTIAL_BYTES // (batch * heads * (keys.shape[2] // PIECE + 1) * values.shape[3] * 4))
     parts = []
     for begin in range(0, length, at_once):
-        q, s = query[:, :, begin : begin + at_once], spans[:, begin : begin + at_once].reshape(-1, 3)
+        q, s = query[:, :, begin : begin + at_once], spans[:, begin : begin + at_once].contiguous().view(-1, 3)
         q = q if q.stride(-1) == 1 else q.contiguous()
         part = decode_attention_triton(q, keys, values, s, None, None, scale, keys.shape[2], softcap, sinks)
         parts.append(part)
@@ -98,15 +101,15 @@ def _one_query(
     heads, value_dim = keys.shape[0], values.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.reshape(heads, -1, query.shape[-1]).contiguous()  # [H, G, D]
-    maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype)
+    maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype, device=query.device)
     total = torch.zeros_like(maximum)
     if sinks is not None:
         maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
-    summed = torch.zeros(*maximum.shape, value_dim, dtype=dtype)
+    summed = torch.zeros(*maximum.shape, value_dim, dtype=dtype, device=query.device)
     for begin in range(origin + (first - origin) // PIECE * PIECE, end, PIECE):
         here = slice(max(begin, first), min(begin + PIECE, end))
         inside = slice(here.start - begin, here.stop - begin)
-        scores = torch.full((*maximum.shape, PIECE), -torch.inf, dtype=dtype)
+        scores = torch.full((*maximum.shape, PIECE), -torch.inf, dtype=dtype, device=query.device)
         k, v = keys.new_zeros(heads, PIECE, keys.shape[2]), values.new_zeros(heads, PIECE, value_dim)
         k[:, inside], v[:, inside] = keys[:, here], values[:, here]
         product = torch.bmm(grouped, k.transpose(1, 2)).to(dtype) * scale

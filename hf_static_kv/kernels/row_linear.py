@@ -20,7 +20,7 @@ def row_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [M, K] and [N, K].")
     if x.is_cuda:
-        from hf_static_kv.kernels.linear_triton import row_linear_triton
+        from hf_static_kv.kernels.row_linear_triton import row_linear_triton
 
         return row_linear_triton(x, weight, bias)
     return row_linear_plain(x, weight, bias)
