@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decode import attention_for_a_while
-from hf_static_kv.fusion.linears import gated_mlps
+from hf_static_kv.fusion.linears import gated_mlps, single_linears
 from hf_static_kv.fusion.norms import fused_norms
 from hf_static_kv.fusion.positions import fused_rotary
 from hf_static_kv.generation import attention_of, frequencies_depend_on_length
@@ -61,6 +61,7 @@ def exact(model: PreTrainedModel) -> Iterator[None]:
         changes.enter_context(fused_norms(model))
         changes.enter_context(fused_rotary(model))
         changes.enter_context(gated_mlps(model))
+        changes.enter_context(single_linears(model))
         changes.enter_context(_by_rows(model))
         yield
 
@@ -100,6 +101,11 @@ def _by_rows(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _ByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Torch would wrap what follows for its compiler's sake, which never runs here; that costs at every call."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operation: Callable[..., Any] | None = row_operation(func)

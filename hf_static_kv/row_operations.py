@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,18 +37,29 @@ _OURS = {"write_token", "attend", "row_attention"}
 
 def is_harmless(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation can be run as it is."""
-    name = func.overloadpacket.__name__
+    if _is_always_harmless(func):
+        return True
+    if _is_rounded_once(func) and kwargs.get("alpha", 1) == 1:  # with it a product is rounded, or not, before
+        return True
     if func.namespace == "hf_static_kv":
-        return name in _OURS
+        return False
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return True
-    if (name in _MOVES and "reduce" not in func._overloadname) or _is_view(func):
-        return True
-    if torch.Tag.pointwise not in func.tags:
-        return False
-    once = name in _ROUNDED_ONCE and kwargs.get("alpha", 1) == 1  # with alpha a product is rounded, or not, before
-    return once or not any(tensor.device.type == "cpu" for tensor in tensors)
+    return torch.Tag.pointwise in func.tags and not any(tensor.device.type == "cpu" for tensor in tensors)
+
+
+@cache  # these are asked a thousand times in a pass
+def _is_always_harmless(func: Any) -> bool:
+    name = func.overloadpacket.__name__
+    if func.namespace == "hf_static_kv":
+        return name in _OURS
+    return (name in _MOVES and "reduce" not in func._overloadname) or _is_view(func)
+
+
+@cache
+def _is_rounded_once(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _ROUNDED_ONCE
 
 
 def _is_view(func: Any) -> bool:
@@ -56,6 +68,7 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+@cache
 def row_operation(func: Any) -> Callable[..., Any] | None:
     """What runs in the place of an operation, or None."""
     if func in _BY_ROWS:

@@ -114,17 +114,20 @@ class TestGatedLinear:
 class TestRotary:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 20)])
-    def test_each_product_and_the_sum_are_rounded_as_by_themselves(self, dtype, heads, kv_heads, dim):
+    @pytest.mark.parametrize(("length", "angle_rows"), [(1, 2), (5, 2), (5, 1)])
+    def test_each_product_and_the_sum_are_rounded_as_by_themselves(
+        self, dtype, heads, kv_heads, dim, length, angle_rows
+    ):
         # Heads and tokens transposed, as a projection leaves them; cosines and sines side by side, as a table has them.
-        query, key = (normal(2, 1, h, dim, dtype=dtype).transpose(1, 2) for h in (heads, kv_heads))
-        cos, sin = normal(2, 1, 2 * dim, dtype=dtype).chunk(2, dim=-1)
+        query, key = (normal(2, length, h, dim, dtype=dtype).transpose(1, 2) for h in (heads, kv_heads))
+        cos, sin = normal(angle_rows, length, 2 * dim, dtype=dtype).chunk(2, dim=-1)
         got, expected = rotary_triton(query, key, cos, sin), rotary_plain(query, key, cos, sin)
         for a, b in zip(got, expected, strict=True):
             assert a.shape == b.shape
             assert torch.equal(a, b)
 
     def test_what_the_kernel_does_not_take_is_computed_plainly(self):
-        query, key, angles = normal(1, 2, 3, 8), normal(1, 1, 3, 8), normal(1, 3, 8)  # three tokens
+        query, key, angles = normal(1, 2, 3, 8), normal(1, 1, 3, 8), normal(1, 3, 8).double()  # of another dtype
         assert torch.equal(rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0])
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
 
-from hf_static_kv.fusion.replacing import is_itself, replaced
+from hf_static_kv.fusion.replacing import OwnForward, is_itself, replaced
 from hf_static_kv.kernels import linear
 
 
@@ -29,6 +29,14 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
             forwards.update({module: _Part(shared, i).forward for i, module in enumerate(group)})
         with replaced(forwards):
             yield groups
+
+
+@contextmanager
+def single_linears(model: Module) -> Iterator[list[Linear]]:
+    """The model with each of its linear layers as one operation, for any number of rows; gives those layers."""
+    layers = [module for module in model.modules() if isinstance(module, Linear) and _is_plain(module)]
+    with replaced({module: _Single(module).forward for module in layers}):
+        yield layers
 
 
 @contextmanager
@@ -72,6 +80,16 @@ def _tried_activation(module: Module, parts: dict[str, Any]) -> str | None:
 def _is_plain(module: object) -> bool:
     """A linear layer and nothing more: not an adapter, not a quantised one."""
     return type(module) is Linear and type(module.weight) is Parameter and is_itself(module)
+
+
+class _Single(OwnForward):
+    def __init__(self, module: Linear) -> None:
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        module = self.module
+        output: torch.Tensor = linear.linears(x, [module.weight], [] if module.bias is None else [module.bias])
+        return output
 
 
 # Methods, not partials: to `torch.compile` a partial is a constant, and every layer with another is compiled again.

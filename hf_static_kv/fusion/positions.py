@@ -65,7 +65,7 @@ class _Angles:
 def fused_rotary(model: Module) -> Iterator[list[str]]:
     """The function that turns queries and keys, as one kernel in the files of this model's classes; gives their names.
 
-    For one new token; anything else still runs in the function that stood there.
+    What the kernel does not take still runs in the function that stood there.
     """
     names = {type(module).__module__ for module in model.modules()}
     homes = {name: sys.modules[name] for name in names if hasattr(sys.modules[name], _ROTARY_NAME)}

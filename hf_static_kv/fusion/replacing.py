@@ -14,15 +14,28 @@ TRIED_DTYPES = (torch.float32, torch.bfloat16)  # the second shows where numbers
 
 @contextmanager
 def replaced(forwards: dict[Module, Callable[..., Any]]) -> Iterator[None]:
+    """These modules with these forwards, and afterwards with those that they had."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
             module.forward = forward
         yield
     finally:
-        for module in forwards:
+        for module, own in before.items():
             module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+
+
+class OwnForward:
+    """The `forward` of a part of a model that another may stand in for: it computes what the part's class says."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
 
 
 def is_itself(module: Module) -> bool:
     """Whether a module computes what its class says: no hook of torch's, and none of accelerate's in its place."""
-    return "forward" not in module.__dict__ and not module._forward_hooks and not module._forward_pre_hooks
+    forward = module.__dict__.get("forward")
+    is_own = forward is None or isinstance(getattr(forward, "__self__", None), OwnForward)
+    return is_own and not module._forward_hooks and not module._forward_pre_hooks

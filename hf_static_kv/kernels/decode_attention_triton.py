@@ -49,20 +49,9 @@ def _split(
     else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
-    span = spans + (b * T + block % blocks * QUERIES) * spans_b  # the first query's
-    origin, first, end = tl.load(span), tl.load(span + 1), tl.load(span + 2)
-    filled = _touched(origin, first, end, num_pieces, SPLIT)
-    begin, pieces, before = (first - origin) // SPLIT, filled, 0
-    lowest, highest = first, end
-    if QUERIES > 1:  # each has its own
-        span = spans + row * spans_b
-        first, end = tl.load(span + 1, mask=is_row, other=0), tl.load(span + 2, mask=is_row, other=0)
-        filled = _touched(origin, first, end, num_pieces, SPLIT)
-        own_begin = (first - origin) // SPLIT
-        begin = tl.min(tl.where(filled > 0, own_begin, 1 << 40), 0)
-        pieces = tl.maximum(tl.max(tl.where(filled > 0, own_begin + filled, 0), 0) - begin, 0)
-        lowest, highest = tl.min(tl.where(filled > 0, first, 1 << 40), 0), tl.max(end, 0)
-        before, first, end = own_begin - begin, first[:, None], end[:, None]
+    at = spans + (b * T + block % blocks * QUERIES) * spans_b if QUERIES == 1 else spans + row * spans_b
+    origin = tl.load(spans + b * T * spans_b)
+    first, end, filled, before, begin, pieces, lowest, highest = _reach(at, is_row, origin, num_pieces, QUERIES, SPLIT)
     if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
         after_previous(EARLY)
     share = tl.cdiv(pieces, tl.num_programs(1))
@@ -96,6 +85,27 @@ def _split(
         tl.store(totals + out, tl.sum(p, 1), mask=is_own)
         summed = tl.dot(p.to(v.dtype), v, input_precision="ieee")
         tl.store(sums + out[:, None] * DV_TILE + dv[None, :], summed, mask=is_own[:, None])
+
+
+@triton.jit
+def _reach(span, is_row, origin, num_pieces, QUERIES: tl.constexpr, SPLIT: tl.constexpr):
+    """Of each row: first, end, how many pieces these touch, and how many pieces of the program come before.
+
+    Of the program, which goes through the spans of all its rows: its first piece, how many, the lowest first, the
+    highest end. With one query the rows' are the program's.
+    """
+    if QUERIES == 1:
+        first, end = tl.load(span + 1), tl.load(span + 2)
+        filled = _touched(origin, first, end, num_pieces, SPLIT)
+        return first, end, filled, 0, (first - origin) // SPLIT, filled, first, end
+    else:
+        first, end = tl.load(span + 1, mask=is_row, other=0), tl.load(span + 2, mask=is_row, other=0)
+        filled, begin = _touched(origin, first, end, num_pieces, SPLIT), (first - origin) // SPLIT
+        lowest = tl.min(tl.where(filled > 0, first, 1 << 40), 0)
+        begin_of_all = tl.min(tl.where(filled > 0, begin, 1 << 40), 0)
+        pieces = tl.maximum(tl.max(tl.where(filled > 0, begin + filled, 0), 0) - begin_of_all, 0)
+        before = begin - begin_of_all
+        return first[:, None], end[:, None], filled, before, begin_of_all, pieces, lowest, tl.max(end, 0)
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -32,11 +32,12 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **o
     """Run `kernel` on the device of the tensor `on`; it has a constexpr `EARLY`."""
     early = on.is_cuda and _knows_early_launch(on.device)
     options |= {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
-    with torch.cuda.device_of(on):
-        if _COMPILE_ONLY.get():
-            kernel.warmup(*args, grid=grid, **options)
-        else:
-            kernel[grid](*args, **options)
+    run = partial(kernel.warmup, grid=grid) if _COMPILE_ONLY.get() else kernel[grid]
+    if not on.is_cuda or on.device.index == torch.cuda.current_device():
+        run(*args, **options)
+        return
+    with torch.cuda.device(on.device):
+        run(*args, **options)
 
 
 @contextmanager

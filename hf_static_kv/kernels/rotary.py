@@ -1,8 +1,8 @@
-"""Rotary positions of one new token: the plain PyTorch twin, and the choice between it and the kernel.
+"""Rotary positions: the plain PyTorch twin, and the choice between it and the kernel.
 
 y = x * cos + rotate_half(x) * sin        rotate_half: the second half of a head's dims, negated, before the first
 
-query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D]
+query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or one for all rows
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ def rotary(
 
 
 def is_served(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the kernel takes this: one new token on a GPU, all of one dtype, every dim of a head turned."""
-    batch, dim = query.shape[0], query.shape[-1]
+    """Whether the kernel takes this: on a GPU, all of one dtype, every dim of a head turned."""
+    if not query.is_cuda or query.ndim != 4:
+        return False
+    batch, _, length, dim = query.shape
     return (
-        query.is_cuda
-        and query.ndim == 4
-        and query.shape[2] == 1
-        and query.dtype == key.dtype == cos.dtype == sin.dtype
-        and cos.shape == sin.shape == (batch, 1, dim)
-        and key.shape[-1] == dim
+        query.dtype == key.dtype == cos.dtype == sin.dtype
+        and cos.shape == sin.shape
+        and cos.shape in ((batch, length, dim), (1, length, dim))
+        and key.shape[2:] == (length, dim)
         and dim % 2 == 0
         and query.stride(-1) == key.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
     )
