@@ -59,7 +59,7 @@ class TestLinear:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="tensor cores and their order of summing are a GPU's")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "size"), [(2048, 3072), (8192, 520), (1152, 1000), (300, 66000)])
+@pytest.mark.parametrize(("dim", "size"), [(2048, 5000), (8192, 520), (1152, 1000)])
 class TestManyRowsAndFew:
     """Two kernels, for many rows and for few: a row has the same bits in both."""
 

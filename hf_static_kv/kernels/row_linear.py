@@ -2,8 +2,8 @@
 
     x: [M, K]   weight: [N, K], by any strides   bias: [N]   output: [M, N]
 
-On a GPU: tiles that are chosen by the shape of the weight alone. On a CPU: tiles of rows padded to one shape, so that
-the library runs the same code for all.
+On a GPU: one order of summing for all. On a CPU: tiles of rows padded to one shape, so that the library runs the same
+code for all.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Linear layers for any number of rows in Triton, each row with the bits that it would have alone.
 
-The sum over K has one order, and the shape of the weight alone decides on it. Stretches of K are dealt out to four
-parts; each part is summed by the tensor cores from left to right, and then the parts are, one after the other:
+The sum over K has one order, always. Stretches of 64 are dealt out to four parts; each part is summed by the tensor
+cores from left to right, and then the parts are, one after the other:
 
     K = | part 0 | part 1 | part 2 | part 3 | part 0 | part 1 | ...
 
@@ -21,10 +21,11 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.launch_triton import launch, let_next_begin, wait_for_previous
+from hf_static_kv.kernels.launch_triton import after_previous, launch
 from hf_static_kv.kernels.linear_triton import activated, which
 
-_PARTS, _FEW = 4, 64  # up to so many rows of x are few
+STRETCH = tl.constexpr(64)
+_FEW = 64  # up to so many rows of x are few
 _TILE_OF_FEW, _TILE_OF_MANY = 16, 64
 _SIDE_BY_SIDE = tl.constexpr(8)  # tiles of x that are computed next to each other, with the weights that they share
 
@@ -32,7 +33,7 @@ _SIDE_BY_SIDE = tl.constexpr(8)  # tiles of x that are computed next to each oth
 @triton.jit
 def _few(
     x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K, w_n, w_k,
-    TILE: tl.constexpr, TILE_M: tl.constexpr, STRETCH: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    TILE: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     w, b, rows, begin, at = which(tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE)
@@ -44,10 +45,7 @@ def _few(
     total, up = tl.zeros((4, TILE, TILE_M), tl.float32), tl.zeros((4, TILE, TILE_M), tl.float32)
     if EARLY and ACTIVATION == "":
         _ask_for(w, begin, rows, K, w_n, w_k, TILE)
-    wait_for_previous(EARLY)
-    # The weights of gate and up keep the memory busy for long: there the next kernel would only be in the way.
-    if ACTIVATION == "":
-        let_next_begin(EARLY)
+    after_previous(EARLY)
     for k in tl.range(0, K, STRETCH * 4, num_stages=STAGES):
         x_here, w_here = m < M, n < rows
         if not EVEN:
@@ -56,8 +54,6 @@ def _few(
         total = tl.dot(tl.load(w + w_at + k * w_k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
             up = tl.dot(tl.load(w1 + w_at + k * w_k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
-    if ACTIVATION != "":
-        let_next_begin(EARLY)
     n, m = begin + tl.arange(0, TILE)[:, None], begin_m + tl.arange(0, TILE_M)[None, :]
     total = _sum_of_parts(total, TILE, TILE_M)
     up = _sum_of_parts(up, TILE, TILE_M) if ACTIVATION != "" else total
@@ -69,7 +65,7 @@ def _few(
 @triton.jit
 def _many(
     x, y, w, w1, b, N, M, K, w_n, w_k,
-    TILE: tl.constexpr, STRETCH: tl.constexpr, TILE_K: tl.constexpr, STAGES: tl.constexpr,
+    TILE: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
@@ -79,12 +75,11 @@ def _many(
     n = inside // wide * TILE + tl.arange(0, TILE)[None, :]
     w_row, x_row = n.to(tl.int64) * w_n, m.to(tl.int64) * K
     total, up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
-    PIECES: tl.constexpr = STRETCH // TILE_K
-    wait_for_previous(EARLY)
+    after_previous(EARLY)
     for part in range(4):
         part_of_total, part_of_up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
-        for i in tl.range(0, tl.cdiv(K, STRETCH * 4) * PIECES, num_stages=STAGES):
-            k = (i // PIECES * 4 + part) * STRETCH + i % PIECES * TILE_K + tl.arange(0, TILE_K)
+        for begin_k in tl.range(part * STRETCH, K, STRETCH * 4, num_stages=STAGES):
+            k = begin_k + tl.arange(0, STRETCH)
             x_tile = tl.load(x + x_row + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
             w_at, w_here = w_row + k[:, None] * w_k, (n < N) & (k[:, None] < K)
             w_tile = tl.load(w + w_at, mask=w_here, other=0.0)
@@ -93,7 +88,6 @@ def _many(
                 up_tile = tl.load(w1 + w_at, mask=w_here, other=0.0)
                 part_of_up = tl.dot(x_tile, up_tile, part_of_up, input_precision="ieee")
         total, up = total + part_of_total, up + part_of_up
-    let_next_begin(EARLY)
     result = _finished(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
     tl.store(y + m.to(tl.int64) * N + n, result, mask=(m < M) & (n < N))
 
@@ -177,17 +171,29 @@ def _launch_few(
     activation: str,
 ) -> None:
     dim, stride = x.shape[-1], weights[0].stride()
-    rows, stretch = x.numel() // dim, _stretch(dim, activation)
+    rows = x.numel() // dim
     tile_m = 8 if rows <= 8 else 16
     pointers = [*weights, *[x] * (3 - len(weights)), *biases, *[x] * (3 - len(biases))]
     # Programs that read the same rows of the weight stand side by side.
     grid = (triton.cdiv(rows, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
-    stages = 2 if x.element_size() == 4 else {"": 6}.get(activation, 3 if stretch == 128 else 4)
     launch(
         _few, grid, x, x, y, *pointers, *sizes, *[0] * (3 - len(sizes)), rows, dim, *stride,
-        TILE=_TILE_OF_FEW, TILE_M=tile_m, STRETCH=stretch, STAGES=stages, EVEN=dim % (stretch * _PARTS) == 0,
-        HAS_BIAS=bool(biases), ACTIVATION=activation, num_warps=_PARTS,
+        TILE=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), x.element_size(), activation),
+        EVEN=dim % (4 * STRETCH.value) == 0, HAS_BIAS=bool(biases), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
+
+
+def _stages(size: int, bytes_of_one: int, activation: str) -> int:
+    """How many tiles of the weight are on their way at once: where programs are few, each has to read more.
+
+    Of 2 to 12, tried on an H200 for one row and for eight, the fastest or within 4 % of it for each shape of the dev
+    models but two (Llama's q, k, v for eight rows: 5.6 us, 5.2 with 6; down: 10.0, 9.7 with stretches of 128).
+    """
+    if bytes_of_one == 4:
+        return 2  # what fits
+    if activation:
+        return 3
+    return 8 if size <= 4096 else 4
 
 
 def _launch_many(
@@ -198,16 +204,5 @@ def _launch_many(
     launch(
         _many, (triton.cdiv(rows, tile) * triton.cdiv(size, tile),), x,
         x, y, weight, up, x if bias is None else bias, size, rows, dim, *weight.stride(),
-        TILE=tile, STRETCH=_stretch(dim, activation), TILE_K=64, STAGES=3,
-        HAS_BIAS=bias is not None, ACTIVATION=activation, num_warps=4,
+        TILE=tile, STAGES=3, HAS_BIAS=bias is not None, ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
-
-
-def _stretch(dim: int, activation: str) -> int:
-    """How much of K goes to a part at a time; never by the number of rows.
-
-    Tried on an H200 for 8 rows, 64 and 128 with 3, 4 and 6 stages: microseconds of the best and of what is here,
-    Llama-3.2-1B's q k v 5.1, 5.2; o 3.9, 4.0; gate and up 18.5, 18.5; down 10.3, 10.5; gemma-3-1b's 2.5, 2.6 (q k v),
-    11.6, 11.6 (gate and up), 7.0, 7.1 (down).
-    """
-    return 128 if activation and dim >= 2048 else 64
