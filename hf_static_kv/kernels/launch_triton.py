@@ -67,8 +67,21 @@ def _knows_early_launch(device: torch.device) -> bool:
 
 
 @triton.jit
-def after_previous(EARLY: tl.constexpr):
-    """Wait until the kernel before this one is complete; then let the next one begin, once every program came here."""
+def wait_for_previous(EARLY: tl.constexpr):
+    """Wait until the kernel before this one is complete."""
     if EARLY:
         gdc_wait()
+
+
+@triton.jit
+def let_next_begin(EARLY: tl.constexpr):
+    """Let the next kernel begin, once every program of this one has come here."""
+    if EARLY:
         gdc_launch_dependents()
+
+
+@triton.jit
+def after_previous(EARLY: tl.constexpr):
+    """Both, one after the other."""
+    wait_for_previous(EARLY)
+    let_next_begin(EARLY)

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.launch_triton import after_previous, launch
+from hf_static_kv.kernels.launch_triton import after_previous, launch, let_next_begin, wait_for_previous
 from hf_static_kv.kernels.linear_triton import activated, which
 
 STRETCH = tl.constexpr(64)
@@ -45,7 +45,9 @@ def _few(
     total, up = tl.zeros((4, TILE, TILE_M), tl.float32), tl.zeros((4, TILE, TILE_M), tl.float32)
     if EARLY and ACTIVATION == "":
         _ask_for(w, begin, rows, K, w_n, w_k, TILE)
-    after_previous(EARLY)
+    wait_for_previous(EARLY)
+    if ACTIVATION == "":
+        let_next_begin(EARLY)
     for k in tl.range(0, K, STRETCH * 4, num_stages=STAGES):
         x_here, w_here = m < M, n < rows
         if not EVEN:
@@ -54,6 +56,8 @@ def _few(
         total = tl.dot(tl.load(w + w_at + k * w_k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
             up = tl.dot(tl.load(w1 + w_at + k * w_k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
+    if ACTIVATION != "":  # not before: in a whole step that was 3 % slower
+        let_next_begin(EARLY)
     n, m = begin + tl.arange(0, TILE)[:, None], begin_m + tl.arange(0, TILE_M)[None, :]
     total = _sum_of_parts(total, TILE, TILE_M)
     up = _sum_of_parts(up, TILE, TILE_M) if ACTIVATION != "" else total
@@ -186,8 +190,8 @@ def _launch_few(
 def _stages(size: int, bytes_of_one: int, activation: str) -> int:
     """How many tiles of the weight are on their way at once: where programs are few, each has to read more.
 
-    Of 2 to 12, tried on an H200 for one row and for eight, the fastest or within 4 % of it for each shape of the dev
-    models but two (Llama's q, k, v for eight rows: 5.6 us, 5.2 with 6; down: 10.0, 9.7 with stretches of 128).
+    Chosen on an H200 for the dev models: of 2 to 12 by each linear layer alone, then of eight combinations by whole
+    steps of the three, for one row and for eight.
     """
     if bytes_of_one == 4:
         return 2  # what fits
