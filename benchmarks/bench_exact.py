@@ -10,14 +10,15 @@ Differences: the largest between any two logits, in each of these comparisons:
   padding    a row with padding to its left, beside a longer one, and bare
   capacity   in a cache that has just enough room, and in one for 32 times as much
   crop       after a part of the text was taken back and written again
-Price: milliseconds of a prompt and of a decode step of `GraphDecoder`, the median of 3 after one to warm up.
+Price: milliseconds of a prompt and of a decode step of `GraphDecoder`, as usual and inside `exact` in turns; the median
+(least to greatest) of 5 after one to warm up. A decode step is (TN - T1) / (N - 1), as in bench_generation.py. With
+`--prefills 0` it is left out.
 Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import seconds
+from measure import seconds, spread
 from outputs import add_output_arguments, check_outputs, write_outputs
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -35,7 +36,8 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.testing import provenance
 
 Record = dict[str, Any]
-TRIALS = 3
+TRIALS = 5
+SIDES = ("usual", "exact")
 ROWS, PADDING = 8, 37
 
 
@@ -119,52 +121,62 @@ class Comparisons:
         return largest
 
 
-def price(model: PreTrainedModel, workload: Workload, prefills: list[int]) -> Record:
-    """Milliseconds of each prompt, and of a decode step."""
-    record: Record = {"prefill_ms": {}}
-    for length in prefills:
-        ids = workload.prompt(length)["input_ids"]
-        cache = StaticContiguousCache.from_model(model, length)
-        record["prefill_ms"][str(length)] = _median(lambda ids=ids, cache=cache: _read(model, ids, cache), workload)
-        del cache
-    cache, decoder = StaticContiguousCache.from_model(model, workload.max_cache_len), GraphDecoder()
+class Price:
+    """Milliseconds of each prompt and of a decode step, of one trial."""
 
-    def generate(tokens: int) -> None:
-        cache.reset()
-        keywords = {"past_key_values": cache, "custom_generate": decoder, "max_new_tokens": tokens, "do_sample": False}
-        model.generate(**workload.prompt(), **keywords)
+    def __init__(self, model: PreTrainedModel, workload: Workload, prefills: list[int]) -> None:
+        self.model: Any = model
+        self.workload, self.prompt, self.decoder = workload, workload.prompt(), GraphDecoder()
+        self.texts = {length: workload.prompt(length)["input_ids"] for length in prefills}
+        self.cache = StaticContiguousCache.from_model(model, max([workload.max_cache_len, *prefills]))
 
-    generate(workload.new_tokens)
-    first, last = (_median(lambda n=n: generate(n), workload) for n in (1, workload.new_tokens))
-    record["decode_ms"] = (last - first) / (workload.new_tokens - 1)
-    return record
+    def trial(self) -> dict[str, float]:
+        ms = {f"prompt of {n}": self._seconds(lambda ids=ids: self._read(ids)) * 1e3 for n, ids in self.texts.items()}
+        first, last = (self._seconds(lambda n=n: self._generate(n)) for n in (1, self.workload.new_tokens))
+        return ms | {"a decode step of `GraphDecoder`": (last - first) / (self.workload.new_tokens - 1) * 1e3}
+
+    def _seconds(self, call: Callable[[], None]) -> float:
+        self.cache.reset()
+        return seconds(call, self.workload.device)
+
+    def _read(self, ids: torch.Tensor) -> None:
+        self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+
+    def _generate(self, tokens: int) -> None:
+        keywords = {"past_key_values": self.cache, "custom_generate": self.decoder, "do_sample": False}
+        self.model.generate(**self.prompt, **keywords, max_new_tokens=tokens)
 
 
-def _read(model: Any, ids: torch.Tensor, cache: StaticContiguousCache) -> None:
-    cache.reset()
-    model(ids, past_key_values=cache, logits_to_keep=1)
+def prices(model: PreTrainedModel, workload: Workload, prefills: list[int]) -> dict[str, Record]:
+    """Both sides in turns, each with its spread over the trials."""
+    price = Price(model, workload, prefills)
+    trials: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for _ in tqdm(range(TRIALS + 1), disable=None, leave=False):
+        for side in SIDES:
+            with _side(model, side):
+                trials[side].append(price.trial())
+    warm = {side: rows[1:] for side, rows in trials.items()}
+    return {side: {name: spread([row[name] for row in rows]) for name in rows[0]} for side, rows in warm.items()}
 
 
-def _median(call: Callable[[], None], workload: Workload) -> float:
-    call()
-    return statistics.median(seconds(call, workload.device) for _ in range(TRIALS)) * 1e3
+def _side(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
+    return exact(model) if name == "exact" else nullcontext()
 
 
 @torch.no_grad()
 def measure_all(workload: Workload, prefills: list[int]) -> Record:
     model = workload.build_model()
-    sides = {}
-    for name in ("usual", "exact"):
-        context: AbstractContextManager[None] = exact(model) if name == "exact" else nullcontext()
-        with context:
-            differences = Comparisons(model, workload.prompt_len, workload.new_tokens).differences()
-            sides[name] = {"differences": differences, **price(model, workload, prefills)}
+    differences = {}
+    for side in SIDES:
+        with _side(model, side):
+            differences[side] = Comparisons(model, workload.prompt_len, workload.new_tokens).differences()
     shown = {key: getattr(workload, key) for key in ("model", "dtype", "prompt_len", "new_tokens")}
-    return {**provenance(workload.device), "workload": shown, **sides}
+    record = {**provenance(workload.device), "workload": shown, "differences": differences}
+    return {**record, "ms": prices(model, workload, prefills)} if prefills else record
 
 
 def markdown(record: Record) -> str:
-    w, usual, inside = record["workload"], record["usual"], record["exact"]
+    w, differences = record["workload"], record["differences"]
     lines = [
         f"{w['model']}, {w['dtype']}, {w['prompt_len']} + {w['new_tokens']} tokens, {record['hardware']}, commit "
         f"{record['commit']}. The largest difference of logits:",
@@ -172,13 +184,15 @@ def markdown(record: Record) -> str:
         "| | as usual | inside `exact` |",
         "|---|---|---|",
     ]
-    for name, difference in usual["differences"].items():
-        lines.append(f"| {name} | {difference:.2g} | {inside['differences'][name]:.2g} |")
+    for name, difference in differences["usual"].items():
+        lines.append(f"| {name} | {difference:.2g} | {differences['exact'][name]:.2g} |")
+    if "ms" not in record:
+        return "\n".join(lines)
     lines += ["", "| time, ms | as usual | inside `exact` | |", "|---|---|---|---|"]
-    rows = {f"prompt of {length}": (ms, inside["prefill_ms"][length]) for length, ms in usual["prefill_ms"].items()}
-    rows["a decode step of `GraphDecoder`"] = (usual["decode_ms"], inside["decode_ms"])
-    for words, (before, after) in rows.items():
-        lines.append(f"| {words} | {before:.3g} | {after:.3g} | {after / before:.2f} times |")
+    for name, usual in record["ms"]["usual"].items():
+        inside = record["ms"]["exact"][name]
+        cells = [f"{f['median']:.3g} ({f['min']:.3g} to {f['max']:.3g})" for f in (usual, inside)]
+        lines.append(f"| {name} | {cells[0]} | {cells[1]} | {inside['median'] / usual['median']:.2f} times |")
     return "\n".join(lines)
 
 
@@ -186,8 +200,8 @@ def plot(record: Record, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axis = plt.subplots(figsize=(7, 3), layout="constrained")
-    for offset, (name, color) in enumerate((("usual", "tab:gray"), ("exact", "tab:green"))):
-        differences = record[name]["differences"]
+    for offset, (name, color) in enumerate(zip(SIDES, ("tab:gray", "tab:green"), strict=True)):
+        differences = record["differences"][name]
         places = [i + 0.4 * offset for i in range(len(differences))]
         axis.bar(places, list(differences.values()), width=0.4, color=color, label=name)
     axis.set_xticks([i + 0.2 for i in range(len(differences))], list(differences))
@@ -204,14 +218,16 @@ def parse_args() -> argparse.Namespace:
     add_workload_arguments(parser)
     parser.add_argument("--prompt-len", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--prefills", type=int, nargs="+", default=[512, 4096], help="prompts that are timed")
+    parser.add_argument(
+        "--prefills", type=int, nargs="+", default=[512, 4096], help="prompts that are timed; 0: none, no price"
+    )
     add_output_arguments(parser)
     return parser.parse_args()
 
 
 def chosen(args: argparse.Namespace) -> Workload:
     check_outputs(args)
-    if args.prompt_len < PADDING + 16 or args.new_tokens < 2 or min(args.prefills) < 1:
+    if args.prompt_len < PADDING + 16 or args.new_tokens < 2 or (min(args.prefills) < 1 and args.prefills != [0]):
         raise BadArgument(
             f"--prompt-len must be at least {PADDING + 16}, --new-tokens at least 2, --prefills at least 1"
         )
@@ -223,12 +239,12 @@ def chosen(args: argparse.Namespace) -> Workload:
 def main() -> int:
     args = parse_args()
     try:
-        record = measure_all(chosen(args), args.prefills)
+        record = measure_all(chosen(args), [] if args.prefills == [0] else args.prefills)
     except BadArgument as error:
         print(f"bench_exact.py: {error}", file=sys.stderr)
         return 2
     write_outputs(args, record, markdown, plot)
-    return 1 if any(record["exact"]["differences"].values()) else 0
+    return 1 if any(record["differences"]["exact"].values()) else 0
 
 
 if __name__ == "__main__":

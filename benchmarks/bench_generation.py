@@ -50,7 +50,7 @@ class Runner:
         self.keywords: Keywords = {}
         self.loaded_bytes = 0
         # Known beforehand, so that a model whose bytes are not is told apart from one that does not run.
-        self.bytes_per_step = bytes_per_step(self.model, workload.prompt_len, new_tokens, workload.batch_size)
+        self.bytes_per_step = bytes_per_step(self.model, workload.mean_prompt_len, new_tokens, workload.batch_size)
 
     def cold_start(self) -> float:
         """Seconds from the loaded model to the last token, the cache's own set-up included."""
@@ -214,6 +214,7 @@ def parse_args() -> argparse.Namespace:
     who.add_argument("--contenders", type=contender_names, help=f"by commas, of {', '.join(CONTENDERS)}")
     parser.add_argument("--uncached-tokens", type=int, default=32, help="at most so many without a cache (%(default)s)")
     parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--padded", action="store_true", help="rows of unlike length, padded to the left")
     parser.add_argument("--csv", type=Path, help="write the figures here")
     add_output_arguments(parser)
     return parser.parse_args()
@@ -236,10 +237,8 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
         raise BadArgument(f"--max-cache-len {room} is less than {prompt_len} + {new_tokens} tokens")
     names = ["no-cache"] if args.no_kv_cache else list(CONTENDERS) if args.compare else args.contenders or [OURS]
     refuse_gpu_only(names, args.device)
-    workload = Workload(
-        args.model, args.device, args.dtype, prompt_len, new_tokens, args.batch_size, room, args.real_weights
-    )
-    return names, workload
+    sizes = (prompt_len, new_tokens, args.batch_size, room, args.real_weights, args.padded)
+    return names, Workload(args.model, args.device, args.dtype, *sizes)
 
 
 def main() -> int:

@@ -3,7 +3,8 @@
     python benchmarks/bench_step.py --model llama-3.2-1b --json step.json
 
 Needs a GPU. The first row is the step as the model itself computes it, in a CUDA graph with our attention; each row
-below has one change more. Then our decode attention alone, against the length of the text.
+below has one change more. Then our decode attention alone, against the length of the text; and the step before a run
+inside `trace_attention` and after it.
   tokens/s  through `generate`, as in bench_generation.py: the median of 3
   replay    milliseconds of the step alone, the mean of 50 in a row
   kernels   that a step runs; 'busy' is the time in which at least one of them runs
@@ -21,7 +22,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from measure import measure_bandwidth, seconds
+from measure import measure_bandwidth, seconds, spread
 from outputs import add_output_arguments, check_outputs, write_outputs
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
@@ -32,6 +33,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.kernels.decode_attention import decode_attention
 from hf_static_kv.layout import known_shapes, plan_layers
 from hf_static_kv.testing import provenance
+from hf_static_kv.trace import trace_attention
 
 Record = dict[str, Any]
 REPLAYS, TRIALS, PROFILED = 50, 3, 10
@@ -61,21 +63,34 @@ def variants() -> Iterator[tuple[str, str, list[str]]]:
     yield 'for comparison: GraphDecoder("layers")', "layers", []
 
 
+class Generation:
+    """`generate` with a cache and a decoder of its own."""
+
+    def __init__(self, model: PreTrainedModel, workload: Workload, setting: str) -> None:
+        self.model: Any = model
+        self.workload, self.prompt, self.decoder = workload, workload.prompt(), GraphDecoder(setting)
+        self.cache = StaticContiguousCache.from_model(model, workload.max_cache_len, workload.batch_size)
+
+    def seconds(self, tokens: int) -> float:
+        self.cache.reset()
+        keywords = {"past_key_values": self.cache, "custom_generate": self.decoder, "do_sample": False}
+        call = lambda: self.model.generate(**self.prompt, **keywords, max_new_tokens=tokens)  # noqa: E731
+        return seconds(call, self.workload.device)
+
+    def step_ms(self) -> list[float]:
+        """Milliseconds of a step, the loop's own cost included, of each trial."""
+        tokens = self.workload.new_tokens
+        pairs = [(self.seconds(1), self.seconds(tokens)) for _ in range(TRIALS)]
+        return [(last - first) / (tokens - 1) * 1e3 for first, last in pairs]
+
+
 def measure_step(model: PreTrainedModel, workload: Workload, setting: str) -> Record:
-    decoder = GraphDecoder(setting)
-    cache = StaticContiguousCache.from_model(model, workload.max_cache_len, workload.batch_size)
-
-    def generate(tokens: int) -> float:
-        cache.reset()
-        keywords = {"past_key_values": cache, "custom_generate": decoder, "max_new_tokens": tokens, "do_sample": False}
-        return seconds(lambda: model.generate(**workload.prompt(), **keywords), workload.device)
-
-    generate(workload.new_tokens)
-    if decoder.fallback_reason is not None:
-        raise BadArgument(f"--model {workload.model}: {decoder.fallback_reason}")
-    pairs = [(generate(1), generate(workload.new_tokens)) for _ in range(TRIALS)]
-    step_ms = [(full - one) / (workload.new_tokens - 1) * 1e3 for one, full in pairs]
-    ((step,),) = (list(kinds.values()) for kinds in decoder._steps.values())
+    generation = Generation(model, workload, setting)
+    generation.seconds(workload.new_tokens)
+    if generation.decoder.fallback_reason is not None:
+        raise BadArgument(f"--model {workload.model}: {generation.decoder.fallback_reason}")
+    step_ms = generation.step_ms()
+    ((step,),) = (list(kinds.values()) for kinds in generation.decoder._steps.values())
     origin = torch.zeros(workload.batch_size, dtype=torch.int64, device=workload.device)
 
     def replay(times: int) -> None:
@@ -86,6 +101,17 @@ def measure_step(model: PreTrainedModel, workload: Workload, setting: str) -> Re
     replay_ms = seconds(lambda: replay(REPLAYS), workload.device) / REPLAYS * 1e3
     tokens_per_s = workload.batch_size * 1e3 / statistics.median(step_ms)
     return {"tokens_per_s": tokens_per_s, "step_ms": step_ms, "replay_ms": replay_ms, **profiled(replay)}
+
+
+def measure_around_tracing(model: PreTrainedModel, workload: Workload) -> Record:
+    """Milliseconds of a step before a run inside `trace_attention` and after it."""
+    generation = Generation(model, workload, "none")
+    generation.seconds(workload.new_tokens)
+    before = generation.step_ms()
+    with trace_attention(model, layers=[0]):
+        generation.seconds(8)
+    generation.seconds(8)
+    return {"before": spread(before), "after": spread(generation.step_ms())}
 
 
 def profiled(replay: Any) -> Record:
@@ -155,6 +181,7 @@ def measure_all(workload: Workload) -> Record:
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "variants": rows,
         "attention": measure_attention(model, workload.device),
+        "around_tracing_ms": measure_around_tracing(model, workload),
     }
 
 
@@ -184,6 +211,9 @@ def markdown(record: Record) -> str:
     for row in record["attention"]:
         share = row["bytes"] / (row["us"] * 1e-6) / (record["bandwidth_gb_per_s"] * 1e9)
         lines.append(f"| {row['text']:,} | {row['us']:.1f} | {share:.0%} |")
+    before, after = (record["around_tracing_ms"][when] for when in ("before", "after"))
+    cells = [f"{f['median']:.3f} ms ({f['min']:.3f} to {f['max']:.3f})" for f in (before, after)]
+    lines += ["", f"A step before a run inside `trace_attention` takes {cells[0]}, after it {cells[1]}."]
     return "\n".join(lines)
 
 

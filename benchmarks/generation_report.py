@@ -14,9 +14,10 @@ def conditions(record: Record) -> str:
     """One line: what ran where."""
     w = record["workload"]
     weights = "random weights" if record["random_weights"] else "trained weights"
+    rows = f"{w['batch_size']} padded to the left" if w.get("padded") else w["batch_size"]
     where = record["hardware"] + ("" if w["device"].startswith("cuda") else f", {record['threads']} threads")
     return (
-        f"{w['model']} ({weights}, {w['dtype']}), batch {w['batch_size']}, prompt {w['prompt_len']}, {w['new_tokens']} "
+        f"{w['model']} ({weights}, {w['dtype']}), batch {rows}, prompt {w['prompt_len']}, {w['new_tokens']} "
         f"new tokens, static caches with room for {w['max_cache_len']}; {where}, torch {record['torch']}, transformers "
         f"{record['transformers']}, commit {record['commit']}; reads {record['bandwidth_gb_per_s']:,.1f} GB/s"
     )

@@ -30,6 +30,7 @@ class Workload:
     batch_size: int
     max_cache_len: int
     real_weights: bool = False
+    padded: bool = False
 
     @property
     def has_random_weights(self) -> bool:
@@ -53,11 +54,24 @@ class Workload:
         return model
 
     def prompt(self, length: int | None = None) -> dict[str, torch.Tensor]:
-        """Random tokens, the same for every contender: `length` of them, or `prompt_len`."""
+        """Random tokens, the same for every contender: `length` of them, or `prompt_len`; padded rows have fewer."""
         vocab_size = find_config(self.model, self.real_weights).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocab_size, (self.batch_size, length or self.prompt_len), generator=generator)
-        return {"input_ids": ids.to(self.device), "attention_mask": torch.ones_like(ids).to(self.device)}
+        mask = torch.ones_like(ids)
+        for row in range(self.batch_size):
+            mask[row, : self._padding(row, ids.shape[1])] = 0
+        return {"input_ids": (ids * mask).to(self.device), "attention_mask": mask.to(self.device)}
+
+    @property
+    def mean_prompt_len(self) -> int:
+        """Tokens of a row without its padding, on average."""
+        paddings = [self._padding(row, self.prompt_len) for row in range(self.batch_size)]
+        return self.prompt_len - sum(paddings) // self.batch_size
+
+    def _padding(self, row: int, length: int) -> int:
+        """None to the left of the first row, half of the length or less to the left of the last."""
+        return row * length // (2 * self.batch_size) if self.padded else 0
 
 
 def find_config(model: str, real_weights: bool = False) -> PreTrainedConfig:

@@ -47,6 +47,10 @@ AGREEMENT = """### Two runs of the same command
 
 Decode, tokens/s, on two machines with the same GPU (the host's processor was not recorded):"""
 
+BATCH = """## A batch
+
+Eight rows of unlike length, padded to the left. Tokens per second are those of all rows together."""
+
 CONTEXT = """## Time against the text, and against the room
 
 First as the text grows, in a cache that has room for the longest; then a short text, as the room grows. A cache whose
@@ -81,6 +85,10 @@ def page() -> str:
     for path in sorted(RESULTS.glob("rerun-*.json")):
         first = RESULTS / path.name.replace("rerun", "generation")
         parts += [AGREEMENT, f"```\n{read(path)['command']}\n```", agreement(read(first), read(path))]
+    if batches := sorted(RESULTS.glob("batch-*.json")):
+        parts.append(BATCH)
+        for path in batches:
+            parts += [*heading(path), generation_report.markdown(read(path))]
     parts.append(CONTEXT)
     for path in sorted(RESULTS.glob("context-*.json")):
         parts += [*heading(path), bench_context.markdown(read(path)), picture(path, "time against text and room")]

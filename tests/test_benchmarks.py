@@ -408,6 +408,16 @@ class TestSpeedup:
         assert "513 tokens: more than the 512" in result.stderr
 
 
+def test_rows_of_unlike_length():
+    from workload import Workload
+
+    workload = Workload("llama", "cpu", "float32", 16, 4, 4, 20, padded=True)
+    prompt = workload.prompt()
+    assert prompt["attention_mask"].sum(1).tolist() == [16, 14, 12, 10]
+    assert (prompt["attention_mask"].diff(dim=1) >= 0).all()  # to the left
+    assert workload.mean_prompt_len == 13
+
+
 class TestExact:
     def test_the_record(self, run, tmp_path):
         record = tmp_path / "exact.json"
@@ -416,11 +426,21 @@ class TestExact:
         assert result.returncode == 0, result.stderr
         report = json.loads(record.read_text())
         assert report.keys() >= PROVENANCE
-        assert set(report["exact"]["differences"].values()) == {0.0}
-        assert report["usual"]["differences"].keys() == report["exact"]["differences"].keys()
-        assert report["usual"]["differences"]["chunks"] > 0
-        assert list(report["exact"]["prefill_ms"]) == ["8", "16"]
+        usual, inside = report["differences"]["usual"], report["differences"]["exact"]
+        assert set(inside.values()) == {0.0}
+        assert usual.keys() == inside.keys()
+        assert usual["chunks"] > 0
+        names = ["prompt of 8", "prompt of 16", "a decode step of `GraphDecoder`"]
+        assert [list(report["ms"][side]) for side in ("usual", "exact")] == [names, names]
+        assert all(0 < figures["min"] <= figures["median"] for figures in report["ms"]["exact"].values())
         assert "| a decode step of `GraphDecoder` |" in result.stdout
+
+    def test_without_the_price(self, run, tmp_path):
+        record = tmp_path / "exact.json"
+        sizes = ["--prompt-len", 56, "--new-tokens", 5, "--prefills", 0]
+        result = run("bench_exact", "--model", "llama", "--device", "cpu", *sizes, "--json", record)
+        assert result.returncode == 0, result.stderr
+        assert "ms" not in json.loads(record.read_text())
 
     def test_bad_sizes(self, run):
         result = run("bench_exact", "--model", "llama", "--device", "cpu", "--prompt-len", 20)
@@ -461,8 +481,10 @@ class TestStep:
             "bandwidth_gb_per_s": 4000.0,
             "variants": [row | {"largest": kernels}],
             "attention": [{"text": 32768, "us": 20.0, "bytes": 64_000_000}],
+            "around_tracing_ms": {when: {"median": 0.81, "min": 0.8, "max": 0.9} for when in ("before", "after")},
         }
         text = markdown(record)
+        assert "`trace_attention` takes 0.810 ms (0.800 to 0.900), after it 0.810 ms" in text
         assert "| captured | 1,234 | 0.800 | 167 | 0.790 | 16 x add 20 |" in text
         assert "| 32,768 | 20.0 | 80% |" in text
         plot(record, tmp_path / "step.png")
@@ -484,7 +506,7 @@ class TestRecords:
         assert f"--json benchmarks/results/{name}" in record["command"]
 
     @pytest.mark.parametrize(
-        "path", [p for p in paths if p.stem.startswith(("generation", "rerun"))], ids=lambda path: path.stem
+        "path", [p for p in paths if p.stem.startswith(("generation", "rerun", "batch"))], ids=lambda path: path.stem
     )
     def test_summaries_are_those_of_the_raw_times(self, path):
         from bench_generation import summarize
