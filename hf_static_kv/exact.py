@@ -42,8 +42,9 @@ def exact(model: PreTrainedModel) -> Iterator[None]:
     """Inside, a row of the model's output has the same bits whatever else is computed with it.
 
     Cached or not, in one pass or in chunks, alone or in a batch, padded to the left or not, in a cache of any capacity.
-    It takes time: most for prompts. `GraphDecoder()` works inside. The model is as it was afterwards, also after an
-    exception.
+    It takes time: most for prompts. `GraphDecoder()` works inside. Numbers are taken to be finite: an infinity in a
+    layer's values reaches tokens before it. Do not change or copy the model inside; it is as it was afterwards, also
+    after an exception.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -91,7 +92,8 @@ def _by_rows(model: PreTrainedModel) -> Iterator[None]:
         with _ByRows():  # type: ignore[no-untyped-call]
             return own(*args, **kwargs)
 
-    model.forward = forward
+    # A compiler would look into what runs by rows, and choose other code for it.
+    model.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
@@ -103,7 +105,7 @@ def _by_rows(model: PreTrainedModel) -> Iterator[None]:
 class _ByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch would wrap what follows for its compiler's sake, which never runs here; that costs at every call."""
+        """Torch would keep its compiler off each call of what follows; it is kept off the whole pass."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

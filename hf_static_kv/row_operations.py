@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from hf_static_kv.kernels.linear import activate
+from hf_static_kv.kernels.linear import activate, check_gated, check_linears
 from hf_static_kv.kernels.row_linear import row_linear
 from hf_static_kv.kernels.row_sum import row_sum
 
@@ -163,6 +163,7 @@ def _layer_norm(
 
 
 def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+    check_linears(x, weights, biases)
     if x.is_cuda:
         from hf_static_kv.kernels.row_linear_triton import row_linears_triton
 
@@ -173,6 +174,7 @@ def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[
 
 
 def _gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    check_gated(x, gate, up, activation)
     if x.is_cuda:
         from hf_static_kv.kernels.row_linear_triton import row_gated_triton
 

@@ -4,15 +4,18 @@ On a GPU the dev models run at full size in bfloat16 and float16; on a CPU toy m
 toy size, bfloat16.
 """
 
+import sys
+
 import pytest
 import torch
 from architectures import toy_model
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.generation import attention_of
-from hf_static_kv.row_operations import is_harmless
+from hf_static_kv.row_operations import is_harmless, row_operation
 from hf_static_kv.testing import dev_config, load_model, random_model
 
 # Not the mixtures of experts, and not Llama 4 with its complex numbers: `TestRefusals`.
@@ -214,7 +217,38 @@ class TestNothingIsLeft:
                 assert torch.equal(cached_logits(model, ids, [50, 1, 19]), model(ids, use_cache=False).logits)
 
 
+def test_a_model_that_is_compiled_is_not_inside():
+    """A compiler would look into what runs by rows: cached and uncached would part."""
+    model, ids = toy_model("gpt_neox", "eager"), tokens(length=20)
+    with exact(model):
+        expected = model(ids, use_cache=False).logits
+    counter = CompileCounterWithBackend("eager")
+    model.compile(backend=counter)
+    with exact(model):
+        assert torch.equal(model(ids, use_cache=False).logits, expected)
+        assert torch.equal(cached_logits(model, ids, [15] + [1] * 5), expected)
+    assert counter.frame_count == 0
+    torch._dynamo.reset()
+
+
+def test_a_linear_layer_is_one_operation(monkeypatch):
+    """As torch dispatches it by itself it is four, and each takes its time."""
+    model, ids, names = toy_model("llama", "eager"), tokens(), []
+    home = sys.modules["hf_static_kv.exact"]  # the package has a function of that name
+    monkeypatch.setattr(home, "row_operation", lambda func: names.append(str(func)) or row_operation(func))
+    with exact(model):
+        model(ids)
+    assert names.count("hf_static_kv.linears.default") == 11  # q, k, v, o and down in each of two layers, the head
+    assert "aten.mm.default" not in names
+
+
 class TestRefusals:
+    def test_a_layer_of_another_width(self):
+        model = toy_model("llama", "eager")
+        model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(torch.ones(64, 100), requires_grad=False)
+        with exact(model), pytest.raises(ValueError, match=r"x \(1, 70, 48\) and weights \[\(64, 100\)\] do not fit"):
+            model(tokens())
+
     def test_twice(self):
         model = toy_model("llama", "eager")
         with exact(model), pytest.raises(RuntimeError, match="exact cannot be entered twice"), exact(model):

@@ -8,9 +8,10 @@ import torch
 from architectures import ARCHITECTURES, toy_model
 
 from hf_static_kv.fusion import norms as fused
-from hf_static_kv.fusion.linears import fused_linears, mlp_activation
+from hf_static_kv.fusion.linears import fused_linears, gated_mlps, mlp_activation, single_linears
 from hf_static_kv.fusion.norms import FusedSums, fused_norms, norm_style
 from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
+from hf_static_kv.fusion.replacing import replaced
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
 
@@ -329,3 +330,68 @@ def test_angles_that_are_no_rows_of_a_table_are_computed_as_before():
     with angles_from_tables(model, 16) as tables:
         assert torch.equal(model(None, positions)[0], expected[0])
         assert tables == []
+
+
+class TestReplacing:
+    def test_one_inside_the_other(self):
+        module = torch.nn.Linear(2, 2)
+        with replaced({module: lambda x: "outer"}):
+            with replaced({module: lambda x: "inner"}):
+                assert module(0) == "inner"
+            assert module(0) == "outer"
+        assert "forward" not in module.__dict__
+
+    def test_what_has_come_in_its_place_meanwhile_stays(self):
+        module = torch.nn.Linear(2, 2)
+        with replaced({module: lambda x: "ours"}):
+            module.forward = lambda x: "theirs"
+        assert module(0) == "theirs"
+
+
+class TestSingleLinears:
+    def test_each_is_one_operation_and_can_still_be_grouped(self, monkeypatch):
+        model, ids, calls = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
+        expected, own = model(ids).logits, linear.linears
+
+        def note(x, weights, biases):
+            calls.append(len(weights))
+            return own(x, weights, biases)
+
+        monkeypatch.setattr(linear, "linears", note)
+        with single_linears(model) as layers:
+            assert torch.equal(model(ids).logits, expected)
+            assert calls == [1] * len(layers) == [1] * 15  # seven in each of two layers, and the head
+            calls.clear()
+            with fused_linears(model, run=lambda: model(ids)):
+                calls.clear()
+                assert torch.equal(model(ids).logits, expected)
+            assert calls == [3, 1, 1] * 2 + [1]  # q, k, v in one; gate and up are another operation's
+            calls.clear()
+            model(ids)
+            assert calls == [1] * 15
+        assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def test_models_that_share_a_layer(self):
+        one, other = toy_model("llama"), toy_model("llama")
+        other.lm_head = one.lm_head
+        first, second = single_linears(one), single_linears(other)
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        second.__exit__(None, None, None)
+        for model in (one, other):
+            assert not any("forward" in module.__dict__ for module in model.modules())
+
+    def test_the_input_may_be_named(self):
+        module = torch.nn.Linear(2, 3)
+        with single_linears(module):
+            assert module(input=torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_an_mlp_that_gets_a_hook_meanwhile_runs_as_it_is():
+    model, ids, calls = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
+    with gated_mlps(model):
+        handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: calls.append(args))
+        model(ids)
+        handle.remove()
+    assert len(calls) == 1

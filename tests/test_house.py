@@ -88,3 +88,11 @@ def test_the_core_imports_without_the_extras():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=PACKAGE.parent, timeout=120)
     assert result.returncode == 0, result.stderr
+
+
+def test_every_folder_is_in_the_package():
+    """An editable install would not notice one that is left out."""
+    configuration = pytest.importorskip("setuptools.config.pyprojecttoml", reason="setuptools is not installed")
+    settings = configuration.read_configuration(PACKAGE.parent / "pyproject.toml")["tool"]["setuptools"]
+    folders = {path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")}
+    assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders}

@@ -1,5 +1,9 @@
 """Kernels by rows: against float64, and a row with others against the same row alone. On a CPU both twins run."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,17 +60,35 @@ class TestLinear:
         assert torch.equal(implementation(x[row : row + 1], weight), implementation(x, weight)[row : row + 1])
 
 
+def test_a_weight_with_more_elements_than_32_bits_can_count():
+    """Of a few rows that lie far apart in memory, most of which is never touched."""
+    dim, step = 300, 9_000_000
+    storage = torch.empty(dim * step, dtype=torch.float16, device=DEVICE)
+    weight = storage.as_strided((4, dim), (1, step))
+    weight.copy_(normal(4, dim, dtype=torch.float16))
+    for rows in (2, 70):
+        x = normal(rows, dim, dtype=torch.float16)
+        expected, magnitudes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
+        bound = ((dim + 2) * torch.finfo(torch.float32).eps + torch.finfo(torch.float16).eps) * magnitudes
+        assert ((linear_kernel(x, weight).double() - expected).abs() <= bound).all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="tensor cores and their order of summing are a GPU's")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "size"), [(2048, 5000), (8192, 520), (1152, 1000)])
+@pytest.mark.parametrize(("dim", "size"), [(2048, 5000), (8192, 520), (1152, 1000), (100, 70)])
 class TestManyRowsAndFew:
     """Two kernels, for many rows and for few: a row has the same bits in both."""
 
-    ROWS = (slice(0, 1), slice(77, 78), slice(100, 117))
+    ROWS = (slice(0, 1), slice(77, 78), slice(80, 88), slice(80, 89), slice(0, 64), slice(0, 65), slice(100, 117))
 
-    def test_linear(self, dim, size, dtype):
-        x, weight, bias = normal(150, dim, dtype=dtype), normal(size, dim, dtype=dtype), normal(size, dtype=dtype)
+    @pytest.mark.parametrize("transposed", [False, True])
+    @pytest.mark.parametrize("exponents", [0, 10])
+    def test_linear(self, dim, size, dtype, transposed, exponents):
+        """With numbers of unlike size too, where an order of summing shows."""
+        x = (normal(150, dim) * 2.0 ** (exponents * normal(150, dim, seed=1)).clamp(-12, 8)).to(dtype)
+        weight, bias = normal(size, dim, dtype=dtype), normal(size, dtype=dtype)
+        weight = weight.t().contiguous().t() if transposed else weight
         many = linear_kernel(x, weight, bias)
         for rows in self.ROWS:
             assert torch.equal(linear_kernel(x[rows], weight, bias), many[rows])
@@ -124,6 +146,19 @@ class TestAttention:
             step = implementation(query[:, :, t : t + 1], *view, spans[:, t : t + 1] - begin, 0.25)
             assert torch.equal(step, whole[:, t : t + 1])
 
+    @pytest.mark.parametrize("groups", [1, 3, 17])
+    def test_queries_of_one_program_that_begin_with_unlike_pieces(self, implementation, groups):
+        """A window over a border between pieces, rows of unlike origin, and one row that begins inside."""
+        query, key, value = normal(2, 2 * groups, 9, 20), normal(2, 2, 300, 20), normal(2, 2, 300, 20, seed=1)
+        spans = torch.cat([spans_of(1, 9, 261, window=133), spans_of(1, 9, 300, origin=295)])
+        spans[1, :4] = 295  # padding: these see nothing
+        whole = implementation(query, key, value, spans, 0.25)
+        expected = row_attention_plain(query, key, value, spans, 0.25)
+        torch.testing.assert_close(whole, expected, rtol=0, atol=2e-6)
+        for t in (0, 4, 8):
+            one = implementation(query[:, :, t : t + 1], key, value, spans[:, t : t + 1], 0.25)
+            assert torch.equal(one, whole[:, t : t + 1])
+
     def test_the_padding_to_its_left_changes_nothing(self, implementation):
         query, key, value = normal(1, 4, 3, 16), normal(1, 2, 90, 16), normal(1, 2, 90, 16, seed=1)
         padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], dim=2) for t in (key, value)]
@@ -154,3 +189,32 @@ def test_what_does_not_fit_is_refused():
         row_attention(states, states, states, spans, 1.0, None, None)
     with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"):
         row_attention(states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None)
+
+
+def test_the_shared_memory_of_smaller_gpus_is_enough():
+    """Compiled, not run: for the RTX 3090 and 4090, which have 99 KiB for a program where an H200 has 227."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = """
+import itertools, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from hf_static_kv.kernels import row_linear_triton as kernels
+kernel, most = kernels._few, 0
+for tile_m, (size, activation), (dtype, width) in itertools.product(
+    (8, 16), ((4096, ""), (8192, ""), (8192, "silu")), (("bf16", 2), ("fp32", 4))
+):
+    constants = {"w_k": 1, "TILE": 16, "TILE_M": tile_m, "EVEN": True, "HAS_BIAS": False, "ACTIVATION": activation}
+    constants |= {"STAGES": kernels._stages(size, tile_m, width, activation), "EARLY": False}
+    pointers = ("x", "y", "w0", "w1", "w2", "b0", "b1", "b2")
+    names = {n: "constexpr" if n in constants else f"*{dtype}" if n in pointers else "i32" for n in kernel.arg_names}
+    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if names[n] != "constexpr"}
+    source = ASTSource(kernel, names, at, aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options={"num_warps": 4})
+    most = max(most, compiled.metadata.shared)
+print(most)
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=200)
+    assert result.returncode == 0, result.stderr
+    assert 50_000 < int(result.stdout) <= 99 * 1024

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
+from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
 
 pytest.importorskip("triton", reason="triton is not installed")
 from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
 from hf_static_kv.kernels.launch_triton import compile_only
-from hf_static_kv.kernels.linear_triton import gated_linear_triton, linears_triton
 from hf_static_kv.kernels.rotary_triton import rotary_triton
-from hf_static_kv.kernels.row_linear_triton import row_gated_triton, row_linears_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
@@ -25,14 +24,6 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 def normal(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
-
-
-def linears_kernel(x, weights, biases=()):
-    return (linears_triton if x.numel() == x.shape[-1] else row_linears_triton)(x, weights, list(biases))
-
-
-def gated_kernel(x, gate, up, activation):
-    return (gated_linear_triton if x.numel() == x.shape[-1] else row_gated_triton)(x, gate, up, activation)
 
 
 def error_bound(x, weight):
@@ -60,18 +51,25 @@ class TestLinears:
     @pytest.mark.parametrize(("size", "dim"), [(8200, 64), (20, 4100)])
     def test_the_tiles_of_large_weights(self, size, dim):
         x, weight = normal(1, dim), normal(size, dim)
-        got = linears_kernel(x, [weight])
+        got = linears_kernel(x, [weight], [])
         assert ((got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)).all()
+
+    @pytest.mark.parametrize("rows", [1, 3])
+    def test_weights_of_which_one_is_transposed(self, rows):
+        x, weights = normal(rows, 40), [normal(8, 40), normal(40, 6).t()]
+        torch.testing.assert_close(linear.linears(x, weights, []), linear.linears_plain(x, weights, []))
+        if rows > 1:
+            torch.testing.assert_close(linears_kernel(x, weights, []), linear.linears_plain(x, weights, []))
 
     def test_the_shape_before_the_last_dim_is_kept(self):
         x, weights = normal(2, 1, 32), [normal(4, 32), normal(3, 32)]
-        assert linears_kernel(x, weights).shape == (2, 1, 7)
+        assert linears_kernel(x, weights, []).shape == (2, 1, 7)
         assert linear.linears(x, weights, []).shape == (2, 1, 7)
 
     def test_a_row_does_not_depend_on_the_others(self):
         x, weight = normal(9, 300, dtype=torch.float16), normal(40, 300, dtype=torch.float16)
-        together = linears_kernel(x, [weight])
-        assert torch.equal(linears_kernel(x[4:6], [weight]), together[4:6])
+        together = linears_kernel(x, [weight], [])
+        assert torch.equal(linears_kernel(x[4:6], [weight], []), together[4:6])
 
     @pytest.mark.parametrize("weights", [0, 4])
     def test_the_number_of_weights(self, weights):
@@ -82,6 +80,10 @@ class TestLinears:
         with pytest.raises(ValueError, match=r"x \(1, 4\) and weights \[\(2, 5\)\] do not fit"):
             linear.linears(torch.ones(1, 4), [torch.ones(2, 5)], [])
 
+    def test_another_dtype_is_refused(self):
+        with pytest.raises(ValueError, match=r"must have one dtype, got torch.float16 and torch.float32"):
+            linear.linears(torch.ones(1, 4), [torch.ones(2, 4).half()], [])
+
 
 class TestGatedLinear:
     @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
@@ -91,7 +93,7 @@ class TestGatedLinear:
     def test_against_the_parts(self, dtype, rows, dim, activation):
         x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim)))
         got = gated_kernel(x, gate / 8, up, activation)
-        parts = [linears_kernel(x, [weight]) for weight in (gate / 8, up)]
+        parts = [linears_kernel(x, [weight], []) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]
         # The same two sums in another order; then the activation and the product, rounded after each.
         sums = [error_bound(x[0], weight) for weight in (gate / 8, up)]

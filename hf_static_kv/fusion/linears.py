@@ -1,17 +1,17 @@
-"""Linear layers and gated MLPs as kernels for few rows."""
+"""Linear layers and gated MLPs as kernels."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
 
-from hf_static_kv.fusion.replacing import OwnForward, is_itself, replaced
+from hf_static_kv.fusion.replacing import StandIn, is_itself, replaced
 from hf_static_kv.kernels import linear
 
 
@@ -21,8 +21,10 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
 
     `run` is one pass of the model. In it is seen which linear layers are given the same input, one after the other.
     """
-    with gated_mlps(model):
-        groups = _groups_by_input(model, run)
+    with gated_mlps(model) as mlps:
+        gates: set[Any] = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
+        others = [module for module in model.modules() if _is_plain(module) and module not in gates]
+        groups = _groups_by_input(others, run)
         forwards: dict[Module, Callable[..., Any]] = {}
         for group in groups:
             shared = _SharedInput(group)
@@ -34,7 +36,8 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
     """The model with each of its linear layers as one operation, for any number of rows; gives those layers."""
-    layers = [module for module in model.modules() if isinstance(module, Linear) and _is_plain(module)]
+    # Not those that another model has replaced with which it shares them.
+    layers = [module for module in model.modules() if _is_plain(module) and "forward" not in module.__dict__]
     with replaced({module: _Single(module).forward for module in layers}):
         yield layers
 
@@ -51,6 +54,8 @@ def mlp_activation(module: Module) -> str | None:
     """The activation of down(act(gate(x)) * up(x)), where trying shows that this module computes that; or None."""
     parts: dict[str, Any] = {name: getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
     if not all(_is_plain(part) and part.bias is None for part in parts.values()):
+        return None
+    if parts["gate_proj"].weight.stride() != parts["up_proj"].weight.stride():
         return None
     if not all(is_itself(part) for part in module.modules()):
         return None
@@ -77,18 +82,18 @@ def _tried_activation(module: Module, parts: dict[str, Any]) -> str | None:
     return None
 
 
-def _is_plain(module: object) -> bool:
+def _is_plain(module: object) -> TypeGuard[Linear]:
     """A linear layer and nothing more: not an adapter, not a quantised one."""
     return type(module) is Linear and type(module.weight) is Parameter and is_itself(module)
 
 
-class _Single(OwnForward):
+class _Single(StandIn):
     def __init__(self, module: Linear) -> None:
         self.module = module
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as in torch's own
         module = self.module
-        output: torch.Tensor = linear.linears(x, [module.weight], [] if module.bias is None else [module.bias])
+        output: torch.Tensor = linear.linears(input, [module.weight], [] if module.bias is None else [module.bias])
         return output
 
 
@@ -99,19 +104,22 @@ class _GatedMLP:
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.module.gate_proj.weight, self.module.up_proj.weight
-        output: torch.Tensor = self.module.down_proj(linear.gated_linear(x, gate, up, self.activation))
+        gate, up = self.module.gate_proj, self.module.up_proj
+        if not _is_plain(gate) or not _is_plain(up):  # it has been given a hook or an adapter meanwhile
+            output: torch.Tensor = type(self.module).forward(self.module, x)
+            return output
+        output = self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))
         return output
 
 
-def _groups_by_input(model: Module, run: Callable[[], object]) -> list[list[Linear]]:
-    """The linear layers that `run` calls, once each; those in a row with the same input tensor together."""
+def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[list[Linear]]:
+    """Those of these layers that `run` calls, once each; those in a row with the same input tensor together."""
     calls: list[tuple[Any, torch.Tensor]] = []
 
     def note(module: Module, args: tuple[Any, ...]) -> None:
         calls.append((module, args[0]))  # the tensor is kept, so that no other one can be taken for it
 
-    handles = [module.register_forward_pre_hook(note) for module in model.modules() if _is_plain(module)]
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
         run()
     finally:

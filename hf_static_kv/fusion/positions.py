@@ -87,8 +87,8 @@ def fused_rotary(model: Module) -> Iterator[list[str]]:
 
 def _is_rotary(function: Callable[..., Any]) -> bool:
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, heads, 1, 8, generator=generator, device="cpu") for heads in (3, 2)]
-    angles = [torch.randn(2, 1, 8, generator=generator, device="cpu") for _ in range(2)]
+    states = [torch.randn(2, heads, 3, 8, generator=generator, device="cpu") for heads in (4, 2)]
+    angles = [torch.randn(2, 3, 8, generator=generator, device="cpu") for _ in range(2)]
     for dtype in TRIED_DTYPES:
         arguments = [tensor.to(dtype) for tensor in (*states, *angles)]
         try:

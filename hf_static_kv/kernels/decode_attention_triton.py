@@ -184,11 +184,8 @@ def decode_attention_triton(
     if query.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1 or spans.stride(-1) != 1:
         raise ValueError("decode_attention needs the last dim of query, keys, values and spans side by side in memory.")
     groups = query_heads // heads
-    tile, dim_tile = max(16, triton.next_power_of_2(groups)), max(16, triton.next_power_of_2(dim))
-    value_tile = max(16, triton.next_power_of_2(value_dim))
-    split = max(32, min(128, 8192 // max(dim_tile, value_tile)))
-    # A span that does not begin at a piece's border touches one piece more than its length needs.
-    num_pieces = triton.cdiv(max_span, split) + 1
+    tile, (dim_tile, value_tile, split) = max(16, triton.next_power_of_2(groups)), _tiles(dim, value_dim)
+    num_pieces = _most_pieces(max_span, split)
     rows, queries = batch * length, min(length, tile // groups)  # those that a program has room for
     programs = batch * triton.cdiv(length, queries) * heads
     sums = torch.empty(rows * heads, num_pieces, groups, value_tile, dtype=torch.float32, device=query.device)
@@ -219,6 +216,23 @@ def decode_attention_triton(
         **sizes, num_warps=4,
     )  # fmt: skip
     return output
+
+
+def partial_bytes(query: torch.Tensor, values: torch.Tensor) -> int:
+    """What one query of each row needs for the sums of its pieces."""
+    _, value_tile, split = _tiles(query.shape[-1], values.shape[-1])
+    return query.shape[0] * query.shape[1] * _most_pieces(values.shape[2], split) * value_tile * 4
+
+
+def _tiles(dim: int, value_dim: int) -> tuple[int, int, int]:
+    """The size of a head and of its values, each as a power of two; and how many positions are a piece."""
+    dim_tile, value_tile = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    return dim_tile, value_tile, max(32, min(128, 8192 // max(dim_tile, value_tile)))
+
+
+def _most_pieces(span: int, split: int) -> int:
+    """A span that does not begin at a piece's border touches one piece more than its length needs."""
+    return (span + split - 1) // split + 1
 
 
 def _shares(programs: int, device: torch.device) -> int:

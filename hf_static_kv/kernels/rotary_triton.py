@@ -15,7 +15,7 @@ def _rotary(
     query_b, query_h, query_t, key_b, key_h, key_t, cos_b, cos_t, sin_b, sin_t,
     HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    h, row = tl.program_id(0) % (HQ + H), (tl.program_id(0) // (HQ + H)).to(tl.int64)
+    h, row = (tl.program_id(0) % (HQ + H)).to(tl.int64), (tl.program_id(0) // (HQ + H)).to(tl.int64)
     b, t = row // T, row % T
     d = tl.arange(0, TILE)
     here = d < HALF

@@ -15,7 +15,7 @@ import torch
 from hf_static_kv.kernels.decode_attention import SPAN
 
 PIECE = 64
-_MAX_PARTIAL_BYTES = 1 << 28
+_MAX_PARTIAL_BYTES = 1 << 28  # of sums of pieces: so many queries are computed at once
 
 
 @torch.library.custom_op("hf_static_kv::row_attention", mutates_args=())
@@ -30,9 +30,10 @@ def row_attention(
 ) -> torch.Tensor:
     """Attention over each query's span; a span that holds nothing gives zeros.
 
-    `origin` is one for all queries of a row of the batch, and may lie before the keys.
+    `origin` is one for all queries of a row of the batch, and may lie before the keys. Values are finite: on a GPU an
+    infinity in one that a query does not see reaches it where another of its tile does.
     """
-    batch, heads, length, _ = query.shape
+    batch, _, length, _ = query.shape
     if spans.shape != (batch, length, len(SPAN)):
         raise ValueError(f"spans must be {[batch, length, len(SPAN)]}, {' '.join(SPAN)}, got {list(spans.shape)}.")
     if not query.dtype == keys.dtype == values.dtype:
@@ -41,10 +42,9 @@ def row_attention(
         )
     if not query.is_cuda:
         return row_attention_plain(query, keys, values, spans, scale, softcap, sinks)
-    from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
+    from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
 
-    # The partial sums of a few hundred queries at a time, each of one piece for every PIECE keys or so.
-    at_once = max(1, _MAX_PARTIAL_BYTES // (batch * heads * (keys.shape[2] // PIECE + 1) * values.shape[3] * 4))
+    at_once = max(1, _MAX_PARTIAL_BYTES // partial_bytes(query, values))
     parts = []
     for begin in range(0, length, at_once):
         q, s = query[:, :, begin : begin + at_once], spans[:, begin : begin + at_once].contiguous().view(-1, 3)

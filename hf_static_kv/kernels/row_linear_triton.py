@@ -41,7 +41,7 @@ def _few(
     n, m = begin + tl.arange(0, TILE)[None, :, None], begin_m + tl.arange(0, TILE_M)[None, None, :]
     part = tl.arange(0, 4)[:, None, None] * STRETCH
     k_w, k_x = part + tl.arange(0, STRETCH)[None, None, :], part + tl.arange(0, STRETCH)[None, :, None]
-    w_at, x_at = n.to(tl.int64) * w_n + k_w * w_k, x + m * K + k_x
+    w_at, x_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k, x + m * K + k_x
     total, up = tl.zeros((4, TILE, TILE_M), tl.float32), tl.zeros((4, TILE, TILE_M), tl.float32)
     if EARLY and ACTIVATION == "":
         _ask_for(w, begin, rows, K, w_n, w_k, TILE)
@@ -52,10 +52,10 @@ def _few(
         x_here, w_here = m < M, n < rows
         if not EVEN:
             x_here, w_here = x_here & (k + k_x < K), w_here & (k + k_w < K)
-        x_tile = tl.load(x_at + k, mask=x_here, other=0.0)
-        total = tl.dot(tl.load(w + w_at + k * w_k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
+        x_tile, at_k = tl.load(x_at + k, mask=x_here, other=0.0), w_at + tl.cast(k, tl.int64) * w_k
+        total = tl.dot(tl.load(w + at_k, mask=w_here, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
-            up = tl.dot(tl.load(w1 + w_at + k * w_k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
+            up = tl.dot(tl.load(w1 + at_k, mask=w_here, other=0.0), x_tile, up, input_precision="ieee")
     if ACTIVATION != "":  # not before: in a whole step that was 3 % slower
         let_next_begin(EARLY)
     n, m = begin + tl.arange(0, TILE)[:, None], begin_m + tl.arange(0, TILE_M)[None, :]
@@ -85,7 +85,7 @@ def _many(
         for begin_k in tl.range(part * STRETCH, K, STRETCH * 4, num_stages=STAGES):
             k = begin_k + tl.arange(0, STRETCH)
             x_tile = tl.load(x + x_row + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
-            w_at, w_here = w_row + k[:, None] * w_k, (n < N) & (k[:, None] < K)
+            w_at, w_here = w_row + k[:, None].to(tl.int64) * w_k, (n < N) & (k[:, None] < K)
             w_tile = tl.load(w + w_at, mask=w_here, other=0.0)
             part_of_total = tl.dot(x_tile, w_tile, part_of_total, input_precision="ieee")
             if ACTIVATION != "":
@@ -145,9 +145,7 @@ def row_linears_triton(
 
 
 def row_gated_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation` of `x` times `gate`, times `x` times `up`."""
-    if gate.stride() != up.stride():
-        raise ValueError(f"gate and up must have the same strides, got {gate.stride()} and {up.stride()}.")
+    """`activation` of `x` times `gate`, times `x` times `up`; both of the same strides."""
     y = torch.empty(*x.shape[:-1], gate.shape[0], dtype=x.dtype, device=x.device)
     if _are_many(x):
         _launch_many(x.contiguous(), y, gate, up, None, activation)
@@ -182,13 +180,15 @@ def _launch_few(
     grid = (triton.cdiv(rows, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
     launch(
         _few, grid, x, x, y, *pointers, *sizes, *[0] * (3 - len(sizes)), rows, dim, *stride,
-        TILE=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), x.element_size(), activation),
+        TILE=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), tile_m, x.element_size(), activation),
         EVEN=dim % (4 * STRETCH.value) == 0, HAS_BIAS=bool(biases), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
 
 
-def _stages(size: int, bytes_of_one: int, activation: str) -> int:
+def _stages(size: int, tile_m: int, bytes_of_one: int, activation: str) -> int:
     """How many tiles of the weight are on their way at once: where programs are few, each has to read more.
+
+    All fit into the 99 KiB of shared memory that the smaller GPUs have.
 
     Chosen on an H200 for the dev models: of 2 to 12 by each linear layer alone, then of eight combinations by whole
     steps of the three, for one row and for eight.
@@ -197,7 +197,7 @@ def _stages(size: int, bytes_of_one: int, activation: str) -> int:
         return 2  # what fits
     if activation:
         return 3
-    return 8 if size <= 4096 else 4
+    return 4 if size > 4096 else 8 if tile_m == 8 else 6
 
 
 def _launch_many(
