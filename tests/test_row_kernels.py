@@ -1,9 +1,5 @@
 """Kernels by rows: against float64, and a row with others against the same row alone. On a CPU both twins run."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -189,32 +185,3 @@ def test_what_does_not_fit_is_refused():
         row_attention(states, states, states, spans, 1.0, None, None)
     with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"):
         row_attention(states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None)
-
-
-def test_the_shared_memory_of_smaller_gpus_is_enough():
-    """Compiled, not run: for the RTX 3090 and 4090, which have 99 KiB for a program where an H200 has 227."""
-    pytest.importorskip("triton", reason="triton is not installed")
-    code = """
-import itertools, triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from hf_static_kv.kernels import row_linear_triton as kernels
-kernel, most = kernels._few, 0
-for tile_m, (size, activation), (dtype, width) in itertools.product(
-    (8, 16), ((4096, ""), (8192, ""), (8192, "silu")), (("bf16", 2), ("fp32", 4))
-):
-    constants = {"w_k": 1, "TILE": 16, "TILE_M": tile_m, "EVEN": True, "HAS_BIAS": False, "ACTIVATION": activation}
-    constants |= {"STAGES": kernels._stages(size, tile_m, width, activation), "EARLY": False}
-    pointers = ("x", "y", "w0", "w1", "w2", "b0", "b1", "b2")
-    names = {n: "constexpr" if n in constants else f"*{dtype}" if n in pointers else "i32" for n in kernel.arg_names}
-    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if names[n] != "constexpr"}
-    source = ASTSource(kernel, names, at, aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 89, 32), options={"num_warps": 4})
-    most = max(most, compiled.metadata.shared)
-print(most)
-"""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=200)
-    assert result.returncode == 0, result.stderr
-    assert 50_000 < int(result.stdout) <= 99 * 1024

@@ -49,9 +49,11 @@ def _split(
     else:
         number = tl.load(layer).to(tl.int64)
         keys, values, spans = keys + number * keys_l, values + number * values_l, spans + number * spans_l
-    at = spans + (b * T + block % blocks * QUERIES) * spans_b if QUERIES == 1 else spans + row * spans_b
+    span = spans + (block if QUERIES == 1 else row) * spans_b  # with one query to a program its block is its row
     origin = tl.load(spans + b * T * spans_b)
-    first, end, filled, before, begin, pieces, lowest, highest = _reach(at, is_row, origin, num_pieces, QUERIES, SPLIT)
+    first, end, filled, before, begin, pieces, lowest, highest = _reach(
+        span, is_row, origin, num_pieces, QUERIES, SPLIT
+    )
     if HAS_LAYER:  # in a step the spans of all layers are written at its beginning, long before
         after_previous(EARLY)
     share = tl.cdiv(pieces, tl.num_programs(1))
