@@ -24,16 +24,7 @@ from hf_static_kv.kernels import (
 )
 from hf_static_kv.kernels.counting import Greedy
 
-HOMES = (
-    counting_triton,
-    decode_attention_triton,
-    linear_triton,
-    rms_norm_triton,
-    rotary_triton,
-    row_linear_triton,
-    row_sum_triton,
-    write_token_triton,
-)
+HOMES = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 POINTERS |= {torch.bool: "*i1", torch.int32: "*i32"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
