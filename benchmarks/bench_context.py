@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, OURS, Keywords, contender_names, fastest_of_ours, refuse_gpu_only
 from measure import Clock, bytes_per_step, measure_bandwidth, percentile
-from outputs import add_output_arguments, check_outputs, write_outputs
+from outputs import benchmark_parser, check_outputs, save_picture, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments, context_length
+from workload import BadArgument, Workload, check_workload_arguments, context_length
 
 from hf_static_kv.testing import provenance
 
@@ -270,13 +270,11 @@ def plot(record: Record, path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=9)
     figure.suptitle(f"{record['model']}, {record['dtype']}, {record['hardware']}", fontsize=10)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--contexts", type=int, nargs="+", help=f"default: those of {CONTEXTS} that the model takes")
     parser.add_argument(
         "--text", type=int, help="length of the text in the second sweep; default: the shortest context"
@@ -285,7 +283,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each point, in turns (%(default)s)")
     parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
-    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -27,10 +27,10 @@ from typing import Any
 
 import torch
 from measure import seconds, spread
-from outputs import add_output_arguments, check_outputs, write_outputs
+from outputs import benchmark_parser, check_outputs, save_picture, write_outputs
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
+from workload import BadArgument, Workload, check_workload_arguments
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.testing import provenance
@@ -209,24 +209,23 @@ def plot(record: Record, path: Path) -> None:
         ylabel="largest difference of logits", title=f"{record['workload']['model']}, {record['workload']['dtype']}"
     )
     axis.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt-len", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument(
         "--prefills", type=int, nargs="+", default=[512, 4096], help="prompts that are timed; 0: none, no price"
     )
-    add_output_arguments(parser)
     return parser.parse_args()
 
 
 def chosen(args: argparse.Namespace) -> Workload:
     check_outputs(args)
+    if args.batch_size != 1:
+        raise BadArgument(f"--batch-size {args.batch_size}: the comparisons have batches of their own")
     if args.prompt_len < PADDING + 16 or args.new_tokens < 2 or (min(args.prefills) < 1 and args.prefills != [0]):
         raise BadArgument(
             f"--prompt-len must be at least {PADDING + 16}, --new-tokens at least 2, --prefills at least 1"

@@ -30,10 +30,10 @@ import torch
 from contenders import CONTENDERS, OURS, Keywords, bytes_held, contender_names, refuse_gpu_only
 from generation_report import markdown, plot
 from measure import Clock, bytes_per_step, latency, measure_bandwidth, seconds, spread
-from outputs import add_output_arguments, check_outputs, write_outputs
+from outputs import benchmark_parser, check_outputs, write_outputs
 from processes import Failed, FreshProcess
 from tqdm import tqdm
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments, context_length
+from workload import BadArgument, Workload, check_workload_arguments, context_length
 
 from hf_static_kv.testing import provenance
 
@@ -200,8 +200,7 @@ def write_csv(record: Record, path: Path) -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt-len", type=int, help="default: 512, or half of a context below 1024")
     parser.add_argument("--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024")
     parser.add_argument(
@@ -216,7 +215,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=3)
     parser.add_argument("--padded", action="store_true", help="rows of unlike length, padded to the left")
     parser.add_argument("--csv", type=Path, help="write the figures here")
-    add_output_arguments(parser)
     return parser.parse_args()
 
 

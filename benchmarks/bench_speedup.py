@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from contenders import CONTENDERS, OURS, Keywords
 from measure import seconds, spread
-from outputs import add_output_arguments, check_outputs, write_outputs
+from outputs import benchmark_parser, check_outputs, save_picture, write_outputs
 from tqdm import tqdm
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
+from workload import BadArgument, Workload, check_workload_arguments
 
 from hf_static_kv.testing import provenance
 
@@ -194,16 +194,13 @@ def plot(record: Record, path: Path) -> None:
     axis.yaxis.set_major_formatter("{x:g}")
     axis.grid(alpha=0.3, which="both")
     axis.legend()
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[10, 50, 128, 200])
     parser.add_argument("--trials", type=int, default=3)
-    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -23,11 +23,11 @@ from unittest.mock import patch
 
 import torch
 from measure import measure_bandwidth, seconds, spread
-from outputs import add_output_arguments, check_outputs, write_outputs
+from outputs import benchmark_parser, check_outputs, save_picture, write_outputs
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from workload import BadArgument, Workload, add_workload_arguments, check_workload_arguments
+from workload import BadArgument, Workload, check_workload_arguments
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.kernels.decode_attention import decode_attention
@@ -233,16 +233,13 @@ def plot(record: Record, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
     axis.barh([row["words"] for row in rows], [row["replay_ms"] for row in rows], color="tab:cyan")
     axis.set(xlabel="one step, ms", title=f"{record['workload']['model']}, {record['hardware']}")
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_workload_arguments(parser)
+    parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
-    add_output_arguments(parser)
     return parser.parse_args()
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from outputs import add_output_arguments, write_outputs
+from outputs import add_output_arguments, save_picture, write_outputs
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
 
@@ -146,7 +146,7 @@ def plot(report: dict, path: Path) -> None:
     axes[0].legend()
     where = f"{report['hardware']}, {report['threads']} threads, float32"
     figure.suptitle(f"{where}; line: median, band: 10th to 90th percentile")
-    figure.savefig(path, dpi=130)
+    save_picture(figure, path)
 
 
 def parse_args() -> argparse.Namespace:

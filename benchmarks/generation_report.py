@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, fastest_of_ours
+from outputs import save_picture
 
 Record = dict[str, Any]
 
@@ -166,5 +167,4 @@ def plot(records: list[Record], path: Path) -> None:
         f"{w['new_tokens']} new tokens",
         fontsize=10,
     )
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_picture(figure, path)

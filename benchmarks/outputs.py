@@ -10,7 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from workload import BadArgument
+from workload import BadArgument, add_workload_arguments
+
+
+def benchmark_parser(description: str) -> argparse.ArgumentParser:
+    """What every benchmark of a model asks for: the workload, and where its record goes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_workload_arguments(parser)
+    add_output_arguments(parser)
+    return parser
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,3 +54,11 @@ def write_outputs(
         args.markdown.write_text(markdown(record) + "\n")
     if args.plot:
         plot(record, args.plot)
+
+
+def save_picture(figure: Any, path: Path) -> None:
+    """Write a figure of matplotlib's, and give back its memory."""
+    import matplotlib.pyplot as plt
+
+    figure.savefig(path, dpi=130)
+    plt.close(figure)

@@ -60,9 +60,7 @@ def static_contiguous_attention(
         window = kwargs.get("sliding_window") or key.shape[3]
         return attend(query, key, value, spans, module.layer_idx, scale, window, softcap, s_aux), None
     if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
-        spans = whole_spans(query.shape[0], key.shape[2], query.device)
-        seen = None if attention_mask is None else attention_mask[:, 0, 0]
-        return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=s_aux), None
+        return one_token_attention(query, key, value, attention_mask, scale, softcap, s_aux), None
     if softcap is not None or s_aux is not None:
         return plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)[0], None
     with without_cudnn():
@@ -109,8 +107,24 @@ def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
     )
 
 
+def one_token_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The decode kernel over all keys that the mask [B, 1, 1, n] lets see; fills `weights` [B, Hq, n] where given."""
+    spans = _whole_spans(query.shape[0], key.shape[2], query.device)
+    seen = None if mask is None else mask[:, 0, 0]
+    return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
+
+
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
-def whole_spans(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
+def _whole_spans(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
     """Spans that cover all keys of a view: origin 0, first 0, end `length`."""
     return torch.tensor([[0, 0, length]] * batch_size, device=device)
 

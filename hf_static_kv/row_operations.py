@@ -39,7 +39,7 @@ def is_harmless(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation can be run as it is."""
     if _is_always_harmless(func):
         return True
-    if _is_rounded_once(func) and kwargs.get("alpha", 1) == 1:  # with it a product is rounded, or not, before
+    if _is_rounded_once(func) and _alpha(func, args, kwargs) == 1:  # with it a product is rounded, or not, before
         return True
     if func.namespace == "hf_static_kv":
         return False
@@ -60,6 +60,13 @@ def _is_always_harmless(func: Any) -> bool:
 @cache
 def _is_rounded_once(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _ROUNDED_ONCE
+
+
+def _alpha(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The factor of the second summand, given by its name or by its place."""
+    if len(args) > 2 and func._schema.arguments[2].name == "alpha":
+        return args[2]
+    return kwargs.get("alpha", 1)
 
 
 def _is_view(func: Any) -> bool:

@@ -24,9 +24,9 @@ from hf_static_kv.attention import (
     TRACED_ATTENTION_NAME,
     is_trial_pass,
     kernel_serves,
+    one_token_attention,
     plain_attention,
     static_contiguous_attention,
-    whole_spans,
 )
 from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.generation import attention_of
@@ -149,11 +149,7 @@ def traced_attention(
     first = getattr(attention_mask, "first_key", 0)
     if kernel_serves(query, key, value, attention_mask):
         weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
-        spans = whole_spans(query.shape[0], key.shape[2], query.device)
-        seen = None if attention_mask is None else attention_mask[:, 0, 0]
-        output = decode_attention(
-            query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights
-        )
+        output = one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
         trace.record(layer, first, weights)
         return output, None
     output, weights = plain_attention(query, key, value, attention_mask, scale, softcap, sinks)

@@ -447,6 +447,11 @@ class TestExact:
         assert result.returncode == 2
         assert result.stderr.startswith("bench_exact.py: --prompt-len must be at least 53")
 
+    def test_a_batch_size_is_refused(self, run):
+        result = run("bench_exact", "--model", "llama", "--device", "cpu", "--batch-size", 4)
+        assert result.returncode == 2
+        assert result.stderr == "bench_exact.py: --batch-size 4: the comparisons have batches of their own\n"
+
 
 class TestStep:
     def test_without_a_gpu_it_says_so_in_a_line(self, run):

@@ -318,6 +318,12 @@ def test_what_may_run_as_it_is(func, harmless):
     assert is_harmless(func, (numbers, numbers), {}) == harmless
 
 
+@pytest.mark.parametrize(("args", "kwargs"), [((1, 3), {}), ((1,), {"alpha": 3})])
+def test_a_product_inside_a_sum_may_be_rounded_or_not(args, kwargs):
+    assert not is_harmless(torch.ops.aten.rsub.Scalar, (torch.ones(3), *args), kwargs)
+    assert is_harmless(torch.ops.aten.rsub.Scalar, (torch.ones(3), 1), {})
+
+
 def test_integers_are_exact_anyway():
     assert is_harmless(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
 

@@ -95,7 +95,9 @@ class TestGatedLinear:
         got = gated_kernel(x, gate / 8, up, activation)
         parts = [linears_kernel(x, [weight], []) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]
-        # The same two sums in another order; then the activation and the product, rounded after each.
+        # Each sum is off by its bound on either side, so by twice that between them. No activation is steeper than 1.13
+        # (gelu) or larger than its argument. On either side the activation and the product are rounded, by eps / 2
+        # each, which makes 2 eps; 2 more for two ways to compute exp, erf and tanh, and eps where 1 + them is near 0.
         sums = [error_bound(x[0], weight) for weight in (gate / 8, up)]
         bound = 1.2 * sums[0] * parts[1][0].abs() + sums[1] * parts[0][0].abs()
         eps = torch.finfo(dtype).eps
@@ -128,6 +130,7 @@ class TestRotary:
             assert a.shape == b.shape
             assert torch.equal(a, b)
 
+    @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU the kernel takes nothing")
     def test_what_the_kernel_does_not_take_is_computed_plainly(self):
         query, key, angles = normal(1, 2, 3, 8), normal(1, 1, 3, 8), normal(1, 3, 8).double()  # of another dtype
         assert torch.equal(rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0])

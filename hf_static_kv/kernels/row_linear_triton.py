@@ -160,7 +160,7 @@ def row_linear_triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor 
 
 
 def _are_many(x: torch.Tensor) -> bool:
-    """Float32 has no tensor cores that round once, and nothing is gained by large tiles."""
+    """More than a few, and in half precision: large tiles are for the tensor cores, which float32 does without."""
     return x.numel() > _FEW * x.shape[-1] and x.element_size() == 2
 
 
