@@ -7,6 +7,7 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, toy_model
 
+from hf_static_kv.exact import exact
 from hf_static_kv.fusion import norms as fused
 from hf_static_kv.fusion.linears import fused_linears, gated_mlps, mlp_activation, single_linears
 from hf_static_kv.fusion.norms import FusedSums, fused_norms, norm_style
@@ -156,6 +157,12 @@ class TestLinears:
         model = toy_model(name)
         with torch.no_grad(), fused_linears(model, lambda: model(TOKEN)) as groups:
             assert [len(group) for group in groups] == sizes
+
+    def test_gate_and_up_stay_one_operation_inside_exact(self):
+        """Two linear layers and torch's own activation have other bits than the kernel, which float16 shows."""
+        model = toy_model("llama")
+        with torch.no_grad(), exact(model), fused_linears(model, lambda: model(TOKEN)) as groups:
+            assert [len(group) for group in groups] == [3, 1, 1] * 2 + [1]
 
     def test_one_launch_for_a_group(self, monkeypatch):
         model, launches = toy_model("llama"), []

@@ -21,8 +21,8 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
 
     `run` is one pass of the model. In it is seen which linear layers are given the same input, one after the other.
     """
-    with gated_mlps(model) as mlps:
-        gates: set[Any] = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
+    with gated_mlps(model):
+        gates = _gates(model)
         others = [module for module in model.modules() if _is_plain(module) and module not in gates]
         groups = _groups_by_input(others, run)
         forwards: dict[Module, Callable[..., Any]] = {}
@@ -110,6 +110,13 @@ class _GatedMLP:
             return output
         output = self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))
         return output
+
+
+def _gates(model: Module) -> set[Module]:
+    """Gate and up of the MLPs that are one operation already, by this context or by one around it."""
+    forwards = (getattr(module.forward, "__self__", None) for module in model.modules())
+    mlps = [forward.module for forward in forwards if isinstance(forward, _GatedMLP)]
+    return {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
 
 
 def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[list[Linear]]:
