@@ -21,6 +21,7 @@ import csv
 import statistics
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -124,12 +125,17 @@ class Entry:
 
 def contest(names: list[str], workload: Workload, uncached_tokens: int, trials: int) -> list[Record]:
     """A row for each contender: cold starts one by one, then trials in turns, each round with another first."""
-    entries: list[Entry] = []
     with tqdm(total=len(names) * (trials + 4), leave=False, disable=None) as bar, ExitStack() as stack:
-        for name in names:
+
+        def load(name: str) -> Entry:
             tokens = workload.new_tokens if CONTENDERS[name].cached else min(uncached_tokens, workload.new_tokens)
-            entries.append(entry := Entry(name, workload, tokens, bar))
+            entry = Entry(name, workload, tokens, bar)
             stack.callback(entry.close)
+            return entry
+
+        with ThreadPoolExecutor() as pool:  # all at once: nothing is measured before the last one is there
+            entries = list(pool.map(load, names))
+        for entry in entries:
             entry.row["cold_start_s"] = entry.measure("cold_start")
             entry.row["trials_s"] = []
         for i in range(trials):
