@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -103,8 +103,7 @@ class GraphDecoder:
         if self.streamer is not None:
             self.streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
         if self.fallback_reason is None:
-            with attention_for_a_while(call.model, call.own_attention):
-                output = self._captured(call)
+            output = self._captured(call)
             if output is not None:
                 return output
         self._warn(str(self.fallback_reason))
@@ -123,14 +122,10 @@ class GraphDecoder:
                 cache.crop(before - cache.seq_len)
                 return None
             run = Run(call, self.streamer)
-            if step is not None:
-                step.begin(cache.seq_len, call.origin)
-            if isinstance(step, GreedyStep):
-                _run_greedily(step, run, call, logits)
-            else:
-                while not run.append(logits) and step is not None:
-                    logits = step.run(run.last_tokens)
-                    _count(call)
+            # A replay does not look at the model, and to give it another attention takes a millisecond.
+            is_replayed = step is None or step.graph is not None
+            with nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention):
+                _run_on(step, run, call, logits)
         cache.crop(-run.overrun)
         return run.result(cache)
 
@@ -158,10 +153,11 @@ class GraphDecoder:
         """A step, captured on a GPU, and compared with an ordinary one."""
         kind = GreedyStep if self._is_greedy(call) else DecodeStep
         step = kind(call.model, call.cache, len(call.origin))
-        if call.origin.is_cuda and call.own_attention != TRACED_ATTENTION_NAME:  # rows are taken as they are made
-            step.capture(call.cache.seq_len, call.origin, self.compile)
-        with trial_pass():
-            _compare(step, call)
+        with attention_for_a_while(call.model, call.own_attention):
+            if call.origin.is_cuda and call.own_attention != TRACED_ATTENTION_NAME:  # rows are taken as they are made
+                step.capture(call.cache.seq_len, call.origin, self.compile)
+            with trial_pass():
+                _compare(step, call)
         return step
 
     def _refused(self, call: Call) -> str | None:
@@ -170,7 +166,7 @@ class GraphDecoder:
         return known if isinstance(known, str) else None
 
     def _key(self, call: Call) -> tuple[Any, ...]:
-        return (self._is_greedy(call), *call.fingerprint())
+        return (self._is_greedy(call), *call.fingerprint)
 
     def _is_greedy(self, call: Call) -> bool:
         return self.streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
@@ -179,6 +175,18 @@ class GraphDecoder:
         if reason not in self._warned:
             self._warned.add(reason)
             logger.warning("GraphDecoder: %s. The tokens are the same; this runs in the loop of `generate`.", reason)
+
+
+def _run_on(step: DecodeStep | None, run: Run, call: Call, logits: torch.Tensor) -> None:
+    """From the logits after the prompt to the last token; no step is needed where one token is all."""
+    if step is not None:
+        step.begin(call.cache.seq_len, call.origin)
+    if isinstance(step, GreedyStep):
+        _run_greedily(step, run, call, logits)
+        return
+    while not run.append(logits) and step is not None:
+        logits = step.run(run.last_tokens)
+        _count(call)
 
 
 def _count(call: Call) -> None:

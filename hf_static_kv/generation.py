@@ -7,6 +7,7 @@ when to stop, as the loop of `generate` does.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -23,7 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES, TRACED_ATTENTION_NAME
+from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES, TRACED_ATTENTION_NAME, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.step import GreedyStep
@@ -59,6 +60,18 @@ class Call:
         self.own_attention = next((name for name in OWN_NAMES if name in names), ATTENTION_NAME)
 
     @cached_property
+    def modules(self) -> list[torch.nn.Module]:
+        """Those of the model; `model.modules()` walks through it ten times as long, before every prompt."""
+        found: list[torch.nn.Module] = [self.model]
+        for module in found:  # which grows meanwhile
+            found += [part for part in module._modules.values() if part is not None]
+        return found
+
+    @cached_property
+    def parameters(self) -> list[torch.Tensor]:
+        return [own for module in self.modules for own in module._parameters.values() if own is not None]
+
+    @cached_property
     def origin(self) -> torch.Tensor:
         """Where the text of each row begins, [B]: after the padding to its left."""
         if self.mask is None:
@@ -77,13 +90,16 @@ class Call:
         length = getattr(self.config, "_mask_length", 0) if self.mask is None else self.mask.shape[1]
         return max(0, length - self.input_ids.shape[1])
 
+    @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """What a captured step holds for good: addresses, and states of the model that a replay does not see."""
-        tensors = (*self.model.parameters(), self.cache.storage_groups[0].keys)
+        tensors = (*self.parameters, self.cache.storage_groups[0].keys)
         adapters = [
             tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
-            for module in self.model.modules()
-            if hasattr(module, "active_adapters")
+            for module in self.modules
+            # Looked up past `Module.__getattr__`, which is slow. A whole model has a method of this name.
+            if (hasattr(type(module), "active_adapters") or "active_adapters" in module.__dict__)
+            and not isinstance(module, PreTrainedModel)
         ]
         state = (self.model.training, self.own_attention, *adapters)
         return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
@@ -123,7 +139,7 @@ class Call:
     def why_not(self) -> str | None:
         """Why this call cannot run as a captured step, in words; None where it can."""
         model, config = self.model, self.model.config.get_text_config()
-        devices = {str(parameter.device) for parameter in model.parameters()}
+        devices = {parameter.device for parameter in self.parameters}
         unknown = sorted(k for k, v in self.model_kwargs.items() if v is not None and k not in _KNOWN_KEYWORDS)
         reasons = {
             f"past_key_values is {_kind(self.cache)}, not a StaticContiguousCache": not isinstance(
@@ -132,14 +148,14 @@ class Call:
             "attention weights or hidden states are asked for": self.config.output_attentions
             or self.config.output_hidden_states,
             f"the model is given {', '.join(unknown)}": bool(unknown),
-            f"the model is spread over {', '.join(sorted(devices))}": len(devices) > 1,
+            f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
             f"{type(model).__name__} does not use transformers' attention interface": (
                 not model._can_set_attn_implementation()
             ),
             f"{type(model).__name__} takes no position_ids": (
                 "position_ids" not in inspect.signature(model.forward).parameters
             ),
-            "a replayed graph would not call the model's hooks": self.input_ids.is_cuda and has_hooks(model),
+            "a replayed graph would not call the model's hooks": self.input_ids.is_cuda and has_hooks(self.modules),
             "the rotary frequencies depend on the length": frequencies_depend_on_length(config),
             "layers attend in chunks": "chunked_attention" in (getattr(config, "layer_types", None) or ()),
             "layers share their keys and values": bool(getattr(config, "num_kv_shared_layers", None)),
@@ -169,8 +185,9 @@ class Call:
         return bool((self.mask.bool() != (position >= self.origin[:, None])).any())
 
     def prefill(self) -> torch.Tensor:
-        """The logits [B, V] after the prompt."""
-        outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
+        """The logits [B, V] after the prompt, which the model reads as it would in any other loop."""
+        with without_cudnn():
+            outputs = self.model._prefill(self.input_ids, self.config, self.model_kwargs, is_first_iteration=True)
         logits: torch.Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         return logits
 
@@ -302,14 +319,14 @@ class _Flag:
         return earlier
 
 
-def has_hooks(model: torch.nn.Module) -> bool:
-    """Whether a pass calls something beside the model: hooks, but for those with which transformers collects outputs.
+def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a pass calls something beside these: hooks, but for those with which transformers collects outputs.
 
-    It leaves these behind once attentions or hidden states were asked for; they do nothing in any other call.
+    It leaves such behind once attentions or hidden states were asked for; they do nothing in any other call.
     """
     return any(
         hook.__module__ != "transformers.utils.output_capturing"
-        for module in model.modules()
+        for module in modules
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     )
 
