@@ -3,8 +3,8 @@
     python benchmarks/bench_step.py --model llama-3.2-1b --json step.json
 
 Needs a GPU. The first row is the step as the model itself computes it, in a CUDA graph with our attention; each row
-below has one change more. Then our decode attention alone, against the length of the text; and the step before a run
-inside `trace_attention` and after it.
+below has one change more. Then our decode attention alone, against the length of the text; and the step of a decoder
+that was once inside `trace_attention`, beside that of one that never was.
   tokens/s  through `generate`, as in bench_generation.py: the median of 3
   replay    milliseconds of the step alone, the mean of 50 in a row
   kernels   that a step runs; 'busy' is the time in which at least one of them runs
@@ -77,11 +77,11 @@ class Generation:
         call = lambda: self.model.generate(**self.prompt, **keywords, max_new_tokens=tokens)  # noqa: E731
         return seconds(call, self.workload.device)
 
-    def step_ms(self) -> list[float]:
-        """Milliseconds of a step, the loop's own cost included, of each trial."""
+    def step_ms(self) -> float:
+        """Milliseconds of a step, the loop's own cost included."""
         tokens = self.workload.new_tokens
-        pairs = [(self.seconds(1), self.seconds(tokens)) for _ in range(TRIALS)]
-        return [(last - first) / (tokens - 1) * 1e3 for first, last in pairs]
+        first, last = self.seconds(1), self.seconds(tokens)
+        return (last - first) / (tokens - 1) * 1e3
 
 
 def measure_step(model: PreTrainedModel, workload: Workload, setting: str) -> Record:
@@ -89,7 +89,7 @@ def measure_step(model: PreTrainedModel, workload: Workload, setting: str) -> Re
     generation.seconds(workload.new_tokens)
     if generation.decoder.fallback_reason is not None:
         raise BadArgument(f"--model {workload.model}: {generation.decoder.fallback_reason}")
-    step_ms = generation.step_ms()
+    step_ms = [generation.step_ms() for _ in range(TRIALS)]
     ((step,),) = (list(kinds.values()) for kinds in generation.decoder._steps.values())
     origin = torch.zeros(workload.batch_size, dtype=torch.int64, device=workload.device)
 
@@ -103,15 +103,16 @@ def measure_step(model: PreTrainedModel, workload: Workload, setting: str) -> Re
     return {"tokens_per_s": tokens_per_s, "step_ms": step_ms, "replay_ms": replay_ms, **profiled(replay)}
 
 
-def measure_around_tracing(model: PreTrainedModel, workload: Workload) -> Record:
-    """Milliseconds of a step before a run inside `trace_attention` and after it."""
-    generation = Generation(model, workload, "none")
-    generation.seconds(workload.new_tokens)
-    before = generation.step_ms()
+def measure_tracing(model: PreTrainedModel, workload: Workload) -> Record:
+    """Milliseconds of a step outside `trace_attention`, in turns: of a decoder that was in it once, and of another."""
+    never, once = (Generation(model, workload, "none") for _ in range(2))
+    for generation in (never, once):
+        generation.seconds(workload.new_tokens)
     with trace_attention(model, layers=[0]):
-        generation.seconds(8)
-    generation.seconds(8)
-    return {"before": spread(before), "after": spread(generation.step_ms())}
+        once.seconds(8)
+    once.seconds(8)
+    times = [{"never": never.step_ms(), "once": once.step_ms()} for _ in range(2 * TRIALS + 1)]
+    return {name: spread([trial[name] for trial in times]) for name in times[0]}
 
 
 def profiled(replay: Any) -> Record:
@@ -181,7 +182,7 @@ def measure_all(workload: Workload) -> Record:
         "bandwidth_gb_per_s": bandwidth / 1e9,
         "variants": rows,
         "attention": measure_attention(model, workload.device),
-        "around_tracing_ms": measure_around_tracing(model, workload),
+        "tracing_ms": measure_tracing(model, workload),
     }
 
 
@@ -211,9 +212,13 @@ def markdown(record: Record) -> str:
     for row in record["attention"]:
         share = row["bytes"] / (row["us"] * 1e-6) / (record["bandwidth_gb_per_s"] * 1e9)
         lines.append(f"| {row['text']:,} | {row['us']:.1f} | {share:.0%} |")
-    before, after = (record["around_tracing_ms"][when] for when in ("before", "after"))
-    cells = [f"{f['median']:.3f} ms ({f['min']:.3f} to {f['max']:.3f})" for f in (before, after)]
-    lines += ["", f"A step before a run inside `trace_attention` takes {cells[0]}, after it {cells[1]}."]
+    if "tracing_ms" in record:
+        times = [record["tracing_ms"][name] for name in ("once", "never")]
+        cells = [f"{t['median']:.3f} ms ({t['min']:.3f} to {t['max']:.3f})" for t in times]
+        lines += [
+            "",
+            f"A step after a run inside `trace_attention` takes {cells[0]}, without one {cells[1]}, in turns.",
+        ]
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from architectures import toy_model
+from test_decode import calls_in
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
 from hf_static_kv.generation import attention_of
@@ -139,6 +140,19 @@ class TestNothingElseChanges:
         count = len(trace.rows)
         generate(model, inputs)
         assert len(trace.rows) == count
+
+    def test_a_run_after_it_does_what_one_before_did(self):
+        model, inputs, decoder = toy("llama"), prompt(), GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, 64)
+
+        def run():
+            cache.reset()
+            generate(model, inputs, past_key_values=cache, custom_generate=decoder)
+
+        before = calls_in(run)
+        with trace_attention(model):
+            run()
+        assert calls_in(run) == before
 
     def test_a_step_of_a_trace_is_not_used_outside(self):
         model, inputs, decoder = toy("llama"), prompt(), GraphDecoder()
