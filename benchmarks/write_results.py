@@ -119,12 +119,13 @@ def introduction() -> str:
 
 
 def _apart(first: Record, second: Record) -> dict[str, float]:
-    """By what share the slower of two runs is below the faster, for each contender."""
+    """By what share the slower of two runs is below the faster, for each contender that is in both."""
     rates = [
         {row["name"]: row["summary"]["decode_tokens_per_s"]["median"] for row in record["contenders"]}
         for record in (first, second)
     ]
-    return {name: 1 - min(r[name] for r in rates) / max(r[name] for r in rates) for name in rates[0]}
+    both = [name for name in rates[0] if name in rates[1]]
+    return {name: 1 - min(r[name] for r in rates) / max(r[name] for r in rates) for name in both}
 
 
 def agreement(first: Record, second: Record) -> str:
@@ -132,6 +133,8 @@ def agreement(first: Record, second: Record) -> str:
     lines = [f"| | commit {first['commit']} | commit {second['commit']} | apart |", "|---" * 4 + "|"]
     others, apart = {row["name"]: row for row in second["contenders"]}, _apart(first, second)
     for row in first["contenders"]:
+        if row["name"] not in others:
+            continue
         rates = [r["summary"]["decode_tokens_per_s"] for r in (row, others[row["name"]])]
         cells = [generation_report.with_range(rate, ".1f") for rate in rates]
         lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {apart[row['name']]:.0%} |")
