@@ -48,7 +48,7 @@ def _nothing(*args: Any, **kwargs: Any) -> Iterator[list[Any]]:
 # Each change, by what switches it off.
 CHANGES: dict[str, dict[str, Any]] = {
     "linear layers and gated MLPs in our kernels": {"step.fused_linears": _nothing},
-    "RMS norms with the sums before them": {"step.fused_norms": _nothing, "step.FusedSums": nullcontext},
+    "RMS norms with the sums around them": {"step.fused_norms": _nothing, "step.FusedSums": nullcontext},
     "rotary positions, angles from tables": {"step.fused_rotary": _nothing, "step.angles_from_tables": _nothing},
     "kernels that begin early": {"kernels.launch_triton._knows_early_launch": lambda device: False},
 }

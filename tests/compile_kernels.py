@@ -23,6 +23,7 @@ from hf_static_kv.kernels import (
     write_token_triton,
 )
 from hf_static_kv.kernels.counting import Greedy
+from hf_static_kv.kernels.rms_norm import Norm, NormStyle
 
 HOMES = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
@@ -80,6 +81,7 @@ def launch_attention(dtype, dim, heads):
 def launch_small(dtype):
     x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
     rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True)
+    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True, Norm(x[0], 1e-6, NormStyle(1.0, False)))
     row_sum_triton.row_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(2, 1, 4, 400, 64, dtype=dtype), states[:, :, :1]

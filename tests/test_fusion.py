@@ -234,12 +234,14 @@ class TestMLP:
 
 
 class TestSums:
-    def test_a_sum_is_computed_with_the_norm_that_follows(self, monkeypatch):
-        model, calls = toy_model("llama"), []
+    # Llama: two layers with two sums each, and a norm after each. Gemma 3: six layers, and a norm before each too.
+    @pytest.mark.parametrize(("name", "number", "has_first"), [("llama", 4, False), ("gemma3", 12, True)])
+    def test_a_sum_is_computed_with_the_norms_around_it(self, monkeypatch, name, number, has_first):
+        model, calls = toy_model(name), []
         own = fused.sum_and_rms_norm
 
         def count(*args):
-            calls.append(args)
+            calls.append(args[-1] is not None)
             return own(*args)
 
         monkeypatch.setattr(fused, "sum_and_rms_norm", count)
@@ -250,7 +252,7 @@ class TestSums:
             assert calls == []
             with sums:
                 model(TOKEN)
-        assert len(calls) == 4  # two layers with two sums each, and a norm after each
+        assert calls == [has_first] * number
 
     def test_a_guess_that_fails_changes_nothing(self):
         """A second pass with other sums than the first."""
@@ -268,6 +270,88 @@ class TestSums:
                     total = x + y
                     assert torch.equal(norm(x * y), expected[0])
                     assert torch.equal(total, expected[1])
+
+    def test_inside_exact(self):
+        model = toy_model("gemma3")
+        with torch.no_grad(), exact(model):
+            expected, sums = model(TOKEN).logits, FusedSums()
+            for _ in range(3):
+                with sums:
+                    assert torch.equal(model(TOKEN).logits, expected)
+        assert sum(first is not None for _, first in sums.norms) == 12
+
+    def test_a_pass_that_fails_is_watched_again(self):
+        layer = toy_model("gemma3").model.layers[0]
+        first, last, sums = layer.post_attention_layernorm, layer.pre_feedforward_layernorm, FusedSums()
+        x, y = torch.randn(2, 1, first.weight.shape[0])
+
+        def fail_inside():
+            with sums:
+                last(x + first(y))
+                raise RuntimeError("in the middle")
+
+        with torch.no_grad(), fused_norms(layer):
+            with pytest.raises(RuntimeError, match="in the middle"):
+                fail_inside()
+            assert not sums.is_known
+            for _ in range(2):
+                with sums:
+                    total = last(x + first(y))
+        with torch.no_grad():
+            assert torch.equal(total, last(x + first(y)))
+        assert len(sums.norms) == 1
+
+    def test_a_promise_that_is_used_otherwise_is_kept(self):
+        """In the first pass the output of a norm goes into a sum alone; in the others elsewhere too, or not at all."""
+        layer = toy_model("gemma3").model.layers[0]
+        first, last = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+        x, y = torch.randn(2, 1, first.weight.shape[0])
+        others = {
+            "into the sum": lambda z: last(x + z),
+            "from the left": lambda z: last(z + x),
+            "elsewhere too": lambda z: last(x + z) + z * 2,
+            "into another sum before": lambda z: (z + z) * last(x + z),
+            "into a norm": lambda z: last(z),
+            "into no sum": lambda z: torch.cat([z, z]),
+            "by its name": lambda z: torch.add(input=x, other=z) if z.device.type == "cpu" else last(x + z),
+            "into a sum of another width": lambda z: (x[:, :3] + x[:, :3], last(x + z))[1],
+        }
+        with torch.no_grad():
+            for words, use in others.items():
+                expected = use(first(y))
+                with fused_norms(layer):
+                    sums = FusedSums()
+                    with sums:
+                        last(x + first(y))
+                    assert sums.norms[0][1].module is first
+                    for _ in range(2):
+                        with sums:
+                            assert torch.equal(use(first(y)), expected), words
+
+    @pytest.mark.parametrize(
+        "watched",
+        [
+            lambda x, y, first, last: last(x + (z := first(y))) * z,
+            lambda x, y, first, last: (z := first(y)).sum() + last(x + z),
+            lambda x, y, first, last: last((z := first(y)) + z),
+            lambda x, y, first, last: last(x + first(y)) + first(x),
+            lambda x, y, first, last: x + first(y),
+            lambda x, y, first, last: (z := first(y), y.mul_(2), last(x + z))[2],
+        ],
+        ids=["after", "before", "twice", "another call", "nothing follows", "its input is written"],
+    )
+    def test_what_is_not_for_one_sum_alone_is_no_promise(self, watched):
+        layer = toy_model("gemma3").model.layers[0]
+        first, last = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
+        x, y = torch.randn(2, 1, first.weight.shape[0])
+        with torch.no_grad():
+            expected = watched(x, y.clone(), first, last)
+            with fused_norms(layer):
+                sums = FusedSums()
+                for _ in range(2):
+                    with sums:
+                        assert torch.equal(watched(x, y.clone(), first, last), expected)
+                assert not any(first for _, first in sums.norms)
 
     def test_a_sum_of_another_width_and_one_that_is_written_in_between(self):
         model = toy_model("llama")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
-from hf_static_kv.kernels.rms_norm import STYLES, rms_norm, rms_norm_plain, sum_and_rms_norm
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, rms_norm, rms_norm_plain, sum_and_rms_norm
 from hf_static_kv.kernels.storage_ops import write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -280,12 +280,35 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
     assert torch.equal(plain[1], rms_norm_plain(total.cpu(), weight.cpu(), 1e-6, STYLES[0]))
 
 
+@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [96, 1152])
+def test_a_norm_before_the_sum_has_the_bits_of_one_by_itself(dtype, style, dim):
+    x, other, *weights = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 3, dim), (2, 3, dim), (dim,), (dim,)))
+    module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
+    skip_bfloat16_on_a_cpu(x)
+    first = Norm(weights[1], 1e-5, style)
+    expected = x + norm_kernel(other, *first)
+    total, normed = module.rms_norm_triton(x, other, weights[0], 1e-6, *STYLES[0], first)
+    assert torch.equal(total, expected)
+    assert torch.equal(normed, norm_kernel(expected, weights[0], 1e-6, STYLES[0]))
+    plain = sum_and_rms_norm(
+        x.cpu(), other.cpu(), weights[0].cpu(), 1e-6, STYLES[0], Norm(first.weight.cpu(), *first[1:])
+    )
+    assert torch.equal(plain[0], x.cpu() + rms_norm_plain(other.cpu(), first.weight.cpu(), *first[1:]))
+    assert torch.equal(plain[1], rms_norm_plain(plain[0], weights[0].cpu(), 1e-6, STYLES[0]))
+
+
 def test_a_sum_of_unlike_tensors_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"):
         sum_and_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
 
 
 def test_a_norm_of_another_dim_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
+        sum_and_rms_norm(
+            torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, STYLES[0], Norm(torch.ones(4), 1e-6, STYLES[0])
+        )
     with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
         rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6, STYLES[0])
 

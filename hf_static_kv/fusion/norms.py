@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
-from hf_static_kv.kernels.rms_norm import STYLES, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -36,7 +37,7 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
 
 
 class _Norm:
-    watcher: FusedSums | None = None
+    current: FusedSums | None = None  # the one around the pass that runs
 
     def __init__(self, module: Module, eps: float, style: NormStyle) -> None:
         self.module: Any = module
@@ -45,21 +46,27 @@ class _Norm:
         self.output: torch.Tensor | None = None
         self.version = 0
 
+    @property
+    def parts(self) -> Norm:
+        return Norm(self.module.weight, self.eps, self.style)
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        if _Norm.watcher is not None:
-            _Norm.watcher.saw_norm_of(hidden_states, self)
-        output, known = self.output, hidden_states is self.sum and _version(hidden_states) == self.version
+        sums, output = _Norm.current, self.output
+        known = hidden_states is self.sum and _version(hidden_states) == self.version
         self.sum = self.output = None
         if known and output is not None:
             return output
-        return rms_norm(hidden_states, self.module.weight, self.eps, self.style)
+        if sums is None:
+            return rms_norm(hidden_states, *self.parts)
+        return sums.norm_of(hidden_states, self)
 
-    def of_sum(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if x.shape[-1] != self.module.weight.shape[0] or not x.is_floating_point():
-            return x + other
-        self.sum, self.output = sum_and_rms_norm(x, other, self.module.weight, self.eps, self.style)
+    def of_sum(self, x: torch.Tensor, other: torch.Tensor, first: Norm | None = None) -> torch.Tensor:
+        self.sum, self.output = sum_and_rms_norm(x, other, *self.parts, first)
         self.version = _version(self.sum)
         return self.sum
+
+    def fits(self, x: torch.Tensor) -> bool:
+        return x.shape[-1] == self.module.weight.shape[0] and x.is_floating_point()
 
 
 def norm_style(module: Module) -> NormStyle | None:
@@ -110,47 +117,120 @@ def _eps(module: Module) -> float:
 
 
 class FusedSums(TorchFunctionMode):
-    """Around each pass of a model with fused norms: a sum that a norm follows is computed together with it.
+    """Around each pass of a model with fused norms: a sum is computed together with the norms around it.
 
-    The first pass shows which sums these are; in a later one the n-th sum is taken for the n-th sum of the first. A
-    norm looks whether its input is the tensor that it was computed for, so a guess that fails costs time alone.
+        s = x + first(other), then follower(s)        in one kernel, or without the first where there is none
+
+    The first pass shows which these are; in a later one the n-th sum is taken for the n-th sum of the first. A follower
+    looks whether its input is the tensor that it was computed for. A first norm whose output goes nowhere but into its
+    sum gives a promise in its place, and whatever else is handed that promise is given what it stands for. So a guess
+    that fails costs time alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.followers: list[_Norm | None] | None = None  # of the n-th sum, known after the first pass
-        self.sums: list[torch.Tensor] = []
+        # Of the n-th sum: its follower and its first norm. Known after the first pass.
+        self.norms: list[tuple[_Norm | None, _Norm | None]] = []
+        self.is_known = False
+        self.watched: _Watched | None = None
+        self.promises: dict[int, _Promise] = {}  # of this pass, by the identity of what stands in
         self.count = 0
 
     def __enter__(self) -> FusedSums:
-        self.count = 0
-        _Norm.watcher = self if self.followers is None else None
-        if self.followers is None:
-            self.followers, self.sums = [], []
+        self.count, self.watched = 0, None if self.is_known else _Watched()
+        _Norm.current = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        _Norm.watcher, self.sums = None, []
+        if self.watched is not None and error[0] is None:
+            self.norms, self.is_known = self.watched.around_sums(), True
+        _Norm.current, self.watched, self.promises = None, None, {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func not in _SUMS or kwargs or not _are_alike(*args):
-            return func(*args, **(kwargs or {}))
-        assert self.followers is not None
-        self.count += 1
-        if _Norm.watcher is self:
-            self.followers.append(None)
-            self.sums.append(func(*args))
-            return self.sums[-1]
-        follower = self.followers[self.count - 1] if self.count <= len(self.followers) else None
-        return func(*args) if follower is None else follower.of_sum(*args)
+        kwargs, promised = kwargs or {}, [self.promises.get(id(arg)) for arg in args]
+        meant = [arg if promise is None else promise.x for arg, promise in zip(args, promised, strict=True)]
+        is_sum = func in _SUMS and not kwargs and _are_alike(*meant)
+        if self.watched is not None:
+            return self.watched.call(func, args, kwargs, is_sum)
+        follower, first = self._next_norms() if is_sum else (None, None)
+        if follower is not None and not follower.fits(meant[0]):
+            follower = None
+        for i, promise in enumerate(promised):
+            if follower is not None and promise is not None and promise.norm is first:
+                return follower.of_sum(self._kept(args[1 - i]), promise.x, first.parts)
+        args, kwargs = tree_map(self._kept, (args, kwargs))
+        return func(*args, **kwargs) if follower is None else follower.of_sum(*args)
 
-    def saw_norm_of(self, x: torch.Tensor, norm: _Norm) -> None:
-        assert self.followers is not None
+    def _next_norms(self) -> tuple[_Norm | None, _Norm | None]:
+        self.count += 1
+        return self.norms[self.count - 1] if self.count <= len(self.norms) else (None, None)
+
+    def norm_of(self, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        """What a norm gives in this pass: a promise where its sum computes it."""
+        if self.watched is not None:
+            return self.watched.norm_of(x, norm)
+        x = self._kept(x)
+        if not any(norm is first for _, first in self.norms):
+            return rms_norm(x, *norm.parts)
+        stand_in = torch.empty_like(x, device="meta")
+        self.promises[id(stand_in)] = _Promise(stand_in, x, norm)
+        return stand_in
+
+    def _kept(self, value: Any) -> Any:
+        """The value, or what was promised by it."""
+        promise = self.promises.get(id(value))
+        return value if promise is None else rms_norm(promise.x, *promise.norm.parts)
+
+
+class _Promise(NamedTuple):
+    """The output of a norm that has not been computed: a tensor without numbers, and what they would be made from."""
+
+    stand_in: torch.Tensor
+    x: torch.Tensor
+    norm: _Norm
+
+
+class _Watched:
+    """The first pass: which sums there are, which norms are taken of them, and where the output of a norm goes."""
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Tensor] = []
+        self.followers: list[_Norm | None] = []
+        self.outputs: list[tuple[torch.Tensor, torch.Tensor, int, _Norm]] = []  # of norms; input, its version, norm
+        self.uses: list[list[int | None]] = []  # of each output: the numbers of the sums, None for anything else
+
+    def call(self, func: Any, args: Any, kwargs: Any, is_sum: bool) -> Any:
+        self._used(tree_leaves((args, kwargs)), len(self.sums) if is_sum else None)
+        result = func(*args, **kwargs)
+        if is_sum:
+            self.sums.append(result)
+            self.followers.append(None)
+        return result
+
+    def norm_of(self, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
+        self._used([x], None)
         for n, total in enumerate(self.sums):
             if total is x:
                 self.followers[n] = norm
+        output = rms_norm(x, *norm.parts)
+        self.outputs.append((output, x, _version(x), norm))
+        self.uses.append([])
+        return output
+
+    def _used(self, values: list[Any], by: int | None) -> None:
+        for (output, x, version, _), uses in zip(self.outputs, self.uses, strict=True):
+            uses += [by if _version(x) == version else None for value in values if value is output]
+
+    def around_sums(self) -> list[tuple[_Norm | None, _Norm | None]]:
+        """Of each sum: the norm that follows, and the one whose output goes into it and nowhere else."""
+        firsts: list[_Norm | None] = [None] * len(self.sums)
+        norms = [norm for *_, norm in self.outputs]
+        for norm, uses in zip(norms, self.uses, strict=True):
+            if len(uses) == 1 and uses[0] is not None and self.followers[uses[0]] and norms.count(norm) == 1:
+                firsts[uses[0]] = norm
+        return list(zip(self.followers, firsts, strict=True))
 
 
 _SUMS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
