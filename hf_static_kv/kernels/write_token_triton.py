@@ -16,8 +16,9 @@ def _write(
     S, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // H).to(tl.int64), (tl.program_id(0) % H).to(tl.int64)
-    after_previous(EARLY)
+    # In a step the slot is written at its beginning, long before.
     number, position, d = tl.load(layer).to(tl.int64), tl.load(slot).to(tl.int64), tl.arange(0, TILE)
+    after_previous(EARLY)
     if position >= S:  # a full cache: the host has refused it, and no neighbour pays if it has not
         return
     key = tl.load(key_states + b * key_b + h * key_h + d, mask=d < D)
