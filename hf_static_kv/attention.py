@@ -14,13 +14,13 @@ the layer's number is on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
+from threading import Lock
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -33,7 +33,6 @@ ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
 TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in trace.py
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
-_WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_MAX_DIM = 256
 
@@ -63,7 +62,7 @@ def static_contiguous_attention(
         return one_token_attention(query, key, value, attention_mask, scale, softcap, s_aux), None
     if softcap is not None or s_aux is not None:
         return plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)[0], None
-    with without_cudnn():
+    with nullcontext() if torch.compiler.is_compiling() else without_cudnn():  # a compiler cannot look into it
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
         )
@@ -88,9 +87,29 @@ def trial_pass() -> Iterator[None]:
         _TRIAL_PASS.reset(before)
 
 
-def without_cudnn() -> AbstractContextManager[None]:
-    """SDPA by any implementation but cuDNN's."""
-    return sdpa_kernel(_WITHOUT_CUDNN)
+_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """SDPA by any implementation that is allowed but cuDNN's. The switch is one for all threads, so they share this."""
+    global _cudnn_users, _cudnn_before
+    cuda: Any = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
+        yield  # cuDNN's alone is wanted
+        return
+    with _CUDNN_LOCK:
+        if _cudnn_users == 0:
+            _cudnn_before = cuda.cudnn_sdp_enabled()
+            cuda.enable_cudnn_sdp(False)
+        _cudnn_users += 1
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            _cudnn_users -= 1
+            if _cudnn_users == 0:
+                cuda.enable_cudnn_sdp(_cudnn_before)
 
 
 def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:

@@ -97,11 +97,15 @@ class Call:
         adapters = [
             tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
             for module in self.modules
-            # Looked up past `Module.__getattr__`, which is slow. A whole model has a method of this name.
-            if (hasattr(type(module), "active_adapters") or "active_adapters" in module.__dict__)
-            and not isinstance(module, PreTrainedModel)
+            # Looked up past `Module.__getattr__`, which is slow.
+            if hasattr(type(module), "active_adapters") or "active_adapters" in module.__dict__
+            # A whole model has a method of this name, which says nothing and prints all of it.
+            if not callable(module.active_adapters)
         ]
-        state = (self.model.training, self.own_attention, *adapters)
+        # Other parts, or with another eps or factor. Whole numbers are left out: some models count their calls.
+        kinds = [type(module) for module in self.modules]
+        settings = [v for module in self.modules for v in module.__dict__.values() if type(v) in (bool, float, str)]
+        state = (self.own_attention, *kinds, *settings, *adapters)
         return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
 
     def is_plain_greedy(self) -> bool:

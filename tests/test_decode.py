@@ -15,6 +15,7 @@ from architectures import ARCHITECTURES
 from architectures import toy_model as toy_on_cpu
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
     DynamicCache,
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.attention import ATTENTION_NAME
+from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
 from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
@@ -205,6 +206,22 @@ class TestReuse:
         model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = ["one"], True
         run(model, decoder=decoder, cache=cache)
         assert len(decoder._steps[cache]) == 2
+
+    def test_other_parts_and_settings_are_another_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+
+        def steps():
+            cache.reset()
+            run(model, decoder=decoder, cache=cache)
+            return len(decoder._steps[cache])
+
+        assert (steps(), steps()) == (1, 1)
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+        assert steps() == 2
+        model.model.norm.variance_epsilon = 0.5
+        assert steps() == 3
+        model.model.calls = 7  # a counter of someone's
+        assert steps() == 3
 
     @pytest.mark.parametrize("name", ["merged_adapters", "scaling"])
     def test_an_adapter_that_is_merged_or_rescaled_is_another_step(self, model, name):
@@ -541,6 +558,38 @@ def test_the_attention_name_serves_generate_by_itself():
             batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON)
             assert torch.equal(plain, expected[0]), name
             assert torch.equal(batch, expected[1]), name
+
+
+class TestWithoutCudnn:
+    def allowed(self):
+        cuda = torch.backends.cuda
+        return [
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ]
+
+    @pytest.mark.parametrize("backends", [[SDPBackend.MATH], [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]], ids=str)
+    def test_what_the_caller_allows_stays(self, backends):
+        with sdpa_kernel(backends):
+            before = self.allowed()
+            with without_cudnn():
+                assert self.allowed() == [False, False, True, False]
+            assert self.allowed() == before
+
+    def test_cudnn_alone_stays(self):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION), without_cudnn():
+            assert self.allowed() == [False, False, False, True]
+
+    def test_two_that_overlap(self):
+        before, one, other = self.allowed(), without_cudnn(), without_cudnn()
+        one.__enter__()
+        other.__enter__()
+        one.__exit__(None, None, None)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+        other.__exit__(None, None, None)
+        assert self.allowed() == before
 
 
 def calls_in(function):

@@ -313,6 +313,9 @@ class TestSums:
             "into another sum before": lambda z: (z + z) * last(x + z),
             "into a norm": lambda z: last(z),
             "into no sum": lambda z: torch.cat([z, z]),
+            "written": lambda z: (z.mul_(2), last(x + z))[1],
+            "written in part": lambda z: (z.view(-1)[:3].zero_(), last(x + z) * z)[1],
+            "a number": lambda z: (x.sum() + z.sum()) * last(x + z),
             "by its name": lambda z: torch.add(input=x, other=z) if z.device.type == "cpu" else last(x + z),
             "into a sum of another width": lambda z: (x[:, :3] + x[:, :3], last(x + z))[1],
         }
@@ -352,6 +355,40 @@ class TestSums:
                     with sums:
                         assert torch.equal(watched(x, y.clone(), first, last), expected)
                 assert not any(first for _, first in sums.norms)
+
+    def test_a_promise_whose_input_is_written_is_broken_aloud(self):
+        layer = toy_model("gemma3").model.layers[0]
+        first, last, sums = layer.post_attention_layernorm, layer.pre_feedforward_layernorm, FusedSums()
+        x, y = torch.randn(2, 1, first.weight.shape[0])
+        with torch.no_grad(), fused_norms(layer):
+            with sums:
+                last(x + first(y))
+            with sums, pytest.raises(RuntimeError, match="written before its output was used"):
+                (z := first(y), y.mul_(2), last(x + z))
+
+    def test_in_inference_mode_a_write_cannot_be_seen(self):
+        layer = toy_model("gemma3").model.layers[0]
+        first, last, sums = layer.post_attention_layernorm, layer.pre_feedforward_layernorm, FusedSums()
+        with torch.inference_mode(), fused_norms(layer):
+            x, y = torch.randn(2, 1, first.weight.shape[0])
+            expected = last(x + first(y))
+            for _ in range(2):
+                own = y.clone()
+                with sums:
+                    assert torch.equal((z := first(own), own.mul_(2), last(x + z))[2], expected)
+
+    @pytest.mark.parametrize("name", ["gemma3", "llama"])
+    def test_what_the_user_compiles_is_left_to_the_compiler(self, name):
+        model, sums = toy_model(name), FusedSums()
+        with torch.no_grad():
+            expected = model(TOKEN).logits
+            for layer in model.model.layers:
+                layer.compile(backend="eager")
+            with fused_norms(model):
+                for _ in range(2):
+                    with sums:
+                        assert torch.equal(model(TOKEN).logits, expected)
+        torch.compiler.reset()
 
     def test_a_sum_of_another_width_and_one_that_is_written_in_between(self):
         model = toy_model("llama")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -52,13 +52,11 @@ class _Norm:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         sums, output = _Norm.current, self.output
+        if sums is None or torch.compiler.is_compiling():
+            return rms_norm(hidden_states, *self.parts)
         known = hidden_states is self.sum and _version(hidden_states) == self.version
         self.sum = self.output = None
-        if known and output is not None:
-            return output
-        if sums is None:
-            return rms_norm(hidden_states, *self.parts)
-        return sums.norm_of(hidden_states, self)
+        return output if known and output is not None else sums.norm_of(hidden_states, self)
 
     def of_sum(self, x: torch.Tensor, other: torch.Tensor, first: Norm | None = None) -> torch.Tensor:
         self.sum, self.output = sum_and_rms_norm(x, other, *self.parts, first)
@@ -66,7 +64,7 @@ class _Norm:
         return self.sum
 
     def fits(self, x: torch.Tensor) -> bool:
-        return x.shape[-1] == self.module.weight.shape[0] and x.is_floating_point()
+        return x.shape[-1:] == self.module.weight.shape and x.is_floating_point()
 
 
 def norm_style(module: Module) -> NormStyle | None:
@@ -123,8 +121,9 @@ class FusedSums(TorchFunctionMode):
 
     The first pass shows which these are; in a later one the n-th sum is taken for the n-th sum of the first. A follower
     looks whether its input is the tensor that it was computed for. A first norm whose output goes nowhere but into its
-    sum gives a promise in its place, and whatever else is handed that promise is given what it stands for. So a guess
-    that fails costs time alone.
+    sum gives a promise in its place, and any other operation that is handed the promise is given what it stands for. So
+    a guess that fails costs time alone, as long as what torch does not see (what a pass keeps for later, say) stays the
+    same. What a compiler looks into is left to it.
     """
 
     def __init__(self) -> None:
@@ -149,7 +148,13 @@ class FusedSums(TorchFunctionMode):
         _Norm.current, self.watched, self.promises = None, None, {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, promised = kwargs or {}, [self.promises.get(id(arg)) for arg in args]
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        promised = [self.promises.get(id(arg)) for arg in args]
         meant = [arg if promise is None else promise.x for arg, promise in zip(args, promised, strict=True)]
         is_sum = func in _SUMS and not kwargs and _are_alike(*meant)
         if self.watched is not None:
@@ -158,8 +163,8 @@ class FusedSums(TorchFunctionMode):
         if follower is not None and not follower.fits(meant[0]):
             follower = None
         for i, promise in enumerate(promised):
-            if follower is not None and promise is not None and promise.norm is first:
-                return follower.of_sum(self._kept(args[1 - i]), promise.x, first.parts)
+            if follower is not None and promise is not None and promise.norm is first and promise.value is None:
+                return follower.of_sum(self._kept(args[1 - i]), promise.untouched, promise.parts)
         args, kwargs = tree_map(self._kept, (args, kwargs))
         return func(*args, **kwargs) if follower is None else follower.of_sum(*args)
 
@@ -174,22 +179,35 @@ class FusedSums(TorchFunctionMode):
         x = self._kept(x)
         if not any(norm is first for _, first in self.norms):
             return rms_norm(x, *norm.parts)
-        stand_in = torch.empty_like(x, device="meta")
-        self.promises[id(stand_in)] = _Promise(stand_in, x, norm)
-        return stand_in
+        promise = _Promise(x, norm)
+        self.promises[id(promise.stand_in)] = promise
+        return promise.stand_in
 
     def _kept(self, value: Any) -> Any:
         """The value, or what was promised by it."""
         promise = self.promises.get(id(value))
-        return value if promise is None else rms_norm(promise.x, *promise.norm.parts)
+        return value if promise is None else promise.keep()
 
 
-class _Promise(NamedTuple):
+class _Promise:
     """The output of a norm that has not been computed: a tensor without numbers, and what they would be made from."""
 
-    stand_in: torch.Tensor
-    x: torch.Tensor
-    norm: _Norm
+    def __init__(self, x: torch.Tensor, norm: _Norm) -> None:
+        self.stand_in = torch.empty_like(x, device="meta")
+        self.x, self.norm, self.parts, self.version = x, norm, norm.parts, _version(x)
+        self.value: torch.Tensor | None = None
+
+    @property
+    def untouched(self) -> torch.Tensor:
+        if _version(self.x) != self.version:
+            raise RuntimeError("The input of a norm was written before its output was used, which it was not at first.")
+        return self.x
+
+    def keep(self) -> torch.Tensor:
+        """The numbers, computed once: whoever writes into them means the same ones."""
+        if self.value is None:
+            self.value = rms_norm(self.untouched, *self.parts)
+        return self.value
 
 
 class _Watched:
@@ -221,7 +239,8 @@ class _Watched:
 
     def _used(self, values: list[Any], by: int | None) -> None:
         for (output, x, version, _), uses in zip(self.outputs, self.uses, strict=True):
-            uses += [by if _version(x) == version else None for value in values if value is output]
+            is_known = not x.is_inference() and _version(x) == version  # that its input was not written meanwhile
+            uses += [by if is_known else None for value in values if value is output]
 
     def around_sums(self) -> list[tuple[_Norm | None, _Norm | None]]:
         """Of each sum: the norm that follows, and the one whose output goes into it and nowhere else."""
