@@ -6,6 +6,7 @@ python benchmarks/write_results.py
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,10 @@ INTRODUCTION = """# Results
 Every figure on this page is in a record under [results](results); `make results` writes the page and its pictures
 from the records alone. Above each table stands the command that made it, at the commit that it names.
 
-Where a range stands beside a figure, the figure is a median and the range is the spread inside that run. **Between two
-runs on two machines with the same GPU, eager figures moved by up to APART, most likely because the GPU waits for
-Python and the host's processor is what is measured; compiled ones by COMPILED** (the table 'Two runs of the same
-command' below). Cold starts, memory and shares have no range: they are one run's.
+Where a range stands beside a figure, the figure is a median and the range is the spread inside that run. **Between
+runs on machines with the same GPU, eager figures moved by up to APART, most likely because the GPU waits for Python and
+the host's processor is what is measured; compiled ones by COMPILED** (the table 'Runs of the same command' below).
+Cold starts, memory and shares have no range: they are one run's.
 
 **Share of the bandwidth**: the bytes that a cached decode step must read (each weight once, and the keys and values of
 the text) by the time it took, over the bandwidth that a large read reached in the same run. `use_cache=False` is held
@@ -43,9 +44,10 @@ loop's own cost is in it. **Cold start** is the first call in a fresh process, f
 builds an attention plan for every length that it has not seen. The second table of each model is one more call, with a
 clock that waits for the device after each token."""
 
-AGREEMENT = """### Two runs of the same command
+AGREEMENT = """### Runs of the same command
 
-Decode, tokens/s, on two machines with the same GPU (the host's processor was not recorded):"""
+Decode, tokens/s, of every run that there is, on machines with the same GPU (the older ones did not record the host's
+processor, and had five trials and not three):"""
 
 BATCH = """## A batch
 
@@ -82,9 +84,9 @@ def page() -> str:
         ]
     for path in sorted(RESULTS.glob("generation-*.json")):
         parts += [*heading(path), generation_report.markdown(read(path))]
-    for path in sorted(RESULTS.glob("rerun-*.json")):
-        first = RESULTS / path.name.replace("rerun", "generation")
-        parts += [AGREEMENT, f"```\n{read(path)['command']}\n```", agreement(read(first), read(path))]
+    for first, others in reruns():
+        parts += [AGREEMENT, *[f"```\n{command}\n```" for command in dict.fromkeys(r["command"] for r in others)]]
+        parts.append(agreement([first, *others]))
     if batches := sorted(RESULTS.glob("batch-*.json")):
         parts.append(BATCH)
         for path in batches:
@@ -110,34 +112,41 @@ def page() -> str:
 
 
 def introduction() -> str:
-    """The first paragraphs, with how far two runs of one command are apart."""
+    """The first paragraphs, with how far runs of one command are apart."""
     apart = dict[str, float]()
-    for path in RESULTS.glob("rerun-*.json"):
-        apart |= _apart(read(RESULTS / path.name.replace("rerun", "generation")), read(path))
+    for first, others in reruns():
+        apart |= _apart([first, *others])
     compiled = apart.pop("static-compiled")
     return INTRODUCTION.replace("APART", f"{max(apart.values()):.0%}").replace("COMPILED", f"{compiled:.0%}")
 
 
-def _apart(first: Record, second: Record) -> dict[str, float]:
-    """By what share the slower of two runs is below the faster, for each contender that is in both."""
-    rates = [
-        {row["name"]: row["summary"]["decode_tokens_per_s"]["median"] for row in record["contenders"]}
-        for record in (first, second)
-    ]
-    both = [name for name in rates[0] if name in rates[1]]
-    return {name: 1 - min(r[name] for r in rates) / max(r[name] for r in rates) for name in both}
+def reruns() -> Iterator[tuple[Record, list[Record]]]:
+    """Each record whose command was run more than once, and its other runs."""
+    for path in sorted(RESULTS.glob("generation-*.json")):
+        if others := sorted(RESULTS.glob(path.name.replace("generation", "rerun*"))):
+            yield read(path), [read(other) for other in others]
 
 
-def agreement(first: Record, second: Record) -> str:
-    """Both medians of every contender, and by how much the slower is below the faster."""
-    lines = [f"| | commit {first['commit']} | commit {second['commit']} | apart |", "|---" * 4 + "|"]
-    others, apart = {row["name"]: row for row in second["contenders"]}, _apart(first, second)
-    for row in first["contenders"]:
-        if row["name"] not in others:
-            continue
-        rates = [r["summary"]["decode_tokens_per_s"] for r in (row, others[row["name"]])]
-        cells = [generation_report.with_range(rate, ".1f") for rate in rates]
-        lines.append(f"| {row['name']} | {cells[0]} | {cells[1]} | {apart[row['name']]:.0%} |")
+def _rates(records: list[Record]) -> dict[str, list[Record]]:
+    """Of each contender that is in all of these runs its rates."""
+    runs = [{row["name"]: row["summary"]["decode_tokens_per_s"] for row in r["contenders"]} for r in records]
+    return {name: [run[name] for run in runs] for name in runs[0] if all(name in run for run in runs)}
+
+
+def _apart(records: list[Record]) -> dict[str, float]:
+    """By what share the slowest of these runs is below the fastest, for each contender that is in all."""
+    medians = {name: [rate["median"] for rate in rates] for name, rates in _rates(records).items()}
+    return {name: 1 - min(rates) / max(rates) for name, rates in medians.items()}
+
+
+def agreement(records: list[Record]) -> str:
+    """The medians of every contender, and by how much the slowest is below the fastest."""
+    lines = ["| | " + " | ".join(f"commit {r['commit']}" for r in records) + " | apart |"]
+    lines.append("|---" * (len(records) + 2) + "|")
+    apart = _apart(records)
+    for name, rates in _rates(records).items():
+        cells = " | ".join(generation_report.with_range(rate, ".1f") for rate in rates)
+        lines.append(f"| {name} | {cells} | {apart[name]:.0%} |")
     return "\n".join(lines)
 
 

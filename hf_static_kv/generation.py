@@ -61,7 +61,7 @@ class Call:
 
     @cached_property
     def modules(self) -> list[torch.nn.Module]:
-        """Those of the model; `model.modules()` walks through it ten times as long, before every prompt."""
+        """Those of the model; `model.modules()` takes three times as long, and this is before every prompt."""
         found: list[torch.nn.Module] = [self.model]
         for module in found:  # which grows meanwhile
             found += [part for part in module._modules.values() if part is not None]

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -507,7 +508,7 @@ class TestRecords:
         assert record.keys() >= PROVENANCE
         assert record["commit"] != "unknown"
         assert record["command"].startswith("python benchmarks/bench_")
-        name = path.name.replace("rerun", "generation")  # a second run of the same command
+        name = re.sub(r"^rerun\d*", "generation", path.name)  # other runs of the same command
         assert f"--json benchmarks/results/{name}" in record["command"]
 
     @pytest.mark.parametrize(
@@ -519,7 +520,9 @@ class TestRecords:
         record = json.loads(path.read_text())
         w = record["workload"]
         ran = [row for row in record["contenders"] if "summary" in row]
-        assert len(ran) >= 3
+        # The batch is run with three by name, the others with all.
+        asked = re.search(r"--contenders (\S+)", record["command"])
+        assert [row["name"] for row in ran] == asked[1].split(",") if asked else len(ran) >= 4
         for row in ran:
             expected = summarize(row, w["prompt_len"], w["batch_size"], record["bandwidth_gb_per_s"] * 1e9)
             assert row["summary"] == expected
@@ -583,7 +586,11 @@ class TestRecords:
         ]
         assert f"decodes {speed[0]} times as fast as `DynamicCache` and {speed[1]} times as fast as" in words
         cold = [_range([row[n]["cold_start_s"] for row in rows]) for n in ("graph", "dynamic", "static-compiled")]
-        assert f"its first call takes {cold[0]} s where theirs take {cold[1]} and {cold[2]}." in words
+        assert f"its first call takes {cold[0]} s where theirs take {cold[1]} and {cold[2]};" in words
+        models = [r["workload"]["model"] for r in generation_records("h200") if "graph" in str(r["contenders"])]
+        assert f"On {' and '.join(models)} `GraphDecoder()` decodes" in words
+        first, *others = (row["first_token_ms"]["median"] for row in _graph_and_others(rows))
+        assert f"after {first:.0f} ms where the others took {min(others):.0f} to {max(others):.0f}." in words
         batch = json.loads((BENCHMARKS / "results/batch-llama-3.2-1b-h200.json").read_text())["contenders"]
         rate = next(row["summary"]["decode_tokens_per_s"]["median"] for row in batch if row["name"] == "graph")
         assert f"go at {rate:,.0f} tokens/s" in words
@@ -593,9 +600,15 @@ class TestRecords:
         records = [json.loads(path.read_text()) for path in self.paths if path.stem.startswith("exact")]
         inside, usual = ([d for r in records for d in r["differences"][side].values()] for side in ("exact", "usual"))
         assert set(inside) == {0.0}
-        assert (
-            f"0.0 in each of {len(inside)} comparisons, where without `exact` it went up to {max(usual):.2g}" in words
+        assert f"0.0 in each of {len(inside)} comparisons (" in words
+        assert f"where without `exact` it went up to {max(usual):.2g}" in words
+        half, whole = (
+            [r["workload"]["model"] for r in records if r["workload"]["dtype"] == dtype]
+            for dtype in ("float16", "bfloat16")
         )
+        assert len(half) == 3
+        assert f"(three models in fp16, {' and '.join(whole)} in bf16)" in words
+        assert f"It costs time, on {' and '.join(whole)} in bf16:" in words
         times = [r["ms"] for r in records if "ms" in r]
         ratios = {
             name: _range([ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times], digits)
@@ -604,6 +617,12 @@ class TestRecords:
         short, long, step = ratios.values()
         assert f"a decode step of `GraphDecoder` took {step} times as long" in words
         assert f"a prompt of 512 tokens {short} times, one of 4,096 {long} times" in words
+
+
+def _graph_and_others(rows):
+    """The decoder's summary of one run, then those of all others but its other setting."""
+    (row,) = rows
+    return row["graph"], *(summary for name, summary in row.items() if not name.startswith("graph"))
 
 
 def _range(figures, digits=2):
