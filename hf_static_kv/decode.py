@@ -31,7 +31,8 @@ from hf_static_kv import debug
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.generation import Call, Run, attention_of
-from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep, load_compiler
+from hf_static_kv.loading import load_inductor, load_triton
+from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
 from hf_static_kv.steps import StepRecorder
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class GraphDecoder:
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         call.refuse_overflow()
+        if call.input_ids.is_cuda and not self._steps:
+            self._load_compilers()
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.streamer is not None:
             self.streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
@@ -109,11 +112,14 @@ class GraphDecoder:
         self._warn(str(self.fallback_reason))
         return call.in_the_loop_of_generate(self.streamer)
 
+    def _load_compilers(self) -> None:
+        load_triton()
+        if self.compile == "layers":
+            load_inductor()
+
     def _captured(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor | None:
         """The whole generation; None, with the reason noted and the cache as it was, where the step cannot be had."""
         cache, before = call.cache, call.cache.seq_len
-        if call.input_ids.is_cuda and not self._steps:
-            load_compiler()
         logits = call.prefill()
         with call.model._optimize_model_for_decode():
             step = self._step(call) if call.longest > call.input_ids.shape[1] + 1 else None

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from threading import Thread
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +23,7 @@ from hf_static_kv.fusion.norms import FusedSums, fused_norms
 from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.kernels.counting import Greedy, choose, count_on
 from hf_static_kv.kernels.storage_ops import write_token
+from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
 _WARM_UPS = 3
@@ -78,6 +78,7 @@ class DecodeStep:
 
         What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
         """
+        wait_for_triton()
         from hf_static_kv.kernels.launch_triton import compile_only
 
         with torch.cuda.device(self.slot.device), ExitStack() as changes:
@@ -89,6 +90,8 @@ class DecodeStep:
             with compile_only():  # all kernels at once, where passes would meet one after the other
                 changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
                 self._run_once(length, origin)
+            if compile == "layers":
+                wait_for_inductor()
             changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
             self._capture(length, origin)
 
@@ -137,22 +140,6 @@ class DecodeStep:
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits
-
-
-def load_compiler() -> None:
-    """Have Triton imported and its driver built in another thread, while the host does something else."""
-    Thread(target=_load_compiler, daemon=True).start()
-
-
-def _load_compiler() -> None:
-    with suppress(Exception):  # what is wrong here is raised where it is used
-        from triton.runtime import driver
-        from triton.runtime.cache import triton_key
-
-        from hf_static_kv.kernels import launch_triton  # noqa: F401
-
-        driver.active.utils  # noqa: B018  # built at the first look
-        triton_key()
 
 
 class GreedyStep(DecodeStep):

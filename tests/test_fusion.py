@@ -233,6 +233,25 @@ class TestMLP:
         assert torch.equal(torch.get_rng_state(), before)
 
 
+def calls_in_two_passes(model):
+    """How many functions a pass calls: the one that is watched, and the next."""
+    sums, counts = FusedSums(), [0, 0]
+    with torch.no_grad(), fused_norms(model):
+        model(TOKEN)  # imports and the like
+        for i in range(2):
+
+            def count(frame, event, arg, i=i):
+                counts[i] += event in ("call", "c_call")
+
+            sys.setprofile(count)
+            try:
+                with sums:
+                    model(TOKEN)
+            finally:
+                sys.setprofile(None)
+    return counts
+
+
 class TestSums:
     # Llama: two layers with two sums each, and a norm after each. Gemma 3: six layers, and a norm before each too.
     @pytest.mark.parametrize(("name", "number", "has_first"), [("llama", 4, False), ("gemma3", 12, True)])
@@ -253,6 +272,14 @@ class TestSums:
             with sums:
                 model(TOKEN)
         assert calls == [has_first] * number
+
+    def test_a_model_of_twice_the_layers_takes_twice_the_work(self):
+        """In the first pass and in a later one: counted in calls, as time is not the same twice."""
+        first, later = zip(
+            *(calls_in_two_passes(toy_model("gemma3", num_hidden_layers=n)) for n in (8, 16)), strict=True
+        )
+        assert first[1] < 2.1 * first[0]
+        assert later[1] < 2.1 * later[0]
 
     def test_a_guess_that_fails_changes_nothing(self):
         """A second pass with other sums than the first."""

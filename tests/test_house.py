@@ -18,6 +18,7 @@ READING_ORDER = [
     "kernels",
     "attention",
     "fusion",
+    "loading",
     "step",
     "steps",
     "generation",

@@ -12,8 +12,11 @@ from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
 
 pytest.importorskip("triton", reason="triton is not installed")
+import triton
+import triton.language as tl
+
 from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
-from hf_static_kv.kernels.launch_triton import compile_only
+from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.rotary_triton import rotary_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -193,3 +196,25 @@ def test_kernels_that_are_only_compiled_do_not_run():
     assert slot.tolist() == [4]
     count_on_triton(slot, text, windows, spans, text.clone())
     assert slot.tolist() == [5]
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
+def test_a_kernel_that_cannot_be_compiled_is_told_and_is_the_only_one():
+    x = torch.zeros(1, device=DEVICE)
+    with pytest.raises(triton.CompilationError, match="never"), compile_only():
+        launch(_broken, (1,), x, x)
+    with compile_only():
+        launch(_fill_with_ones, (1,), x, x)
+    assert x.tolist() == [0]
+    launch(_fill_with_ones, (1,), x, x)
+    assert x.tolist() == [1]
+
+
+@triton.jit
+def _broken(x, EARLY: tl.constexpr):
+    tl.static_assert(False, "never")
+
+
+@triton.jit
+def _fill_with_ones(x, EARLY: tl.constexpr):
+    tl.store(x, 1.0)

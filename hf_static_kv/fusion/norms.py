@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -165,7 +166,7 @@ class FusedSums(TorchFunctionMode):
         for i, promise in enumerate(promised):
             if follower is not None and promise is not None and promise.norm is first and promise.value is None:
                 return follower.of_sum(self._kept(args[1 - i]), promise.untouched, promise.parts)
-        args, kwargs = tree_map(self._kept, (args, kwargs))
+        args, kwargs = [self._kept(arg) for arg in args], {name: self._kept(arg) for name, arg in kwargs.items()}
         return func(*args, **kwargs) if follower is None else follower.of_sum(*args)
 
     def _next_norms(self) -> tuple[_Norm | None, _Norm | None]:
@@ -184,7 +185,12 @@ class FusedSums(TorchFunctionMode):
         return promise.stand_in
 
     def _kept(self, value: Any) -> Any:
-        """The value, or what was promised by it."""
+        """The value, or what was promised by it; lists of such too."""
+        if isinstance(value, list | tuple | dict) and self.promises:
+            return tree_map(self._kept_one, value)
+        return self._kept_one(value)
+
+    def _kept_one(self, value: Any) -> Any:
         promise = self.promises.get(id(value))
         return value if promise is None else promise.keep()
 
@@ -214,42 +220,54 @@ class _Watched:
     """The first pass: which sums there are, which norms are taken of them, and where the output of a norm goes."""
 
     def __init__(self) -> None:
-        self.sums: list[torch.Tensor] = []
-        self.followers: list[_Norm | None] = []
-        self.outputs: list[tuple[torch.Tensor, torch.Tensor, int, _Norm]] = []  # of norms; input, its version, norm
-        self.uses: list[list[int | None]] = []  # of each output: the numbers of the sums, None for anything else
+        self.sums: dict[int, tuple[int, torch.Tensor]] = {}  # their numbers, by identity as well
+        self.followers: list[_Norm | None] = []  # by the number of their sum
+        self.outputs: dict[int, _Output] = {}  # by the identity of the tensor, which is kept
 
     def call(self, func: Any, args: Any, kwargs: Any, is_sum: bool) -> Any:
-        self._used(tree_leaves((args, kwargs)), len(self.sums) if is_sum else None)
+        number = len(self.followers)
+        self._used(tree_leaves((args, kwargs)), number if is_sum else None)
         result = func(*args, **kwargs)
         if is_sum:
-            self.sums.append(result)
+            self.sums[id(result)] = number, result
             self.followers.append(None)
         return result
 
     def norm_of(self, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
         self._used([x], None)
-        for n, total in enumerate(self.sums):
-            if total is x:
-                self.followers[n] = norm
-        output = rms_norm(x, *norm.parts)
-        self.outputs.append((output, x, _version(x), norm))
-        self.uses.append([])
-        return output
+        if (found := self.sums.get(id(x))) is not None:
+            self.followers[found[0]] = norm
+        output = _Output(rms_norm(x, *norm.parts), x, _version(x), norm, [])
+        self.outputs[id(output.value)] = output
+        return output.value
 
     def _used(self, values: list[Any], by: int | None) -> None:
-        for (output, x, version, _), uses in zip(self.outputs, self.uses, strict=True):
-            is_known = not x.is_inference() and _version(x) == version  # that its input was not written meanwhile
-            uses += [by if is_known else None for value in values if value is output]
+        for value in values:
+            if (output := self.outputs.get(id(value))) is not None:
+                output.uses.append(by if output.follows_from_its_input() else None)
 
     def around_sums(self) -> list[tuple[_Norm | None, _Norm | None]]:
         """Of each sum: the norm that follows, and the one whose output goes into it and nowhere else."""
-        firsts: list[_Norm | None] = [None] * len(self.sums)
-        norms = [norm for *_, norm in self.outputs]
-        for norm, uses in zip(norms, self.uses, strict=True):
-            if len(uses) == 1 and uses[0] is not None and self.followers[uses[0]] and norms.count(norm) == 1:
+        firsts: list[_Norm | None] = [None] * len(self.followers)
+        runs = Counter(output.norm for output in self.outputs.values())
+        for *_, norm, uses in self.outputs.values():
+            if len(uses) == 1 and uses[0] is not None and self.followers[uses[0]] and runs[norm] == 1:
                 firsts[uses[0]] = norm
         return list(zip(self.followers, firsts, strict=True))
+
+
+class _Output(NamedTuple):
+    """What a norm gave in the first pass."""
+
+    value: torch.Tensor
+    x: torch.Tensor
+    version: int  # of x, when this was made of it
+    norm: _Norm
+    uses: list[int | None]  # the numbers of the sums that it went into, None for anything else
+
+    def follows_from_its_input(self) -> bool:
+        """Whether it could be made now: its input was not written meanwhile."""
+        return not self.x.is_inference() and _version(self.x) == self.version
 
 
 _SUMS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)

@@ -12,8 +12,8 @@ own wait, so whatever is older than the kernel before is complete from the start
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
@@ -43,22 +43,30 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **o
 @contextmanager
 def compile_only() -> Iterator[None]:
     """Inside, a launch compiles its kernel and does not run it. All are ready on exit, compiled side by side."""
-    before, device = _COMPILE_ONLY.set(True), torch.cuda.current_device()
+    before = _COMPILE_ONLY.set(True)
     try:
-        with ThreadPoolExecutor() as pool:
-            with AsyncCompileMode(pool) as mode:
-                yield
-            compiled = [future.result() for future in mode.future_kernels.values()]
-            list(pool.map(lambda kernel: _load(kernel, device), compiled))
+        with _CompileAndLoad(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
+            yield
     finally:
         _COMPILE_ONLY.reset(before)
         active_mode.set(None)  # Triton leaves it where a kernel failed, and could compile no other
 
 
-def _load(kernel: Any, device: int) -> None:
-    """What Triton does at a kernel's first run; some versions compile a C function for it."""
-    with torch.cuda.device(device):
-        kernel._init_handles()
+class _CompileAndLoad(ThreadPoolExecutor):
+    """Triton gives it what compiles a kernel. It loads the kernel too, which Triton leaves to the first run."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__()
+        self.device = device
+
+    def submit(self, compile: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        return super().submit(self._compiled_and_loaded, partial(compile, *args, **kwargs))
+
+    def _compiled_and_loaded(self, compile: Callable[[], Any]) -> Any:
+        kernel = compile()
+        with torch.cuda.device(self.device):
+            kernel._init_handles()  # some versions compile a C function in it
+        return kernel
 
 
 @lru_cache
