@@ -25,6 +25,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
+# Half of compiling is Python, where one thread runs at a time: with one for each kernel all are ready late.
+_COMPILERS = 4
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
@@ -56,7 +58,7 @@ class _CompileAndLoad(ThreadPoolExecutor):
     """Triton gives it what compiles a kernel. It loads the kernel too, which Triton leaves to the first run."""
 
     def __init__(self, device: int) -> None:
-        super().__init__()
+        super().__init__(_COMPILERS)
         self.device = device
 
     def submit(self, compile: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
