@@ -29,7 +29,7 @@ from the records alone. Above each table stands the command that made it, at the
 
 Where a range stands beside a figure, the figure is a median and the range is the spread inside that run. **Between
 runs on machines with the same GPU, eager figures moved by up to APART, most likely because the GPU waits for Python and
-the host's processor is what is measured; compiled ones by COMPILED** (the table 'Runs of the same command' below).
+the host's processor is what is measured; compiled ones by COMPILED** (the tables under 'Every run' below).
 Cold starts, memory and shares have no range: they are one run's.
 
 **Share of the bandwidth**: the bytes that a cached decode step must read (each weight once, and the keys and values of
@@ -44,10 +44,10 @@ loop's own cost is in it. **Cold start** is the first call in a fresh process, f
 builds an attention plan for every length that it has not seen. The second table of each model is one more call, with a
 clock that waits for the device after each token."""
 
-AGREEMENT = """### Runs of the same command
+AGREEMENT = """### Every run
 
-Decode, tokens/s, of every run that there is, on machines with the same GPU (the older ones did not record the host's
-processor, and had five trials and not three):"""
+Decode, tokens/s, of every run that there is, on machines with the same GPU; the tables above are of the newest. A dash:
+not in that run. The older ones did not record the host's processor; the commands:"""
 
 BATCH = """## A batch
 
@@ -84,9 +84,9 @@ def page() -> str:
         ]
     for path in sorted(RESULTS.glob("generation-*.json")):
         parts += [*heading(path), generation_report.markdown(read(path))]
-    for first, others in reruns():
-        parts += [AGREEMENT, *[f"```\n{command}\n```" for command in dict.fromkeys(r["command"] for r in others)]]
-        parts.append(agreement([first, *others]))
+    runs = [[first, *others] for first, others in reruns()]
+    commands = dict.fromkeys(record["command"] for others in runs for record in others[1:])
+    parts += [AGREEMENT, *[f"```\n{command}\n```" for command in commands], *[agreement(records) for records in runs]]
     if batches := sorted(RESULTS.glob("batch-*.json")):
         parts.append(BATCH)
         for path in batches:
@@ -112,63 +112,84 @@ def page() -> str:
 
 
 def introduction() -> str:
-    """The first paragraphs, with how far runs of one command are apart."""
-    apart = dict[str, float]()
+    """The first paragraphs, with how far runs of one model are apart."""
+    eager, compiled = (f"{max(apart):.0%}" for apart in spread_between_runs())
+    return INTRODUCTION.replace("APART", eager).replace("COMPILED", compiled)
+
+
+def spread_between_runs() -> tuple[list[float], list[float]]:
+    """By what share runs of one contender on one model are apart: of what runs eagerly, and of what is compiled."""
+    eager, compiled = [], []
     for first, others in reruns():
-        apart |= _apart([first, *others])
-    compiled = apart.pop("static-compiled")
-    return INTRODUCTION.replace("APART", f"{max(apart.values()):.0%}").replace("COMPILED", f"{compiled:.0%}")
+        for name, share in _apart([first, *others]).items():
+            (compiled if name == "static-compiled" else eager).append(share)
+    return eager, compiled
 
 
 def reruns() -> Iterator[tuple[Record, list[Record]]]:
-    """Each record whose command was run more than once, and its other runs."""
+    """Each record of a model that was run more than once, and its other runs, the newest first."""
     for path in sorted(RESULTS.glob("generation-*.json")):
         if others := sorted(RESULTS.glob(path.name.replace("generation", "rerun*"))):
             yield read(path), [read(other) for other in others]
 
 
-def _rates(records: list[Record]) -> dict[str, list[Record]]:
-    """Of each contender that is in all of these runs its rates."""
+def newest_with(record: Record, names: list[str]) -> Record:
+    """This run, or where it has not all of these contenders, the newest other one of the same model that has."""
+    runs = [record, *next((others for first, others in reruns() if first == record), [])]
+    return next(run for run in runs if {row["name"] for row in run["contenders"]} >= set(names))
+
+
+def _rates(records: list[Record]) -> dict[str, list[Record | None]]:
+    """Of each contender its rate in each of these runs."""
     runs = [{row["name"]: row["summary"]["decode_tokens_per_s"] for row in r["contenders"]} for r in records]
-    return {name: [run[name] for run in runs] for name in runs[0] if all(name in run for run in runs)}
+    return {name: [run.get(name) for run in runs] for name in CONTENDERS if any(name in run for run in runs)}
 
 
 def _apart(records: list[Record]) -> dict[str, float]:
-    """By what share the slowest of these runs is below the fastest, for each contender that is in all."""
-    medians = {name: [rate["median"] for rate in rates] for name, rates in _rates(records).items()}
-    return {name: 1 - min(rates) / max(rates) for name, rates in medians.items()}
+    """By what share the slowest of these runs is below the fastest, for each contender that is in several."""
+    medians = {name: [rate["median"] for rate in rates if rate] for name, rates in _rates(records).items()}
+    return {name: 1 - min(rates) / max(rates) for name, rates in medians.items() if len(rates) > 1}
 
 
 def agreement(records: list[Record]) -> str:
     """The medians of every contender, and by how much the slowest is below the fastest."""
-    lines = ["| | " + " | ".join(f"commit {r['commit']}" for r in records) + " | apart |"]
+    model, apart = records[0]["workload"]["model"], _apart(records)
+    lines = [f"| {model} | " + " | ".join(f"commit {r['commit']}" for r in records) + " | apart |"]
     lines.append("|---" * (len(records) + 2) + "|")
-    apart = _apart(records)
     for name, rates in _rates(records).items():
-        cells = " | ".join(generation_report.with_range(rate, ".1f") for rate in rates)
-        lines.append(f"| {name} | {cells} | {apart[name]:.0%} |")
+        cells = " | ".join("-" if rate is None else generation_report.with_range(rate, ",.1f") for rate in rates)
+        lines.append(f"| {name} | {cells} | {f'{apart[name]:.0%}' if name in apart else '-'} |")
     return "\n".join(lines)
 
 
 def overview(records: list[Record]) -> str:
-    """Decode rate and cold start of every contender on every model; the table that the README shows too."""
+    """Decode rate and cold start of every contender on every model; the table that the README shows too.
+
+    What is not in a model's newest run is of its newest run that has it, and marked.
+    """
     models = [record["workload"]["model"] for record in records]
     lines = ["| decode, tokens/s (cold start) | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-    rows = {record["workload"]["model"]: {row["name"]: row for row in record["contenders"]} for record in records}
-    for name in dict.fromkeys(row["name"] for record in records for row in record["contenders"]):
+    found = {row["name"] for record in records for row in record["contenders"]}
+    for name in (name for name in CONTENDERS if name in found):
         words = CONTENDERS[name].words
-        cells = [_overview_cell(rows[model].get(name), records[0]["workload"]["new_tokens"]) for model in models]
+        cells = [_overview_cell(record, name) for record in records]
         lines.append(f"| {f'**{words}**' if CONTENDERS[name].is_ours else words} | " + " | ".join(cells) + " |")
     limits = [f"{generation_report.limit_tokens_per_s(record) or float('nan'):,.0f}" for record in records]
     lines.append("| what the measured bandwidth allows | " + " | ".join(limits) + " |")
     return "\n".join(lines)
 
 
-def _overview_cell(row: Record | None, new_tokens: int) -> str:
-    if row is None or "summary" not in row:
+def _overview_cell(record: Record, name: str) -> str:
+    try:
+        run = newest_with(record, [name])
+    except StopIteration:
         return "-"
-    fewer = f" for {row['new_tokens']}" if row["new_tokens"] < new_tokens else ""
-    return f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
+    row = next(row for row in run["contenders"] if row["name"] == name)
+    if "summary" not in row:
+        return "-"
+    fewer = f" for {row['new_tokens']}" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
+    figures = f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
+    return figures if run is record else f"{figures} *"
 
 
 def heading(path: Path) -> list[str]:

@@ -520,28 +520,27 @@ class TestRecords:
         record = json.loads(path.read_text())
         w = record["workload"]
         ran = [row for row in record["contenders"] if "summary" in row]
-        # The batch is run with three by name, the others with all.
+        # Those that are asked for by name, or all.
         asked = re.search(r"--contenders (\S+)", record["command"])
         assert [row["name"] for row in ran] == asked[1].split(",") if asked else len(ran) >= 4
         for row in ran:
             expected = summarize(row, w["prompt_len"], w["batch_size"], record["bandwidth_gb_per_s"] * 1e9)
             assert row["summary"] == expected
 
-    def test_three_dev_models_with_all_five_contenders_on_the_gpu(self):
-        from write_results import generation_records
+    def test_three_dev_models_with_every_baseline_on_the_gpu(self):
+        """The decoder beside the default and the fastest of transformers; in one run or in two with all the others."""
+        from write_results import generation_records, newest_with
 
         records = generation_records("h200")
         assert [record["workload"]["model"] for record in records] == ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
         for record in records:
-            assert "H200" in record["hardware"]
-            assert [row["name"] for row in record["contenders"] if "summary" in row][:5] == [
-                "no-cache",
-                "dynamic",
-                "static",
-                "static-compiled",
-                "contiguous",
-            ]
-            assert (record["workload"]["prompt_len"], record["workload"]["new_tokens"]) == (512, 256)
+            assert newest_with(record, ["dynamic", "static-compiled", "graph", "graph-layers"]) is record
+            older = newest_with(record, ["no-cache", "dynamic", "static", "static-compiled", "contiguous"])
+            for run in (record, older):
+                assert "H200" in run["hardware"]
+                assert all("summary" in row for row in run["contenders"])
+                assert (run["workload"]["prompt_len"], run["workload"]["new_tokens"]) == (512, 256)
+                assert run["workload"]["model"] == record["workload"]["model"]
 
     def test_the_page_is_written_from_the_records(self):
         from write_results import page
@@ -554,13 +553,15 @@ class TestRecords:
             assert (BENCHMARKS / "results" / name).read_bytes().startswith(b"\x89PNG")
 
     def test_the_readme_shows_the_overview(self):
-        from write_results import generation_records, overview
+        from write_results import generation_records, newest_with, overview, spread_between_runs
 
         readme, records = (ROOT / "README.md").read_text(), generation_records("h200")
         assert overview(records) in readme
+        records = [newest_with(record, ["contiguous", "dynamic", "static-compiled"]) for record in records]
         decode = [{r["name"]: r["summary"]["decode_ms"]["median"] for r in rec["contenders"]} for rec in records]
         times = [ms["contiguous"] / ms["static-compiled"] for ms in decode]
         words = " ".join(readme.split())
+        assert f"Between runs eager figures moved by up to {max(spread_between_runs()[0]) * 100:.0f} %." in words
         assert f"goes {min(times):.0f} to {max(times):.0f} times further" in words
         sweep = json.loads((BENCHMARKS / "results/context-smollm2-cpu.json").read_text())["capacity"]
         room = {(row["contender"], row["max_cache_len"]): f"{row['median_ms']:.0f}" for row in sweep}
@@ -579,7 +580,6 @@ class TestRecords:
 
         words = " ".join((ROOT / "README.md").read_text().split())
         rows = [{row["name"]: row["summary"] for row in record["contenders"]} for record in generation_records("h200")]
-        rows = [row for row in rows if "graph" in row]
         speed = [
             _range([row[name]["decode_ms"]["median"] / row["graph"]["decode_ms"]["median"] for row in rows])
             for name in ("dynamic", "static-compiled")
@@ -587,10 +587,8 @@ class TestRecords:
         assert f"decodes {speed[0]} times as fast as `DynamicCache` and {speed[1]} times as fast as" in words
         cold = [_range([row[n]["cold_start_s"] for row in rows]) for n in ("graph", "dynamic", "static-compiled")]
         assert f"its first call takes {cold[0]} s where theirs take {cold[1]} and {cold[2]};" in words
-        models = [r["workload"]["model"] for r in generation_records("h200") if "graph" in str(r["contenders"])]
-        assert f"On {' and '.join(models)} `GraphDecoder()` decodes" in words
-        first, *others = (row["first_token_ms"]["median"] for row in _graph_and_others(rows))
-        assert f"after {first:.0f} ms where the others took {min(others):.0f} to {max(others):.0f}." in words
+        first, others = zip(*(_first_tokens(row) for row in rows), strict=True)
+        assert f"after {_listed(first)} ms, where the others took {_listed(others)}." in words
         batch = json.loads((BENCHMARKS / "results/batch-llama-3.2-1b-h200.json").read_text())["contenders"]
         rate = next(row["summary"]["decode_tokens_per_s"]["median"] for row in batch if row["name"] == "graph")
         assert f"go at {rate:,.0f} tokens/s" in words
@@ -602,14 +600,12 @@ class TestRecords:
         assert set(inside) == {0.0}
         assert f"0.0 in each of {len(inside)} comparisons (" in words
         assert f"where without `exact` it went up to {max(usual):.2g}" in words
-        half, whole = (
-            [r["workload"]["model"] for r in records if r["workload"]["dtype"] == dtype]
-            for dtype in ("float16", "bfloat16")
-        )
-        assert len(half) == 3
-        assert f"(three models in fp16, {' and '.join(whole)} in bf16)" in words
-        assert f"It costs time, on {' and '.join(whole)} in bf16:" in words
+        models = [(r["workload"]["model"], r["workload"]["dtype"]) for r in records]
+        assert sorted(models) == [(m, d) for m in sorted({m for m, _ in models}) for d in ("bfloat16", "float16")]
+        assert "comparisons (three models in bf16 and fp16)" in words
         times = [r["ms"] for r in records if "ms" in r]
+        timed = [r["workload"]["model"] for r in records if "ms" in r]
+        assert f"It costs time, on {_listed(timed)} in bf16:" in words
         ratios = {
             name: _range([ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times], digits)
             for name, digits in zip(times[0]["usual"], (2, 2, 3), strict=True)
@@ -619,10 +615,16 @@ class TestRecords:
         assert f"a prompt of 512 tokens {short} times, one of 4,096 {long} times" in words
 
 
-def _graph_and_others(rows):
-    """The decoder's summary of one run, then those of all others but its other setting."""
-    (row,) = rows
-    return row["graph"], *(summary for name, summary in row.items() if not name.startswith("graph"))
+def _first_tokens(row):
+    """Milliseconds to the first token in one run: of the decoder, and of all others but its other setting."""
+    ms = {name: summary["first_token_ms"]["median"] for name, summary in row.items()}
+    others = [value for name, value in ms.items() if not name.startswith("graph")]
+    return f"{ms['graph']:.0f}", f"{min(others):.0f} to {max(others):.0f}"
+
+
+def _listed(words):
+    *most, last = words
+    return f"{', '.join(most)} and {last}"
 
 
 def _range(figures, digits=2):
