@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,16 +101,19 @@ def _summary(name: str, context: int, capacity: int, row: Record) -> Record:
 
 def start(names: list[str], workload: Workload, processes: dict[str, FreshProcess]) -> dict[str, str]:
     """Fill in a process for each contender; those that have none, each with the reason."""
-    not_run = {}
-    for name in names:
+
+    def load(name: str) -> FreshProcess | str:
         if CONTENDERS[name].gpu_only and not workload.on_gpu:
-            not_run[name] = CONTENDERS[name].gpu_only
-            continue
+            return CONTENDERS[name].gpu_only
         try:
-            processes[name] = FreshProcess(Runner, name, workload)
+            return FreshProcess(Runner, name, workload)
         except Failed as failure:
-            not_run[name] = f"FAILED, {failure}"
-    return not_run
+            return f"FAILED, {failure}"
+
+    with ThreadPoolExecutor() as pool:  # all at once: nothing is measured before the last one is there
+        loaded = dict(zip(names, pool.map(load, names), strict=True))
+    processes |= {name: process for name, process in loaded.items() if not isinstance(process, str)}
+    return {name: reason for name, reason in loaded.items() if isinstance(reason, str)}
 
 
 def measure_all(args: argparse.Namespace, workload: Workload) -> Record:
