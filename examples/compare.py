@@ -54,8 +54,8 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the tokens after the first, whose time is the prompt's."""
-        return (len(self.seconds) - 1) / sum(self.seconds[1:]) if len(self.seconds) > 1 else float("nan")
+        """By the median of the tokens after the first, whose time is the prompt's: one hiccup is not a speed."""
+        return 1 / statistics.median(self.seconds[1:]) if len(self.seconds) > 1 else float("nan")
 
     def growth(self) -> tuple[float, float]:
         """Median milliseconds per token over the first and the last eighth of the run."""

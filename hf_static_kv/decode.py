@@ -3,8 +3,8 @@
     decoder = GraphDecoder()
     model.generate(**inputs, past_key_values=cache, custom_generate=decoder)
 
-Tokens are those of `generate` without it. What cannot be captured runs in transformers' own loop, with one warning that
-says why.
+Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its kernels round in another
+way. What cannot be captured runs in transformers' own loop, with one warning that says why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class GraphDecoder:
 
     `compile` is for the captured step on a GPU: "none" captures it with our own kernels for the parts that are known;
     "layers" leaves what lies between the matrices to `torch.compile`, one decoder layer for all that are like it.
-    `streamer`: `generate` does not hand its own to a custom loop. `record_steps=k` keeps in `steps` what was chosen and
+    `streamer`: `generate` hands none to a custom loop, nor an assistant, nor a tokenizer for stop strings (pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`). `record_steps=k` keeps in `steps` what was chosen and
     from what in the last call: for each row its steps with token, probability, the k best and the entropy (and their
     text, with a `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
 
@@ -97,6 +98,7 @@ class GraphDecoder:
 
     def _generate(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor:
         call.refuse_beams()
+        call.refuse_to_go_without()
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         call.refuse_overflow()
@@ -180,7 +182,7 @@ class GraphDecoder:
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:
             self._warned.add(reason)
-            logger.warning("GraphDecoder: %s. The tokens are the same; this runs in the loop of `generate`.", reason)
+            logger.warning("GraphDecoder: %s. This call runs in the loop of `generate`, at its pace.", reason)
 
 
 def _run_on(step: DecodeStep | None, run: Run, call: Call, logits: torch.Tensor) -> None:

@@ -133,11 +133,18 @@ class Call:
         if not isinstance(self.cache, StaticContiguousCache):
             return
         longest, room = self.past + self.longest, self.cache.max_cache_len
-        if longest > room:
-            new = max(0, room - self.past - self.input_ids.shape[1])
+        if longest - 1 > room:  # the last token is chosen and not run
+            new = max(0, room - self.past - self.input_ids.shape[1] + 1)
             raise ValueError(
-                f"The text may grow to {longest} tokens and the cache has room for {room}. Build it with "
-                f"max_cache_len >= {longest}, or ask for at most {new} new tokens."
+                f"The text may grow to {longest} tokens, all but the last of which are cached, and the cache has room "
+                f"for {room}. Build it with max_cache_len >= {longest - 1}, or ask for at most {new} new tokens."
+            )
+
+    def refuse_to_go_without(self) -> None:
+        if self.model_kwargs.get("use_cache") is False or self.config.use_cache is False:
+            raise ValueError(
+                "GraphDecoder decodes from a cache, and use_cache=False asks for none. Leave `past_key_values` and "
+                "`custom_generate` out to compute the whole text at every step."
             )
 
     def why_not(self) -> str | None:
@@ -152,7 +159,9 @@ class Call:
             "attention weights or hidden states are asked for": self.config.output_attentions
             or self.config.output_hidden_states,
             f"the model is given {', '.join(unknown)}": bool(unknown),
-            f"the model is spread over {', '.join(sorted(map(str, devices)))}": len(devices) > 1,
+            f"the model is spread over {', '.join(sorted(map(str, devices)))} (device_map=0 keeps it on one)": (
+                len(devices) > 1
+            ),
             f"{type(model).__name__} does not use transformers' attention interface": (
                 not model._can_set_attn_implementation()
             ),

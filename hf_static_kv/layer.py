@@ -113,6 +113,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
+        self._refuse_nothing_new(query_length)  # a model asks for these first
         first = 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
         return self.length + query_length - first, first
 
@@ -247,17 +248,24 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"key_states are on {key_states.device} and value_states on {value_states.device}: move one of them."
             )
         tokens = key_states.shape[2]
-        if tokens == 0:
-            raise ValueError("There are no new tokens in key_states: pass at least one token that is not cached yet.")
+        self._refuse_nothing_new(tokens)
         if self.length + tokens > self.max_cache_len:
             raise ValueError(
                 f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
-                f"{tokens} more. Build it with max_cache_len >= {self.length + tokens}, or make room: crop, reset."
+                f"{tokens} more. Build it with max_cache_len >= {self.length + tokens}, or make room: crop, reset. "
+                "A generation takes room for the prompt and all new tokens but the last."
             )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(
                 "The states require grad, and gradients cannot flow through a cache that is written in place. "
                 "Wrap the call in `torch.no_grad()`; for training use `DynamicCache`."
+            )
+
+    def _refuse_nothing_new(self, tokens: int) -> None:
+        if tokens == 0:
+            raise ValueError(
+                f"There are no new tokens: the cache holds {self.length} already. Call reset() before another text; to "
+                "continue this one pass all of it, old and new."
             )
 
     def check_fit(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:

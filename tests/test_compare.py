@@ -1,6 +1,7 @@
 """`examples/compare.py` and its metric: equal is said when it is so, a difference is found, measured and explained."""
 
 import json
+import statistics
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def test_equal_on_all_miniatures_and_against_every_cache(compare, monkeypatch, c
         assert comparison["equal"]
         assert comparison["common_prefix"] == 20
         assert len(comparison["ours"]["tokens"]) == len(comparison["ours"]["seconds"]) == 20
-        rate = 19 / sum(comparison["ours"]["seconds"][1:])
+        rate = 1 / statistics.median(comparison["ours"]["seconds"][1:])
         assert comparison["ours"]["tokens_per_second"] == pytest.approx(rate)
         assert comparison["speed_up"] == pytest.approx(rate / comparison["theirs"]["tokens_per_second"])
     assert picture.read_bytes().startswith(b"\x89PNG")

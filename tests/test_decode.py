@@ -289,23 +289,41 @@ class TestReuse:
 class TestRefusals:
     def test_a_text_that_cannot_fit_is_refused_before_any_token(self, model):
         cache, stream = StaticContiguousCache(model.config, 20), Collect()
-        with pytest.raises(ValueError, match=r"may grow to 27 tokens .* room for 20.* >= 27, or ask for at most 7 new"):
+        with pytest.raises(ValueError, match=r"may grow to 27 tokens.* room for 20.* >= 26, or ask for at most 8 new"):
             run(model, decoder=GraphDecoder(), cache=cache)
         assert cache.seq_len == 0
-        assert torch.equal(
-            run(model, decoder=GraphDecoder(streamer=stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
-        )
+        for decoder in (GraphDecoder(streamer=stream), GraphDecoder()):  # room for all but the last, which is not run
+            cache.reset()
+            got = run(model, decoder=decoder, cache=cache, max_new_tokens=8)
+            assert torch.equal(got, run(model, max_new_tokens=8))
+            assert (decoder.fallback_reason, cache.seq_len) == (None, 20)
+
+    def test_a_call_that_wants_no_cache_is_refused(self, model):
+        with pytest.raises(ValueError, match=r"use_cache=False asks for none.*custom_generate"):
+            run(model, decoder=GraphDecoder(), cache=StaticContiguousCache(model.config, 40), use_cache=False)
+
+    @pytest.mark.parametrize("keywords", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
+    def test_the_same_prompt_again_is_refused_with_the_remedy(self, model, keywords):
+        cache = StaticContiguousCache(model.config, 40)
+        keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "past_key_values": cache, **keywords}
+        first = model.generate(PROMPT, **keywords)
+        length = cache.seq_len
+        with pytest.raises(ValueError, match=f"no new tokens: the cache holds {length} already. Call reset"):
+            model.generate(PROMPT, **keywords)
+        assert cache.seq_len == length
+        cache.reset()
+        assert torch.equal(model.generate(PROMPT, **keywords), first)
 
     def test_where_only_the_new_tokens_are_passed_the_text_before_counts(self, model):
         cache, decoder = StaticContiguousCache(model.config, 24), GraphDecoder()
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
         new, mask = torch.tensor([[9, 31, 60]], device=DEVICE), torch.ones(1, 16, dtype=torch.long, device=DEVICE)
-        with pytest.raises(ValueError, match=r"may grow to 25 tokens .* room for 24.* at most 8 new tokens"):
-            run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=9)
+        with pytest.raises(ValueError, match=r"may grow to 26 tokens.* room for 24.* at most 9 new tokens"):
+            run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=10)
         assert cache.seq_len == 13
-        got = run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=8)
-        whole = run(model, torch.cat([PROMPT, new], dim=1), max_new_tokens=8)
+        got = run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=9)
+        whole = run(model, torch.cat([PROMPT, new], dim=1), max_new_tokens=9)
         assert torch.equal(got, whole[:, 13:])
         assert decoder.fallback_reason is None
 

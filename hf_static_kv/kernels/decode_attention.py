@@ -92,11 +92,10 @@ def _one_row(
     sinks: torch.Tensor | None,
     weights: torch.Tensor | None,
 ) -> torch.Tensor:
-    # query: [Hq, 1, D], keys: [H, n, D], values: [H, n, Dv], seen: [n]; softmax in float32 at least.
-    groups = query.shape[0] // keys.shape[0]
+    # query: [Hq, 1, D], keys: [H, n, D], values: [H, n, Dv], seen: [n]; scores and softmax in float32 at least.
+    groups, dtype = query.shape[0] // keys.shape[0], torch.promote_types(query.dtype, torch.float32)
     grouped = query.reshape(keys.shape[0], groups, -1)  # [H, G, D]
-    scores = (grouped @ keys.transpose(1, 2)) * scale  # [H, G, n]
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    scores = (grouped.to(dtype) @ keys.to(dtype).transpose(1, 2)) * scale  # [H, G, n]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:
