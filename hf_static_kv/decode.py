@@ -36,6 +36,8 @@ from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
 from hf_static_kv.steps import StepRecorder
 
 logger = logging.getLogger(__name__)
+_MASKED = -1e4  # a logit below this one is no result
+_MOST_STEPS = 8  # of one cache
 _LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 
 
@@ -111,7 +113,7 @@ class GraphDecoder:
             output = self._captured(call)
             if output is not None:
                 return output
-        self._warn(str(self.fallback_reason))
+        self._warn_once(f"{self.fallback_reason}. This call runs in the loop of `generate`, at its pace")
         return call.in_the_loop_of_generate(self.streamer)
 
     def _load_compilers(self) -> None:
@@ -141,7 +143,11 @@ class GraphDecoder:
         """The step for this call, or why there is none; made at the first use of its kind."""
         steps = self._steps.setdefault(call.cache, {})
         key = self._key(call)
-        if key not in steps:
+        if key in steps:
+            steps[key] = steps.pop(key)  # the newest now
+            debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
+        else:
+            self._make_room(steps)
             try:
                 # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
                 with torch.inference_mode(False), torch.no_grad():
@@ -153,9 +159,16 @@ class GraphDecoder:
                 if isinstance(error, torch.OutOfMemoryError):
                     return reason  # which may pass: the next call tries again
                 steps[key] = reason
-        else:
-            debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
         return steps[key]
+
+    def _make_room(self, steps: dict[Any, DecodeStep | str]) -> None:
+        """A model that is changed between calls, or batches of ever other sizes, would fill the memory with graphs."""
+        while len(steps) >= _MOST_STEPS:
+            del steps[next(iter(steps))]  # the oldest
+            self._warn_once(
+                f"more than {_MOST_STEPS} kinds of steps for one cache, so old ones are made again. Weights that move "
+                "from call to call, or a number that a module keeps, may be why"
+            )
 
     def _new_step(self, call: Call) -> DecodeStep:
         """A step, captured on a GPU, and compared with an ordinary one."""
@@ -179,10 +192,10 @@ class GraphDecoder:
     def _is_greedy(self, call: Call) -> bool:
         return self.streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
 
-    def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            logger.warning("GraphDecoder: %s. This call runs in the loop of `generate`, at its pace.", reason)
+    def _warn_once(self, words: str) -> None:
+        if words not in self._warned:
+            self._warned.add(words)
+            logger.warning("GraphDecoder: %s.", words)
 
 
 def _run_on(step: DecodeStep | None, run: Run, call: Call, logits: torch.Tensor) -> None:
@@ -240,6 +253,9 @@ def _compare(step: DecodeStep, call: Call) -> None:
         )
     cache.crop(length - cache.seq_len)
     expected = ordinary.logits[:, -1].float()
+    # Some models write a large number or -inf where a token is never to be chosen, which is no measure for the others.
+    is_masked = expected < _MASKED
+    got, expected = (logits.masked_fill(is_masked & (got < _MASKED), 0.0) for logits in (got, expected))
     bound = torch.finfo(model.dtype).eps ** 0.5 * expected.abs().max().item()
     difference = (got - expected).abs().max().item()
     if not difference <= bound:
@@ -247,11 +263,20 @@ def _compare(step: DecodeStep, call: Call) -> None:
 
 
 @contextmanager
-def attention_for_a_while(model: PreTrainedModel, name: str | dict[str, str]) -> Iterator[None]:
+def attention_for_a_while(model: PreTrainedModel, name: str | dict[str, str | None]) -> Iterator[None]:
     """The model with this attention implementation, and afterwards with its own again."""
     before = attention_of(model)
-    model.set_attn_implementation(name)
     try:
+        _set_attention(model, name)
         yield
     finally:
-        model.set_attn_implementation(before)
+        _set_attention(model, before)
+
+
+def _set_attention(model: PreTrainedModel, name: str | dict[str, str | None]) -> None:
+    if isinstance(name, str):
+        model.set_attn_implementation(name)
+        return
+    model.set_attn_implementation({part: own for part, own in name.items() if own is not None})
+    for part in (part for part, own in name.items() if own is None):  # one that has no attention, and may not be set
+        getattr(model.config, part)._attn_implementation = None

@@ -24,7 +24,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES, TRACED_ATTENTION_NAME, without_cudnn
+from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAMES, TRACED_ATTENTION_NAME, without_cudnn
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.step import GreedyStep
@@ -93,7 +93,8 @@ class Call:
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """What a captured step holds for good: addresses, and states of the model that a replay does not see."""
-        tensors = (*self.parameters, self.cache.storage_groups[0].keys)
+        buffers = [own for module in self.modules for own in module._buffers.values() if own is not None]
+        tensors = (*self.parameters, *buffers, self.cache.storage_groups[0].keys)
         adapters = [
             tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
             for module in self.modules
@@ -105,8 +106,17 @@ class Call:
         # Other parts, or with another eps or factor. Whole numbers are left out: some models count their calls.
         kinds = [type(module) for module in self.modules]
         settings = [v for module in self.modules for v in module.__dict__.values() if type(v) in (bool, float, str)]
+        configs = {id(c): c for c in (self.model.config, self.model.config.get_text_config())}.values()
+        settings += [v for c in configs for v in c.__dict__.values() if type(v) in (bool, int, float, str)]
         state = (self.own_attention, *kinds, *settings, *adapters)
-        return id(self.model), len(self.origin), hash(tuple(tensor.data_ptr() for tensor in tensors)), hash(state)
+        addresses = hash(tuple(tensor.data_ptr() for tensor in tensors))
+        return id(self.model), len(self.origin), addresses, hash(state), self._patches()
+
+    def _patches(self) -> tuple[Any, ...]:
+        """What stands in the place of a module's `forward`; inside `exact` that is ours, and new each time."""
+        if self.own_attention == EXACT_ATTENTION_NAME:
+            return ()
+        return tuple(module.__dict__["forward"] for module in self.modules if "forward" in module.__dict__)
 
     def is_plain_greedy(self) -> bool:
         """Whether the likeliest token is all that is asked for, until a length or an end token."""
@@ -151,7 +161,8 @@ class Call:
         """Why this call cannot run as a captured step, in words; None where it can."""
         model, config = self.model, self.model.config.get_text_config()
         devices = {parameter.device for parameter in self.parameters}
-        unknown = sorted(k for k, v in self.model_kwargs.items() if v is not None and k not in _KNOWN_KEYWORDS)
+        given = {k: v for k, v in self.model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
+        unknown = sorted(given.keys() - _KNOWN_KEYWORDS)
         reasons = {
             f"past_key_values is {_kind(self.cache)}, not a StaticContiguousCache": not isinstance(
                 self.cache, StaticContiguousCache
@@ -349,8 +360,8 @@ def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
     return any(words in str(getattr(config, "rope_parameters", "")) for words in ("longrope", "dynamic"))
 
 
-def attention_of(model: PreTrainedModel) -> str | dict[str, str]:
-    """The attention implementation, or those of a model's parts by name: what `set_attn_implementation` takes."""
+def attention_of(model: PreTrainedModel) -> str | dict[str, str | None]:
+    """The attention implementation, or those of a model's parts by name, None for a part that has none."""
     config = model.config
     parts = {key: getattr(config, key) for key in config.sub_configs}
     own = {key: part._attn_implementation for key, part in parts.items() if part is not None}

@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
 _WARM_UPS = 3
+_CAPTURING = Lock()  # that waiting is an error holds for the whole process, and so do two captures at once
 _MAX_COMPILED = 256  # steps times kinds of layers in one process; dynamo's own limit of 8 would silently end compiling
 
 
@@ -81,7 +83,7 @@ class DecodeStep:
         wait_for_triton()
         from hf_static_kv.kernels.launch_triton import compile_only
 
-        with torch.cuda.device(self.slot.device), ExitStack() as changes:
+        with _CAPTURING, torch.cuda.device(self.slot.device), ExitStack() as changes:
             self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "none":  # a compiler fuses these itself
                 changes.enter_context(fused_norms(self.model))
@@ -104,7 +106,7 @@ class DecodeStep:
         self.begin(length, origin)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
                 self.logits = self._forward()
         except BaseException:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
@@ -220,8 +222,16 @@ def _inductor_options() -> dict[str, Any]:
 
 
 def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[torch.nn.Module]:
+    """Those that write into the cache: as many as it has, each with a number. A vision tower may be as deep."""
     lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    return next((list(layers) for layers in lists if len(layers) == num_layers), [])
+    for layers in lists:
+        if len(layers) == num_layers and all(_is_numbered(layer) for layer in layers):
+            return list(layers)
+    raise ValueError(f"no list of {num_layers} decoder layers was found in {type(model).__name__} to compile")
+
+
+def _is_numbered(layer: torch.nn.Module) -> bool:
+    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
@@ -37,9 +38,14 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
         yield list(norms)
 
 
-class _Norm:
-    current: FusedSums | None = None  # the one around the pass that runs
+class _ThisThread(local):
+    sums: FusedSums | None = None  # what is around the pass that runs
 
+
+_THIS_THREAD = _ThisThread()
+
+
+class _Norm:
     def __init__(self, module: Module, eps: float, style: NormStyle) -> None:
         self.module: Any = module
         self.eps, self.style = eps, style
@@ -52,9 +58,9 @@ class _Norm:
         return Norm(self.module.weight, self.eps, self.style)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        sums, output = _Norm.current, self.output
-        if sums is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (sums := _THIS_THREAD.sums) is None:
             return rms_norm(hidden_states, *self.parts)
+        output = self.output
         known = hidden_states is self.sum and _version(hidden_states) == self.version
         self.sum = self.output = None
         return output if known and output is not None else sums.norm_of(hidden_states, self)
@@ -138,7 +144,7 @@ class FusedSums(TorchFunctionMode):
 
     def __enter__(self) -> FusedSums:
         self.count, self.watched = 0, None if self.is_known else _Watched()
-        _Norm.current = self
+        _THIS_THREAD.sums = self
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -146,7 +152,7 @@ class FusedSums(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self.watched is not None and error[0] is None:
             self.norms, self.is_known = self.watched.around_sums(), True
-        _Norm.current, self.watched, self.promises = None, None, {}
+        _THIS_THREAD.sums, self.watched, self.promises = None, None, {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
