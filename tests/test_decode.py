@@ -21,6 +21,8 @@ from transformers import (
     DynamicCache,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    IdeficsConfig,
+    IdeficsForVisionText2Text,
     StoppingCriteria,
 )
 
@@ -29,7 +31,7 @@ from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
 from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
-from hf_static_kv.step import DecodeStep, _layer_numbers_on_device, compiled
+from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -42,6 +44,15 @@ OWN_ATTENTION = {name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for 
 
 def toy_model(*args, **kwargs):
     return toy_on_cpu(*args, **kwargs).to(DEVICE)
+
+
+def toy_with_images():
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"image_size": 28, "patch_size": 14}
+    text = toy_on_cpu("gemma3").config.to_dict()
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=vision | sizes, mm_tokens_per_image=1)
+    )
 
 
 def run(model, ids=PROMPT, decoder=None, cache=None, seed=None, **kwargs):
@@ -235,6 +246,47 @@ class TestReuse:
             run(model, decoder=decoder, cache=cache)
         assert len(decoder._steps[cache]) == 2
 
+    @pytest.mark.parametrize("what", ["a forward", "a buffer", "a setting"])
+    def test_what_is_changed_behind_a_replay_is_another_step(self, what):
+        model = toy_model("gemma3")
+        cache, decoder, mlp = (
+            StaticContiguousCache.from_model(model, CAPACITY),
+            GraphDecoder(),
+            model.model.layers[2].mlp,
+        )
+        run(model, decoder=decoder, cache=cache)
+        if what == "a forward":
+            mlp.forward = lambda x: 3 * type(mlp).forward(mlp, x)
+        elif what == "a buffer":
+            rotary = model.model.rotary_emb
+            rotary.full_attention_inv_freq = rotary.full_attention_inv_freq * 7
+        else:
+            model.config.final_logit_softcapping = 0.1
+        for _ in range(2):
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+        assert len(decoder._steps[cache]) == 2
+
+    def test_steps_of_one_cache_are_eight_at_most(self, model, caplog):
+        cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
+        for n in range(12):
+            model.eps_of_today = float(n)
+            cache.reset()
+            run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+        assert len(decoder._steps[cache]) == 8
+        assert caplog.text.count("more than 8 kinds of steps") == 1
+        oldest = next(iter(decoder._steps[cache]))
+        model.eps_of_today = 4.0
+        cache.reset()
+        run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+        assert list(decoder._steps[cache])[-1] == oldest  # known, and the newest now
+
+    def test_a_model_for_images_too_with_a_text_alone(self):
+        model = toy_with_images().eval().to(DEVICE)
+        decoder = GraphDecoder()
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert decoder.fallback_reason is None
+
     def test_two_threads_with_one_model(self, model):
         expected, results = run(model), []
 
@@ -252,21 +304,22 @@ class TestReuse:
         assert model.config._attn_implementation == before
 
     def test_the_attention_of_every_part_is_restored(self):
-        config = Gemma3Config(
-            text_config=toy_on_cpu("gemma3").config.to_dict(),
-            vision_config={
-                "hidden_size": 16,
-                "intermediate_size": 16,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            },
-        )
-        model = Gemma3ForConditionalGeneration(config)
+        model = toy_with_images()
+        config = model.config
         model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
         before = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
         with attention_for_a_while(model, ATTENTION_NAME):
             assert config.text_config._attn_implementation == ATTENTION_NAME
         assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == before
+
+    def test_a_part_without_attention_is_left_without(self):
+        with torch.device("meta"):
+            model = IdeficsForVisionText2Text(IdeficsConfig(num_hidden_layers=1))
+        assert model.config.perceiver_config._attn_implementation is None
+        with attention_for_a_while(model, ATTENTION_NAME):
+            assert model.config._attn_implementation == ATTENTION_NAME
+        assert model.config.perceiver_config._attn_implementation is None
+        assert model.config._attn_implementation == "sdpa"
 
     def test_going_on_with_the_text(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
@@ -422,6 +475,37 @@ class TestRefusals:
         assert decoder.fallback_reason is None
 
 
+class TestComparison:
+    """A new step beside an ordinary one, in a model that writes a number where a token is never to be chosen."""
+
+    @pytest.fixture(params=[-torch.inf, -1e9])
+    def masking(self, request):
+        model = toy_model("llama")
+
+        def masked(x):
+            logits = torch.nn.functional.linear(x, model.lm_head.weight)
+            return logits.index_fill(-1, torch.arange(3, device=x.device), request.param)
+
+        model.lm_head.forward = masked
+        return model
+
+    def test_a_sound_step_is_taken(self, masking):
+        decoder = GraphDecoder()
+        assert torch.equal(run(masking, decoder=decoder), run(masking))
+        assert decoder.fallback_reason is None
+
+    def test_a_broken_one_is_not(self, masking, monkeypatch):
+        own, decoder = DecodeStep.run, GraphDecoder()
+
+        def broken(self, tokens):
+            logits = own(self, tokens)
+            return torch.cat([logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1)  # those that are no mask
+
+        monkeypatch.setattr(DecodeStep, "run", broken)
+        assert torch.equal(run(masking, decoder=decoder), run(masking))
+        assert "from those of an ordinary step" in decoder.fallback_reason
+
+
 class TestFaults:
     """An exception leaves the model as it was and in the cache nothing but complete steps."""
 
@@ -460,6 +544,14 @@ class TestFaults:
         hook.remove()
         assert cache.seq_len == PROMPT.shape[1] + 2
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+
+
+def test_the_layers_that_are_compiled_are_those_with_a_number():
+    model, others = toy_on_cpu("llama"), torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    model._modules = {"vision": others, **model._modules}  # before the layers, and as many
+    assert _decoder_layers(model, 2) == list(model.model.layers)
+    with pytest.raises(ValueError, match="no list of 3 decoder layers was found in LlamaForCausalLM"):
+        _decoder_layers(model, 3)
 
 
 class TestCompiled:

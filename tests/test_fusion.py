@@ -1,7 +1,9 @@
 """Parts of a model are found by what they compute, replaced for a while, and put back."""
 
+import inspect
 import sys
 from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 import torch
@@ -121,13 +123,17 @@ def all_fused(model):
 def test_a_model_with_everything_fused_computes_the_same(name):
     """On a CPU each part is the plain twin of its kernel: the bits are those of the model."""
     model = toy_model(name, "eager")
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    # At position 0 every rotary angle is 0, whatever its frequency.
+    places = [{"position_ids": torch.tensor([[n]])} for n in (3, 40)] if takes_positions else [{}]
     with torch.no_grad():
-        expected, before = model(TOKEN).logits, everything_in(model)
+        expected, before = [model(TOKEN, **place).logits for place in places], everything_in(model)
         with all_fused(model):
             sums = FusedSums()
             for _ in range(3):  # the first pass watches, the others use what it saw
-                with sums:
-                    assert torch.equal(model(TOKEN).logits, expected)
+                for place, logits in zip(places, expected, strict=True):
+                    with sums:
+                        assert torch.equal(model(TOKEN, **place).logits, logits)
         assert everything_in(model) == before
 
 
@@ -392,6 +398,19 @@ class TestSums:
                 last(x + first(y))
             with sums, pytest.raises(RuntimeError, match="written before its output was used"):
                 (z := first(y), y.mul_(2), last(x + z))
+
+    def test_another_thread_does_not_see_them(self):
+        layer = toy_model("gemma3").model.layers[0]
+        norm, sums, got = layer.post_attention_layernorm, FusedSums(), []
+        x = torch.randn(1, norm.weight.shape[0])
+        with torch.no_grad():
+            expected = norm(x)
+            with fused_norms(layer), sums:
+                thread = Thread(target=lambda: got.append(norm(x)))
+                thread.start()
+                thread.join()
+                assert sums.watched.outputs == {}
+        assert torch.equal(got[0], expected)
 
     def test_in_inference_mode_a_write_cannot_be_seen(self):
         layer = toy_model("gemma3").model.layers[0]
