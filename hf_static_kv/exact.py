@@ -120,6 +120,7 @@ class _ByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if result is NotImplemented:
             raise RuntimeError(
                 f"{func} could give a row other bits when other rows are computed with it, and exact has no kernel by "
-                "rows for it: this model cannot be exact. Leave the context to run it as it is."
+                "rows for it. Where the model needs it, it cannot be exact; a loss can be computed from the logits, "
+                "outside of exact."
             )
         return result
