@@ -241,7 +241,7 @@ def _compare(step: DecodeStep, call: Call) -> None:
     a length from the host, say, which the graph would hold for ever.
     """
     model, cache = call.model, call.cache
-    length, tokens = cache.seq_len, call.input_ids[:, -1]
+    length, tokens = cache.seq_len, call.last_tokens
     step.begin(length, call.origin)
     got = step.run(tokens)  # before the ordinary step, which would write the keys that this one must write
     mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]

@@ -29,8 +29,10 @@ from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.layout import plan_layers
 from hf_static_kv.step import GreedyStep
 
-# What a decode step of a text model needs; anything else in the model's keywords (images, other positions) is unknown.
+# What a prompt and a decode step of a text model need; anything else in the model's keywords (images, other positions)
+# is unknown. A prompt may be given as vectors: what follows are tokens.
 _KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
+_KNOWN_KEYWORDS |= {"inputs_embeds"}
 
 
 # What of an adapter a replay does not see: a merged one has changed the weights where they are.
@@ -75,7 +77,7 @@ class Call:
     def origin(self) -> torch.Tensor:
         """Where the text of each row begins, [B]: after the padding to its left."""
         if self.mask is None:
-            return torch.zeros_like(self.input_ids[:, 0])
+            return self.input_ids.new_zeros(len(self.input_ids))
         return self.mask.shape[1] - self.mask.sum(dim=1)
 
     @property
@@ -85,10 +87,15 @@ class Call:
 
     @property
     def past(self) -> int:
-        """Tokens before `input_ids`, when only the new ones were passed: the mask covers all."""
+        """Tokens before `input_ids`, when only the new ones were passed, or vectors for them: the mask covers all."""
         # Newer versions leave out a mask of ones and note its length.
         length = getattr(self.config, "_mask_length", 0) if self.mask is None else self.mask.shape[1]
         return max(0, length - self.input_ids.shape[1])
+
+    @property
+    def last_tokens(self) -> torch.Tensor:
+        """Of each row, [B]; any where the prompt is vectors."""
+        return self.input_ids[:, -1] if self.input_ids.shape[1] else self.input_ids.new_zeros(len(self.input_ids))
 
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:

@@ -30,8 +30,9 @@ class StepRecorder(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if not self._seen:
-            self.prompt_len = input_ids.shape[1]
-        self._take(input_ids[:, -1])
+            self.prompt_len = input_ids.shape[1]  # none where the prompt is vectors
+        else:
+            self._take(input_ids[:, -1])
         logs = scores.float().log_softmax(dim=-1)
         top = logs.topk(min(self.best, logs.shape[-1]), dim=-1)
         entropy = -torch.where(logs == -torch.inf, 0.0, logs.exp() * logs).sum(dim=-1)

@@ -178,6 +178,57 @@ class TestOutputs:
         assert stream.ended
 
 
+class TestVectors:
+    """A prompt as `inputs_embeds`, as in models for speech: what follows are tokens, and the result has these alone."""
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+    @pytest.mark.parametrize(
+        "how", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=["greedy", "sample", "penalty"]
+    )
+    def test_the_tokens_are_those_of_generate(self, name, how):
+        model, decoder = toy_model(name), GraphDecoder()
+        embeds = model.get_input_embeddings()(PROMPT)
+        cache, keywords = StaticContiguousCache(model.config, CAPACITY), {**COMMON, **how, "inputs_embeds": embeds}
+        torch.manual_seed(3)
+        expected = model.generate(**keywords, use_cache=False)
+        for _ in range(2):
+            cache.reset()
+            torch.manual_seed(3)
+            got = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+            assert torch.equal(got, expected)
+            assert decoder.fallback_reason is None
+            assert cache.seq_len == PROMPT.shape[1] + got.shape[1] - 1
+        assert len(decoder._steps[cache]) == 1
+
+    def test_rows_of_unlike_length(self, model):
+        padding, decoder = padded(), GraphDecoder()
+        embeds, mask = model.get_input_embeddings()(padding["ids"]), padding["attention_mask"]
+        keywords = {**COMMON, "inputs_embeds": embeds, "attention_mask": mask}
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        got = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+        assert torch.equal(got, model.generate(**keywords, use_cache=False))
+        assert decoder.fallback_reason is None
+
+    def test_with_the_tokens_beside_them_and_steps_recorded(self, model):
+        embeds, decoder = model.get_input_embeddings()(PROMPT), GraphDecoder(record_steps=2)
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "inputs_embeds": embeds}
+        got = model.generate(PROMPT, **keywords, past_key_values=cache, custom_generate=decoder)
+        assert torch.equal(got, run(model))
+        assert decoder.fallback_reason is None
+        cache.reset()
+        alone = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+        assert torch.equal(alone, got[:, PROMPT.shape[1] :])
+        assert [step["token"] for step in decoder.steps[0]] == alone[0].tolist()
+
+    def test_what_cannot_fit(self, model):
+        embeds, cache = model.get_input_embeddings()(PROMPT), StaticContiguousCache(model.config, 20)
+        keywords = {**COMMON, "inputs_embeds": embeds, "past_key_values": cache, "custom_generate": GraphDecoder()}
+        with pytest.raises(ValueError, match=r"may grow to 27 tokens.* room for 20.* at most 8 new tokens"):
+            model.generate(**keywords)
+        assert model.generate(**{**keywords, "max_new_tokens": 8}).shape == (1, 8)
+
+
 class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
@@ -440,13 +491,6 @@ class TestRefusals:
         got = run(model, decoder=decoder, cache=DynamicCache(config=model.config))
         assert torch.equal(got, run(model))
         assert decoder.fallback_reason == "past_key_values is a DynamicCache, not a StaticContiguousCache"
-
-    def test_embeds(self, model):
-        decoder, embeds = GraphDecoder(), model.get_input_embeddings()(PROMPT)
-        cache = StaticContiguousCache(model.config, CAPACITY)
-        got = model.generate(inputs_embeds=embeds, past_key_values=cache, custom_generate=decoder, **COMMON)
-        assert torch.equal(got, run(model)[:, PROMPT.shape[1] :])
-        assert "inputs_embeds" in decoder.fallback_reason
 
     def test_a_step_that_disagrees_with_an_ordinary_one_is_not_used(self, model, monkeypatch):
         """As a model would whose step depends on a length that the host counts."""
