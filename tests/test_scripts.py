@@ -140,12 +140,17 @@ class TestReadme:
         }
         for name, loader in loaders.items():
             monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
-        code = re.search(r"```python\n(.*?)```", self.readme, re.DOTALL).group(1)
+        code, *others = re.findall(r"```python\n(.*?)```", self.readme, re.DOTALL)
         assert len([line for line in code.splitlines() if line]) <= 8
         names: dict = {}
         exec(code, names)
         assert isinstance(names["cache"], StaticContiguousCache)
         assert names["cache"].seq_len == names["tokens"].shape[1] - 1
+        assert len(others) == 1  # exact, after the eight lines
+        first = names.pop("tokens")
+        for more in others:
+            exec(more, names)
+        assert torch.equal(names["tokens"], first)
 
 
 def test_the_documents_link_to_what_exists():
