@@ -46,8 +46,8 @@ clock that waits for the device after each token."""
 
 AGREEMENT = """### Every run
 
-Decode, tokens/s, of every run that there is, on machines with the same GPU; the tables above are of the newest. A dash:
-not in that run. The older ones did not record the host's processor; the commands:"""
+Decode, tokens/s, of every run that there is, on machines with the same GPU. A dash: not in that run. The older ones did
+not record the host's processor; the commands of all but the first column:"""
 
 BATCH = """## A batch
 
@@ -84,6 +84,9 @@ def page() -> str:
         ]
     for path in sorted(RESULTS.glob("generation-*.json")):
         parts += [*heading(path), generation_report.markdown(read(path))]
+        for other in other_runs(path):
+            if _names(other) - _names(read(path)):
+                parts += [f"```\n{other['command']}\n```", generation_report.markdown(other)]
     runs = [[first, *others] for first, others in reruns()]
     commands = dict.fromkeys(record["command"] for others in runs for record in others[1:])
     parts += [AGREEMENT, *[f"```\n{command}\n```" for command in commands], *[agreement(records) for records in runs]]
@@ -127,16 +130,24 @@ def spread_between_runs() -> tuple[list[float], list[float]]:
 
 
 def reruns() -> Iterator[tuple[Record, list[Record]]]:
-    """Each record of a model that was run more than once, and its other runs, the newest first."""
+    """Each record of a model that was run more than once, and its other runs."""
     for path in sorted(RESULTS.glob("generation-*.json")):
-        if others := sorted(RESULTS.glob(path.name.replace("generation", "rerun*"))):
-            yield read(path), [read(other) for other in others]
+        if others := other_runs(path):
+            yield read(path), others
 
 
-def newest_with(record: Record, names: list[str]) -> Record:
-    """This run, or where it has not all of these contenders, the newest other one of the same model that has."""
+def other_runs(path: Path) -> list[Record]:
+    return [read(other) for other in sorted(RESULTS.glob(path.name.replace("generation", "rerun*")))]
+
+
+def run_with(record: Record, names: list[str]) -> Record | None:
+    """This run, or where it has not all of these contenders, another one of the same model that has."""
     runs = [record, *next((others for first, others in reruns() if first == record), [])]
-    return next(run for run in runs if {row["name"] for row in run["contenders"]} >= set(names))
+    return next((run for run in runs if _names(run) >= set(names)), None)
+
+
+def _names(record: Record) -> set[str]:
+    return {row["name"] for row in record["contenders"]}
 
 
 def _rates(records: list[Record]) -> dict[str, list[Record | None]]:
@@ -165,11 +176,11 @@ def agreement(records: list[Record]) -> str:
 def overview(records: list[Record]) -> str:
     """Decode rate and cold start of every contender on every model; the table that the README shows too.
 
-    What is not in a model's newest run is of its newest run that has it, and marked.
+    What is not in a model's record is of another run that has it, and marked.
     """
     models = [record["workload"]["model"] for record in records]
     lines = ["| decode, tokens/s (cold start) | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-    found = {row["name"] for record in records for row in record["contenders"]}
+    found = {name for record in records for name in _names(record)}
     for name in (name for name in CONTENDERS if name in found):
         words = CONTENDERS[name].words
         cells = [_overview_cell(record, name) for record in records]
@@ -180,9 +191,8 @@ def overview(records: list[Record]) -> str:
 
 
 def _overview_cell(record: Record, name: str) -> str:
-    try:
-        run = newest_with(record, [name])
-    except StopIteration:
+    run = run_with(record, [name])
+    if run is None:
         return "-"
     row = next(row for row in run["contenders"] if row["name"] == name)
     if "summary" not in row:
@@ -215,7 +225,8 @@ def read(path: Path) -> Record:
 
 def draw() -> None:
     """Every picture of the page, beside its record."""
-    generation_report.plot(generation_records("h200"), RESULTS / "generation-h200.png")
+    records = [run_with(record, ["graph"]) or record for record in generation_records("h200")]
+    generation_report.plot(records, RESULTS / "generation-h200.png")
     for path in RESULTS.glob("context-*.json"):
         bench_context.plot(read(path), path.with_suffix(".png"))
     for path in RESULTS.glob("step-*.json"):

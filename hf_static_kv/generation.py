@@ -31,8 +31,15 @@ from hf_static_kv.step import GreedyStep
 
 # What a prompt and a decode step of a text model need; anything else in the model's keywords (images, other positions)
 # is unknown. A prompt may be given as vectors: what follows are tokens.
-_KNOWN_KEYWORDS = {"attention_mask", "past_key_values", "position_ids", "use_cache", "logits_to_keep", "cache_position"}
-_KNOWN_KEYWORDS |= {"inputs_embeds"}
+_KNOWN_KEYWORDS = {
+    "attention_mask",
+    "cache_position",
+    "inputs_embeds",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 
 
 # What of an adapter a replay does not see: a merged one has changed the weights where they are.
@@ -150,11 +157,11 @@ class Call:
         if not isinstance(self.cache, StaticContiguousCache):
             return
         longest, room = self.past + self.longest, self.cache.max_cache_len
-        if longest - 1 > room:  # the last token is chosen and not run
-            new = max(0, room - self.past - self.input_ids.shape[1] + 1)
+        if longest > room:
+            new = max(0, room - self.past - self.input_ids.shape[1])
             raise ValueError(
-                f"The text may grow to {longest} tokens, all but the last of which are cached, and the cache has room "
-                f"for {room}. Build it with max_cache_len >= {longest - 1}, or ask for at most {new} new tokens."
+                f"The text may grow to {longest} tokens and the cache has room for {room}. Build it with "
+                f"max_cache_len >= {longest}, or ask for at most {new} new tokens."
             )
 
     def refuse_to_go_without(self) -> None:

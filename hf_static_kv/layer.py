@@ -253,7 +253,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             raise ValueError(
                 f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
                 f"{tokens} more. Build it with max_cache_len >= {self.length + tokens}, or make room: crop, reset. "
-                "A generation takes room for the prompt and all new tokens but the last."
+                "A generation takes room for its prompt and max_new_tokens."
             )
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise ValueError(

@@ -1,5 +1,6 @@
 """What is brought up in threads: once in a process, and what fails there is told where it is used."""
 
+import sys
 import threading
 from threading import Event, Timer
 
@@ -52,6 +53,17 @@ def test_each_is_begun_early_and_complete_when_it_was_waited_for(monkeypatch, lo
     assert sorted(done) == parts
 
 
-def test_without_a_gpu_or_without_triton_nothing_is_raised():
-    loading.load_triton()
-    loading.wait_for_triton()
+def test_without_triton_nothing_is_said_before_it_is_used(monkeypatch):
+    said = []
+    monkeypatch.setattr(threading, "excepthook", said.append)
+    monkeypatch.setitem(sys.modules, "triton.runtime", None)
+    with pytest.raises(ImportError):
+        loading._build_driver()
+    loading._thread.cache_clear()  # it may be loaded in this process
+    try:
+        loading.load_triton()
+        loading.wait_for_triton()
+        assert not loading._thread(loading._build_driver).is_alive()
+        assert said == []
+    finally:
+        loading._thread.cache_clear()

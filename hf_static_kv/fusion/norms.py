@@ -137,6 +137,7 @@ class FusedSums(TorchFunctionMode):
         super().__init__()
         # Of the n-th sum: its follower and its first norm. Known after the first pass.
         self.norms: list[tuple[_Norm | None, _Norm | None]] = []
+        self.firsts: set[_Norm | None] = set()
         self.is_known = False
         self.watched: _Watched | None = None
         self.promises: dict[int, _Promise] = {}  # of this pass, by the identity of what stands in
@@ -152,6 +153,7 @@ class FusedSums(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self.watched is not None and error[0] is None:
             self.norms, self.is_known = self.watched.around_sums(), True
+            self.firsts = {first for _, first in self.norms}
         _THIS_THREAD.sums, self.watched, self.promises = None, None, {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -184,7 +186,7 @@ class FusedSums(TorchFunctionMode):
         if self.watched is not None:
             return self.watched.norm_of(x, norm)
         x = self._kept(x)
-        if not any(norm is first for _, first in self.norms):
+        if norm not in self.firsts:
             return rms_norm(x, *norm.parts)
         promise = _Promise(x, norm)
         self.promises[id(promise.stand_in)] = promise
