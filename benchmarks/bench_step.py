@@ -219,13 +219,6 @@ def markdown(record: Record) -> str:
             "",
             f"A step after a run inside `trace_attention` takes {cells[0]}, without one {cells[1]}, in turns.",
         ]
-    if "around_tracing_ms" in record:  # older records: one after the other, so whatever drifts is in it
-        times = [record["around_tracing_ms"][name] for name in ("before", "after")]
-        cells = [f"{t['median']:.3f} ms ({t['min']:.3f} to {t['max']:.3f})" for t in times]
-        lines += [
-            "",
-            f"A step before a run inside `trace_attention` took {cells[0]}, after it {cells[1]}, not in turns.",
-        ]
     return "\n".join(lines)
 
 

@@ -29,7 +29,8 @@ from the records alone. Above each table stands the command that made it, at the
 
 Where a range stands beside a figure, the figure is a median and the range is the spread inside that run. **Between
 runs on machines with the same GPU, eager figures moved by up to APART, most likely because the GPU waits for Python and
-the host's processor is what is measured; compiled ones by COMPILED** (the tables under 'Every run' below).
+the host's processor is what is measured; compiled ones by COMPILED, captured ones by CAPTURED** (the tables under
+'Every run' below; each column is of another commit, too).
 Cold starts, memory and shares have no range: they are one run's.
 
 **Share of the bandwidth**: the bytes that a cached decode step must read (each weight once, and the keys and values of
@@ -84,9 +85,6 @@ def page() -> str:
         ]
     for path in sorted(RESULTS.glob("generation-*.json")):
         parts += [*heading(path), generation_report.markdown(read(path))]
-        for other in other_runs(path):
-            if _names(other) - _names(read(path)):
-                parts += [f"```\n{other['command']}\n```", generation_report.markdown(other)]
     runs = [[first, *others] for first, others in reruns()]
     commands = dict.fromkeys(record["command"] for others in runs for record in others[1:])
     parts += [AGREEMENT, *[f"```\n{command}\n```" for command in commands], *[agreement(records) for records in runs]]
@@ -116,38 +114,25 @@ def page() -> str:
 
 def introduction() -> str:
     """The first paragraphs, with how far runs of one model are apart."""
-    eager, compiled = (f"{max(apart):.0%}" for apart in spread_between_runs())
-    return INTRODUCTION.replace("APART", eager).replace("COMPILED", compiled)
+    eager, compiled, captured = (f"{share:.0%}" for share in spread_between_runs())
+    return INTRODUCTION.replace("APART", eager).replace("COMPILED", compiled).replace("CAPTURED", captured)
 
 
-def spread_between_runs() -> tuple[list[float], list[float]]:
-    """By what share runs of one contender on one model are apart: of what runs eagerly, and of what is compiled."""
-    eager, compiled = [], []
+def spread_between_runs() -> tuple[float, float, float]:
+    """By what share at most runs of one contender on one model are apart: of what runs eagerly, compiled, captured."""
+    eager, compiled, captured = [0.0], [0.0], [0.0]
     for first, others in reruns():
         for name, share in _apart([first, *others]).items():
-            (compiled if name == "static-compiled" else eager).append(share)
-    return eager, compiled
+            kind = compiled if name == "static-compiled" else captured if name.startswith("graph") else eager
+            kind.append(share)
+    return max(eager), max(compiled), max(captured)
 
 
 def reruns() -> Iterator[tuple[Record, list[Record]]]:
     """Each record of a model that was run more than once, and its other runs."""
     for path in sorted(RESULTS.glob("generation-*.json")):
-        if others := other_runs(path):
-            yield read(path), others
-
-
-def other_runs(path: Path) -> list[Record]:
-    return [read(other) for other in sorted(RESULTS.glob(path.name.replace("generation", "rerun*")))]
-
-
-def run_with(record: Record, names: list[str]) -> Record | None:
-    """This run, or where it has not all of these contenders, another one of the same model that has."""
-    runs = [record, *next((others for first, others in reruns() if first == record), [])]
-    return next((run for run in runs if _names(run) >= set(names)), None)
-
-
-def _names(record: Record) -> set[str]:
-    return {row["name"] for row in record["contenders"]}
+        if others := sorted(RESULTS.glob(path.name.replace("generation", "rerun*"))):
+            yield read(path), [read(other) for other in others]
 
 
 def _rates(records: list[Record]) -> dict[str, list[Record | None]]:
@@ -174,13 +159,10 @@ def agreement(records: list[Record]) -> str:
 
 
 def overview(records: list[Record]) -> str:
-    """Decode rate and cold start of every contender on every model; the table that the README shows too.
-
-    What is not in a model's record is of another run that has it, and marked.
-    """
+    """Decode rate and cold start of every contender on every model; the table that the README shows too."""
     models = [record["workload"]["model"] for record in records]
     lines = ["| decode, tokens/s (cold start) | " + " | ".join(models) + " |", "|---" * (len(models) + 1) + "|"]
-    found = {name for record in records for name in _names(record)}
+    found = {row["name"] for record in records for row in record["contenders"]}
     for name in (name for name in CONTENDERS if name in found):
         words = CONTENDERS[name].words
         cells = [_overview_cell(record, name) for record in records]
@@ -191,15 +173,11 @@ def overview(records: list[Record]) -> str:
 
 
 def _overview_cell(record: Record, name: str) -> str:
-    run = run_with(record, [name])
-    if run is None:
-        return "-"
-    row = next(row for row in run["contenders"] if row["name"] == name)
+    row = next((row for row in record["contenders"] if row["name"] == name), {})
     if "summary" not in row:
         return "-"
     fewer = f" for {row['new_tokens']}" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
-    figures = f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
-    return figures if run is record else f"{figures} *"
+    return f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
 
 
 def heading(path: Path) -> list[str]:
@@ -225,8 +203,7 @@ def read(path: Path) -> Record:
 
 def draw() -> None:
     """Every picture of the page, beside its record."""
-    records = [run_with(record, ["graph"]) or record for record in generation_records("h200")]
-    generation_report.plot(records, RESULTS / "generation-h200.png")
+    generation_report.plot(generation_records("h200"), RESULTS / "generation-h200.png")
     for path in RESULTS.glob("context-*.json"):
         bench_context.plot(read(path), path.with_suffix(".png"))
     for path in RESULTS.glob("step-*.json"):
