@@ -10,7 +10,7 @@ from threading import Thread
 
 def load_triton() -> None:
     """Begin to bring Triton up, once in a process; where it is not installed this does nothing."""
-    for part in (_build_driver, _hash_triton):
+    for part in (_build_driver, _hash_triton, _import_gluon):
         _thread(part)
 
 
@@ -20,8 +20,8 @@ def load_inductor() -> None:
 
 
 def wait_for_triton() -> None:
-    """Two threads that bring up the same would each do the work."""
-    for part in (_build_driver, _hash_triton):
+    """Threads that bring up the same would each do the work."""
+    for part in (_build_driver, _hash_triton, _import_gluon):
         _thread(part).join()
 
 
@@ -53,6 +53,11 @@ def _hash_triton() -> None:
 
     triton_key()
     from hf_static_kv.kernels import launch_triton  # noqa: F401
+
+
+def _import_gluon() -> None:
+    """Triton's second language: at the first launch some versions look whether an argument is one of its own."""
+    import triton.experimental.gluon  # noqa: F401
 
 
 def _import_inductor() -> None:

@@ -27,7 +27,7 @@ from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
-_WARM_UPS = 3
+_WARM_UPS = 2
 _CAPTURING = Lock()  # that waiting is an error holds for the whole process, and so do two captures at once
 _MAX_COMPILED = 256  # steps times kinds of layers in one process; dynamo's own limit of 8 would silently end compiling
 
@@ -84,7 +84,6 @@ class DecodeStep:
         from hf_static_kv.kernels.launch_triton import compile_only
 
         with _CAPTURING, torch.cuda.device(self.slot.device), ExitStack() as changes:
-            self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "none":  # a compiler fuses these itself
                 changes.enter_context(fused_norms(self.model))
                 changes.enter_context(fused_rotary(self.model))
@@ -92,6 +91,8 @@ class DecodeStep:
             with compile_only():  # all kernels at once, where passes would meet one after the other
                 changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
                 self._run_once(length, origin)
+            # Only now: a table is filled by kernels that run, inside `exact` by ours.
+            self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "layers":
                 wait_for_inductor()
             changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))

@@ -341,6 +341,18 @@ def test_an_exact_step_is_not_used_outside():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_step_reads_its_angles_from_tables_too():
+    model, ids, decoder = toy_model("gemma3").to("cuda", torch.bfloat16), tokens(length=8).cuda(), GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, 80)
+    with exact(model):
+        model.generate(ids, past_key_values=cache, custom_generate=decoder, max_new_tokens=4)
+    assert decoder.fallback_reason is None
+    (step,) = decoder._steps[cache].values()
+    assert len(step._kept) == 2  # of layers with a window, and of those without
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"])
 class TestTrueShapes:

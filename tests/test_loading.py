@@ -38,7 +38,7 @@ def test_an_error_is_left_to_the_place_of_use(monkeypatch):
 @pytest.mark.parametrize(
     ("load", "wait", "parts"),
     [
-        (loading.load_triton, loading.wait_for_triton, ["_build_driver", "_hash_triton"]),
+        (loading.load_triton, loading.wait_for_triton, ["_build_driver", "_hash_triton", "_import_gluon"]),
         (loading.load_inductor, loading.wait_for_inductor, ["_import_inductor"]),
     ],
 )

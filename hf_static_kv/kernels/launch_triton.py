@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, partial
+from threading import Semaphore
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-# Half of compiling is Python, where one thread runs at a time: with one for each kernel all are ready late.
-_COMPILERS = 4
+# Half of compiling is Python, where one thread runs at a time: with one for each kernel all are ready late. Loading
+# waits for a C compiler in some versions of Triton, which is a process of its own.
+_COMPILERS, _LOADERS = 4, 16
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
@@ -58,14 +60,15 @@ class _CompileAndLoad(ThreadPoolExecutor):
     """Triton gives it what compiles a kernel. It loads the kernel too, which Triton leaves to the first run."""
 
     def __init__(self, device: int) -> None:
-        super().__init__(_COMPILERS)
-        self.device = device
+        super().__init__(_LOADERS)
+        self.device, self.may_compile = device, Semaphore(_COMPILERS)
 
     def submit(self, compile: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         return super().submit(self._compiled_and_loaded, partial(compile, *args, **kwargs))
 
     def _compiled_and_loaded(self, compile: Callable[[], Any]) -> Any:
-        kernel = compile()
+        with self.may_compile:
+            kernel = compile()
         with torch.cuda.device(self.device):
             kernel._init_handles()  # some versions compile a C function in it
         return kernel

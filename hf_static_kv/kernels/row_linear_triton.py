@@ -180,15 +180,15 @@ def _launch_few(
     grid = (triton.cdiv(rows, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
     launch(
         _few, grid, x, x, y, *pointers, *sizes, *[0] * (3 - len(sizes)), rows, dim, *stride,
-        TILE=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), tile_m, x.element_size(), activation),
+        TILE=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
         EVEN=dim % (4 * STRETCH.value) == 0, HAS_BIAS=bool(biases), ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
 
 
-def _stages(size: int, tile_m: int, bytes_of_one: int, activation: str) -> int:
+def _stages(size: int, dim: int, tile_m: int, bytes_of_one: int, activation: str) -> int:
     """How many tiles of the weight are on their way at once: where programs are few, each has to read more.
 
-    All fit into the 99 KiB of shared memory that the smaller GPUs have.
+    No more than a program has. All fit into the 99 KiB of shared memory that the smaller GPUs have.
 
     Chosen on an H200 for the dev models: of 2 to 12 by each linear layer alone, then of eight combinations by whole
     steps of the three, for one row and for eight.
@@ -197,7 +197,8 @@ def _stages(size: int, tile_m: int, bytes_of_one: int, activation: str) -> int:
         return 2  # what fits
     if activation:
         return 3
-    return 4 if size > 4096 else 8 if tile_m == 8 else 6
+    tiles: int = triton.cdiv(dim, 4 * STRETCH.value)
+    return min(tiles, 4 if size > 4096 else 8 if tile_m == 8 else 6)
 
 
 def _launch_many(
