@@ -525,6 +525,9 @@ class TestRecords:
         assert [row["name"] for row in ran] == asked[1].split(",") if asked else len(ran) >= 4
         for row in ran:
             expected = summarize(row, w["prompt_len"], w["batch_size"], record["bandwidth_gb_per_s"] * 1e9)
+            share = row["summary"].pop("bandwidth_share")
+            # From bytes to GB and back: two roundings.
+            assert share == pytest.approx(expected.pop("bandwidth_share"), rel=2**-51, abs=0)
             assert row["summary"] == expected
 
     def test_three_dev_models_with_all_five_contenders_on_the_gpu(self):
@@ -570,11 +573,8 @@ class TestRecords:
         assert f"takes {ours[0]} ms in a cache for 512 and {ours[1]} ms in one for 8,192" in words
         assert f"where `StaticCache` takes {theirs[0]} and {theirs[1]}." in words
         pace = [ms["dynamic"] / ms["contiguous"] * 100 for ms in decode]
-        assert f"at {min(pace):.0f} to {max(pace):.0f} % of the pace of `DynamicCache`" in words
-        assert all(
-            rows["dynamic"]["max"] >= rows["contiguous"]["min"] and rows["contiguous"]["max"] >= rows["dynamic"]["min"]
-            for rows in ({r["name"]: r["summary"]["decode_ms"] for r in rec["contenders"]} for rec in records)
-        ), "'within the spread' does not hold"
+        assert f"ran at {min(pace):.0f} to {max(pace):.0f} % of the pace of `DynamicCache`, less apart" in words
+        assert max(abs(percent - 100) for percent in pace) < spread_between_runs()[0] * 100
 
     def test_what_the_readme_says_of_the_decoder(self):
         from write_results import generation_records
@@ -623,9 +623,8 @@ class TestRecords:
         assert len(models) == 6
         assert sorted(models) == [(m, d) for m in sorted({m for m, _ in models}) for d in ("bfloat16", "float16")]
         assert "comparisons (three models in bf16 and fp16)" in words
-        times = [r["ms"] for r in records if "ms" in r]
-        timed = [r["workload"]["model"] for r in records if "ms" in r]
-        assert f"It costs time, on {_listed(timed)} in bf16:" in words
+        assert "It costs time there:" in words
+        times = [r["ms"] for r in records]
         ratios = {
             name: _range([ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times], digits)
             for name, digits in zip(times[0]["usual"], (2, 2, 3), strict=True)
