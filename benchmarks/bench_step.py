@@ -50,7 +50,6 @@ CHANGES: dict[str, dict[str, Any]] = {
     "linear layers and gated MLPs in our kernels": {"step.fused_linears": _nothing},
     "RMS norms with the sums around them": {"step.fused_norms": _nothing, "step.FusedSums": nullcontext},
     "rotary positions, angles from tables": {"step.fused_rotary": _nothing, "step.angles_from_tables": _nothing},
-    "they, the norms of heads and the write in one": {"fusion.positions.is_one_kernel": lambda heads: False},
     "kernels that begin early": {"kernels.launch_triton._knows_early_launch": lambda device: False},
 }
 
@@ -235,10 +234,10 @@ def _short(name: str) -> str:
 def plot(record: Record, path: Path) -> None:
     import matplotlib.pyplot as plt
 
-    w, rows = record["workload"], record["variants"][::-1]
+    rows = record["variants"][::-1]
     figure, axis = plt.subplots(figsize=(9, 3.2), layout="constrained")
     axis.barh([row["words"] for row in rows], [row["replay_ms"] for row in rows], color="tab:cyan")
-    axis.set(xlabel="one step, ms", title=f"{w['model']}, batch {w['batch_size']}, {record['hardware']}")
+    axis.set(xlabel="one step, ms", title=f"{record['workload']['model']}, {record['hardware']}")
     save_picture(figure, path)
 
 

@@ -21,8 +21,9 @@ from transformers.cache_utils import Cache
 from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.fusion.norms import FusedSums, fused_norms
-from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary, write_turned
+from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.kernels.counting import Greedy, choose, count_on
+from hf_static_kv.kernels.storage_ops import write_token
 from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
@@ -279,7 +280,7 @@ class _StepCache(Cache):
     def update(  # type: ignore[override]  # the number is a tensor here
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        write_turned(self.keys, self.values, key_states, value_states, self.slot, layer_idx)
+        write_token(self.keys, self.values, key_states, value_states, self.slot, layer_idx)
         return self.keys, self.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

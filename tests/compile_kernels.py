@@ -20,12 +20,10 @@ from hf_static_kv.kernels import (
     rotary_triton,
     row_linear_triton,
     row_sum_triton,
-    turn_and_write_triton,
     write_token_triton,
 )
 from hf_static_kv.kernels.counting import Greedy
 from hf_static_kv.kernels.rms_norm import Norm, NormStyle
-from hf_static_kv.kernels.turn_and_write import Heads
 
 HOMES = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
@@ -88,10 +86,6 @@ def launch_small(dtype):
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(2, 1, 4, 400, 64, dtype=dtype), states[:, :, :1]
     write_token_triton.write_token_triton(keys, keys, new, new, number, number)
-    norm = Norm(x[0, :64], 1e-6, NormStyle(1.0, False))
-    for norms in (None, (norm, norm)):
-        heads = Heads(new, new, norms, new[:, 0], new[:, 0])
-        turn_and_write_triton.turn_and_write_triton(heads, new, keys, keys, number, number)
     column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 3).long()
     counting_triton.count_on_triton(number, column, torch.zeros(5).long(), spans, column)
     state = Greedy(column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False))

@@ -493,7 +493,7 @@ class TestRefusals:
     def test_a_step_that_disagrees_with_an_ordinary_one_is_not_used(self, model, monkeypatch):
         """As a model would whose step depends on a length that the host counts."""
         decoder = GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.step.write_turned", lambda *args: None)
+        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
         cache, expected = StaticContiguousCache(model.config, CAPACITY), run(model)
         assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert "from those of an ordinary step" in decoder.fallback_reason
@@ -686,7 +686,7 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         return attend.decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
 
     monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
-    monkeypatch.setattr("hf_static_kv.fusion.positions.write_token", write_token)
+    monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
         model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))

@@ -2,26 +2,21 @@
 
 import inspect
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from threading import Thread
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, toy_model
 
-from hf_static_kv.attention import ATTENTION_NAME
-from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.exact import exact
 from hf_static_kv.fusion import norms as fused
-from hf_static_kv.fusion import positions
 from hf_static_kv.fusion.linears import fused_linears, gated_mlps, mlp_activation, single_linears
 from hf_static_kv.fusion.norms import FusedSums, fused_norms, norm_style
-from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary, write_turned
+from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.fusion.replacing import replaced
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
-from hf_static_kv.kernels.rotary import rotary_plain
-from hf_static_kv.step import DecodeStep
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)
 # Style and number of the norms: two in each of two layers and one at the end; Qwen3 and OLMo 2 have two more in each
@@ -401,7 +396,7 @@ class TestSums:
         with torch.no_grad(), fused_norms(layer):
             with sums:
                 last(x + first(y))
-            with sums, pytest.raises(RuntimeError, match="written before the result was used"):
+            with sums, pytest.raises(RuntimeError, match="written before its output was used"):
                 (z := first(y), y.mul_(2), last(x + z))
 
     def test_another_thread_does_not_see_them(self):
@@ -456,148 +451,6 @@ class TestSums:
                     assert torch.equal(narrow + narrow, 2 * narrow)
                 with sums:
                     assert torch.equal(norm((x + y).mul_(2)), expected)
-
-
-def two_steps(model, batch_size, around=nullcontext):
-    """The logits of two steps after a prompt, with what is `around` the passes, and the storage afterwards."""
-    ids = torch.arange(3, 3 + 5 * batch_size).view(batch_size, 5)
-    cache = StaticContiguousCache.from_model(model, 16, batch_size)
-    model(ids, past_key_values=cache)
-    step = DecodeStep(model, cache, batch_size)
-    with around():
-        if around is not nullcontext:
-            step._around_a_pass = FusedSums()
-        logits = []
-        for _ in range(2):  # the first watches
-            step.begin(5, torch.zeros(batch_size, dtype=torch.int64))
-            logits += [step.run(ids[:, 0]), step.run(ids[:, 1])]
-    group = cache.storage_groups[0]
-    return [*logits, group.keys, group.values]
-
-
-# How many layers do it. The others have no rotary positions, or turn a part of a head, or in another way.
-TURNING_LAYERS = {"llama": 2, "qwen3": 2, "gemma3": 6, "gemma2": 2, "mistral": 2, "phi3": 2, "olmo2": 2}
-TURNING_LAYERS |= {"mixtral": 2, "qwen3_moe": 2}
-NORMED_HEADS = ("qwen3", "gemma3", "qwen3_moe")  # OLMo 2 takes its norms over all heads at once
-
-
-class TestHeads:
-    """The norms of queries and keys, their turning and the write into the storage, in one kernel."""
-
-    @pytest.mark.parametrize("batch_size", [1, 3])
-    @pytest.mark.parametrize("name", ARCHITECTURES)
-    def test_a_step_is_the_same(self, name, batch_size, monkeypatch):
-        model, calls, own = toy_model(name, ATTENTION_NAME), [], positions.turn_and_write
-
-        def note(heads, *args):
-            calls.append(heads.norms is not None)
-            return own(heads, *args)
-
-        monkeypatch.setattr(positions, "turn_and_write", note)
-        with torch.no_grad():
-            expected = two_steps(model, batch_size)
-            assert calls == []
-            got = two_steps(model, batch_size, around=lambda: all_fused(model))
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a, b)
-        assert calls == [name in NORMED_HEADS] * 4 * TURNING_LAYERS.get(name, 0)
-
-    @pytest.fixture
-    def states(self):
-        return [torch.randn(2, heads, 1, 16) for heads in (4, 2, 2)]
-
-    def turned(self, query, key):
-        """What the file of a model that turns its heads is given, inside a pass."""
-        return positions._rotary(rotary_plain, query, key, *self.angles)
-
-    angles = torch.randn(2, 2, 1, 16)
-
-    def storage(self):
-        return torch.zeros(1, 2, 2, 3, 16), torch.zeros(1, 2, 2, 3, 16), torch.tensor([1]), torch.tensor(0)
-
-    def write(self, key, value):
-        keys, values, slot, layer = self.storage()
-        write_turned(keys, values, key, value, slot, layer)
-        return keys, values
-
-    def test_nothing_is_computed_before_the_write(self, states):
-        query, key, value = states
-        expected = rotary_plain(query, key, *self.angles)
-        with torch.no_grad(), FusedSums() as promises:
-            turned = self.turned(query, key)
-            assert [promises.of(x).value for x in turned] == [None, None]
-            keys, values = self.write(turned[1], value)
-            assert promises.of(turned[1]).value is None
-            assert torch.equal(turned[0], expected[0])
-            assert torch.equal(turned[1], expected[1])  # whoever asks for the key is given it all the same
-        assert torch.equal(keys[0, :, :, 1], expected[1][:, :, 0])
-        assert torch.equal(values[0, :, :, 1], value[:, :, 0])
-
-    @pytest.mark.parametrize(
-        "between",
-        [
-            lambda query, key: (query * 2, key),
-            lambda query, key: (query, key * 2),
-            lambda query, key: (query.mul_(2), key),
-            lambda query, key: (query, key.mul_(2)),
-            lambda query, key: (query + key.sum(), key + query.sum()),
-        ],
-        ids=["another query", "another key", "the query is written", "the key is written", "from each other"],
-    )
-    def test_what_a_model_does_in_between_counts(self, states, between):
-        query, key, value = states
-        expected = between(*rotary_plain(query, key, *self.angles))
-        with torch.no_grad(), FusedSums():
-            got = between(*self.turned(query, key))
-            keys, _ = self.write(got[1], value)
-            assert torch.equal(got[0], expected[0])
-        assert torch.equal(keys[0, :, :, 1], expected[1][:, :, 0])
-
-    def test_what_is_written_before_it_is_turned_is_refused(self, states):
-        query, key, value = states
-        with torch.no_grad(), FusedSums():
-            turned = self.turned(query, key)
-            key.mul_(2)
-            with pytest.raises(RuntimeError, match="written before the result was used"):
-                self.write(turned[1], value)
-
-    def test_another_dtype_than_that_of_the_storage_is_refused_as_ever(self, states):
-        query, key, value = states
-        with torch.no_grad(), FusedSums():
-            turned = self.turned(query, key)
-            with pytest.raises(ValueError, match=r"float32 and the states are torch.float32 and torch.float64"):
-                self.write(turned[1], value.double())
-
-    @pytest.mark.parametrize(
-        "use",
-        [
-            lambda z: z.transpose(1, 2),
-            lambda z: z.transpose(1, 2).transpose(2, 1),
-            lambda z: torch.transpose(z, -3, -2) * 2,
-            lambda z: z.transpose(-1, -2),
-            lambda z: z.transpose(dim0=0, dim1=1),
-            lambda z: (y := z.transpose(0, 1), y.mul_(2), z)[2],
-            lambda z: (y := z.transpose(0, 1), z.mul_(2), y)[2],
-            lambda z: z.shape,
-        ],
-    )
-    def test_a_norm_of_heads_is_computed_when_it_is_used(self, use):
-        norm, x = toy_model("qwen3").model.layers[0].self_attn.q_norm, torch.randn(2, 3, 4, 16)
-        with torch.no_grad():
-            expected = use(norm(x))
-            with fused_norms(norm), FusedSums():
-                got = use(norm(x))
-                same = got == expected if isinstance(got, torch.Size) else torch.equal(got, expected)
-        assert same
-
-    def test_values_that_have_a_norm(self, states):
-        query, key, value = states
-        norm = toy_model("qwen3").model.layers[0].self_attn.k_norm
-        with torch.no_grad():
-            expected = norm(value)
-            with fused_norms(norm), FusedSums():
-                _, values = self.write(self.turned(query, key)[1], norm(value))
-        assert torch.equal(values[0, :, :, 1], expected[:, :, 0])
 
 
 class TestTrials:

@@ -261,10 +261,27 @@ class TestRmsNorm:
         expected = implementation(x.contiguous(), weight, 1e-6, STYLES[0])
         assert torch.equal(implementation(x, weight, 1e-6, STYLES[0]), expected)
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("width", "dim"), [(2048, 128), (640, 64), (100, 20), (1000, 64)])  # not all are aligned
+    def test_heads_beside_others_have_the_bits_of_heads_alone(self, implementation, width, dim, dtype):
+        x, weight = torch.randn(3, 2, width).to(DEVICE, dtype), torch.randn(dim).to(DEVICE, dtype)
+        heads = x[..., dim : 5 * dim].unflatten(-1, (4, dim))
+        got = implementation(heads, weight, 1e-6, STYLES[0])
+        assert torch.equal(got, implementation(heads.contiguous(), weight, 1e-6, STYLES[0]))
+
     def test_a_row_does_not_depend_on_the_others(self, implementation):
         x, weight = torch.randn(7, 200, device=DEVICE), torch.randn(200, device=DEVICE)
         together = implementation(x, weight, 1e-6, STYLES[0])
         assert torch.equal(together[3:4], implementation(x[3:4], weight, 1e-6, STYLES[0]))
+
+
+def test_heads_that_stand_beside_others_are_not_copied(monkeypatch):
+    module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
+    projected, read = torch.randn(3, 1, 640, device=DEVICE), []
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, on, x, *args, **options: read.append(x))
+    heads = projected[..., 256:512].unflatten(-1, (4, 64))
+    norm_kernel(heads, torch.ones(64, device=DEVICE), 1e-6, STYLES[0])
+    assert read[0].data_ptr() == heads.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

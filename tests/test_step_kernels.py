@@ -9,20 +9,15 @@ from hypothesis import strategies as st
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
 from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
-from hf_static_kv.kernels.rms_norm import STYLES, Norm
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
-from hf_static_kv.kernels.turn_and_write import Heads, is_one_kernel, turn_and_write
 
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels import turn_and_write_triton as turning
 from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
-from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 from hf_static_kv.kernels.rotary_triton import rotary_triton
-from hf_static_kv.kernels.turn_and_write_triton import turn_and_write_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
@@ -142,87 +137,6 @@ class TestRotary:
     def test_what_the_kernel_does_not_take_is_computed_plainly(self):
         query, key, angles = normal(1, 2, 3, 8), normal(1, 1, 3, 8), normal(1, 3, 8).double()  # of another dtype
         assert torch.equal(rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0])
-
-
-def projected(batch, heads, kv_heads, dim, value_dim, dtype):
-    """Queries, keys and values as one projection of all three leaves them: side by side, heads after tokens."""
-    sizes = [heads * dim, kv_heads * dim, kv_heads * value_dim]
-    parts = normal(batch, 1, sum(sizes), dtype=dtype).split(sizes, dim=-1)
-    return [x.unflatten(-1, (-1, d)).transpose(1, 2) for x, d in zip(parts, (dim, dim, value_dim), strict=True)]
-
-
-class TestTurnAndWrite:
-    LAYERS, ROOM = 3, 5
-
-    def storage(self, batch, kv_heads, dim, value_dim, dtype):
-        return [normal(self.LAYERS, batch + 1, kv_heads, self.ROOM, d, dtype=dtype) for d in (dim, value_dim)]
-
-    @pytest.mark.parametrize("style", [None, *STYLES], ids=str)
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(
-        ("heads", "kv_heads", "dim", "value_dim"), [(4, 2, 64, 64), (4, 1, 256, 256), (3, 3, 96, 32), (2, 1, 128, 20)]
-    )
-    @pytest.mark.parametrize(("batch", "angle_rows"), [(1, 1), (3, 3), (3, 1)])
-    def test_it_has_the_bits_of_its_parts(self, batch, angle_rows, heads, kv_heads, dim, value_dim, dtype, style):
-        query, key, value = projected(batch, heads, kv_heads, dim, value_dim, dtype)
-        cos, sin = normal(angle_rows, 1, 2 * dim, dtype=dtype).chunk(2, dim=-1)
-        norms = style and tuple(Norm(normal(dim, dtype=dtype, seed=n), 10.0**-n, style) for n in (4, 6))
-        both = [query, key]
-        if norms:
-            both = [rms_norm_triton(x, None, *norm[:2], *style)[1] for x, norm in zip(both, norms, strict=True)]
-        expected = rotary_triton(*both, cos, sin)
-        keys, values = self.storage(batch, kv_heads, dim, value_dim, dtype)
-        written = keys.clone(), values.clone()
-        for storage, states in zip(written, (expected[1], value), strict=True):
-            storage[1, :batch, :, 3] = states[:, :, 0]
-        slot, layer = torch.tensor([3], device=DEVICE), torch.tensor(1, device=DEVICE)
-        got = turn_and_write_triton(Heads(query, key, norms, cos, sin), value, keys, values, slot, layer)
-        assert torch.equal(got, expected[0])
-        assert torch.equal(keys, written[0])
-        assert torch.equal(values, written[1])
-
-    def test_a_full_cache_is_not_written(self):
-        query, key, value = projected(2, 4, 2, 16, 16, torch.float32)
-        keys, values = self.storage(2, 2, 16, 16, torch.float32)
-        angles, before = normal(2, 1, 16), (keys.clone(), values.clone())
-        slot, layer = torch.tensor([self.ROOM], device=DEVICE), torch.tensor(0, device=DEVICE)
-        got = turn_and_write_triton(Heads(query, key, None, angles, angles), value, keys, values, slot, layer)
-        assert torch.equal(got, rotary_plain(query, key, angles, angles)[0])
-        assert torch.equal(keys, before[0])
-        assert torch.equal(values, before[1])
-
-    def test_heads_that_stand_beside_others_are_not_copied(self, monkeypatch):
-        query, key, value = projected(3, 4, 2, 64, 64, torch.float32)
-        norms, angles, read = (Norm(normal(64), 1e-6, STYLES[0]),) * 2, normal(3, 1, 64), []
-        monkeypatch.setattr(turning, "launch", lambda kernel, grid, on, *args, **options: read.extend(args[:3]))
-        number = torch.zeros(1, dtype=torch.int64, device=DEVICE)
-        heads = Heads(query, key, norms, angles, angles)
-        assert is_one_kernel(heads)
-        turn_and_write_triton(heads, value, *self.storage(3, 2, 64, 64, torch.float32), number, number)
-        assert [x.data_ptr() for x in read] == [x.data_ptr() for x in (query, key, value)]
-
-    def test_what_does_not_fit(self):
-        (query, key, _), angles = projected(2, 4, 2, 64, 64, torch.float32), normal(2, 1, 64)
-        norms = tuple(Norm(normal(64), 1e-6, style) for style in STYLES[:2])
-        assert is_one_kernel(Heads(query, key, None, angles, angles))
-        assert is_one_kernel(Heads(query, key, norms[:1] * 2, angles, angles))
-        assert not is_one_kernel(Heads(query, key, norms, angles, angles))  # unlike styles
-        assert not is_one_kernel(Heads(query, key, None, angles.double(), angles.double()))
-        assert not is_one_kernel(Heads(query, key, None, angles[..., :32], angles[..., :32]))  # a part of the head
-        two = [torch.cat([x, x], dim=2) for x in (query, key)]
-        assert not is_one_kernel(Heads(*two, None, angles.repeat(1, 2, 1), angles.repeat(1, 2, 1)))  # tokens
-        # Rows that begin elsewhere than those of a tensor of their own: another order of their sums.
-        aside = normal(2, 1, 6 * 64 + 1)[..., 1:].split([4 * 64, 2 * 64], dim=-1)
-        aside = [x.unflatten(-1, (-1, 64)).transpose(1, 2) for x in aside]
-        assert not is_one_kernel(Heads(*aside, norms[:1] * 2, angles, angles))
-
-    def test_values_whose_last_dim_is_not_contiguous(self):
-        query, key, value = projected(2, 4, 2, 16, 16, torch.float32)
-        keys, values = self.storage(2, 2, 16, 16, torch.float32)
-        value, angles = value.transpose(1, 3).contiguous().transpose(1, 3), normal(2, 1, 16)
-        slot, layer = torch.tensor([1], device=DEVICE), torch.tensor(2, device=DEVICE)
-        turn_and_write(Heads(query, key, None, angles, angles), value, keys, values, slot, layer)
-        assert torch.equal(values[2, :2, :, 1], value[:, :, 0])
 
 
 class TestCounting:

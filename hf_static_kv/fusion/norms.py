@@ -6,13 +6,14 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import local
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_static_kv.fusion.promises import Promise, Promises, promises_around, version
 from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
 
@@ -37,6 +38,13 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
         yield list(norms)
 
 
+class _ThisThread(local):
+    sums: FusedSums | None = None  # what is around the pass that runs
+
+
+_THIS_THREAD = _ThisThread()
+
+
 class _Norm:
     def __init__(self, module: Module, eps: float, style: NormStyle) -> None:
         self.module: Any = module
@@ -50,17 +58,16 @@ class _Norm:
         return Norm(self.module.weight, self.eps, self.style)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        sums = promises_around()
-        if not isinstance(sums, FusedSums):
+        if torch.compiler.is_compiling() or (sums := _THIS_THREAD.sums) is None:
             return rms_norm(hidden_states, *self.parts)
         output = self.output
-        known = hidden_states is self.sum and version(hidden_states) == self.version
+        known = hidden_states is self.sum and _version(hidden_states) == self.version
         self.sum = self.output = None
         return output if known and output is not None else sums.norm_of(hidden_states, self)
 
     def of_sum(self, x: torch.Tensor, other: torch.Tensor, first: Norm | None = None) -> torch.Tensor:
         self.sum, self.output = sum_and_rms_norm(x, other, *self.parts, first)
-        self.version = version(self.sum)
+        self.version = _version(self.sum)
         return self.sum
 
     def fits(self, x: torch.Tensor) -> bool:
@@ -114,16 +121,16 @@ def _eps(module: Module) -> float:
     return float(next(getattr(module, name) for name in _EPS_NAMES if hasattr(module, name)))
 
 
-class FusedSums(Promises):
+class FusedSums(TorchFunctionMode):
     """Around each pass of a model with fused norms: a sum is computed together with the norms around it.
 
         s = x + first(other), then follower(s)        in one kernel, or without the first where there is none
 
     The first pass shows which these are; in a later one the n-th sum is taken for the n-th sum of the first. A follower
     looks whether its input is the tensor that it was computed for. A first norm whose output goes nowhere but into its
-    sum gives a promise in its place, and so does a norm of heads, whatever it is for. So a guess that fails costs time
-    alone, as long as what torch does not see (what a pass keeps for later, say) stays the same. What a compiler looks
-    into is left to it.
+    sum gives a promise in its place, and any other operation that is handed the promise is given what it stands for. So
+    a guess that fails costs time alone, as long as what torch does not see (what a pass keeps for later, say) stays the
+    same. What a compiler looks into is left to it.
     """
 
     def __init__(self) -> None:
@@ -133,73 +140,88 @@ class FusedSums(Promises):
         self.firsts: set[_Norm | None] = set()
         self.is_known = False
         self.watched: _Watched | None = None
+        self.promises: dict[int, _Promise] = {}  # of this pass, by the identity of what stands in
         self.count = 0
 
     def __enter__(self) -> FusedSums:
         self.count, self.watched = 0, None if self.is_known else _Watched()
-        super().__enter__()
+        _THIS_THREAD.sums = self
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self.watched is not None and error[0] is None:
             self.norms, self.is_known = self.watched.around_sums(), True
             self.firsts = {first for _, first in self.norms}
-        self.watched = None
+        _THIS_THREAD.sums, self.watched, self.promises = None, None, {}
 
-    def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        promised = [self.of(arg) for arg in args]
-        meant = [
-            promise.x if isinstance(promise, NormPromise) else a for a, promise in zip(args, promised, strict=True)
-        ]
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.compiler.is_compiling():
+            return func(*args, **kwargs)
+        return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        promised = [self.promises.get(id(arg)) for arg in args]
+        meant = [arg if promise is None else promise.x for arg, promise in zip(args, promised, strict=True)]
         is_sum = func in _SUMS and not kwargs and _are_alike(*meant)
         if self.watched is not None:
-            return self.watched.call(func, self.kept(args), self.kept(kwargs), is_sum)
+            return self.watched.call(func, args, kwargs, is_sum)
         follower, first = self._next_norms() if is_sum else (None, None)
-        if follower is None or not follower.fits(meant[0]):
-            return super().call(func, args, kwargs)
+        if follower is not None and not follower.fits(meant[0]):
+            follower = None
         for i, promise in enumerate(promised):
-            if isinstance(promise, NormPromise) and promise.norm is first and promise.is_open():
-                return follower.of_sum(self.kept(args[1 - i]), promise.x, promise.parts)
-        return follower.of_sum(*self.kept(args))
+            if follower is not None and promise is not None and promise.norm is first and promise.value is None:
+                return follower.of_sum(self._kept(args[1 - i]), promise.untouched, promise.parts)
+        args, kwargs = [self._kept(arg) for arg in args], {name: self._kept(arg) for name, arg in kwargs.items()}
+        return func(*args, **kwargs) if follower is None else follower.of_sum(*args)
 
     def _next_norms(self) -> tuple[_Norm | None, _Norm | None]:
         self.count += 1
         return self.norms[self.count - 1] if self.count <= len(self.norms) else (None, None)
 
     def norm_of(self, x: torch.Tensor, norm: _Norm) -> torch.Tensor:
-        """What a norm gives in this pass: a promise where another kernel may compute it."""
-        x = self.kept(x)
-        if norm in self.firsts or (x.ndim == 4 and not x.is_inference()):
-            return self.give(NormPromise(x, norm))
-        return rms_norm(x, *norm.parts) if self.watched is None else self.watched.norm_of(x, norm)
+        """What a norm gives in this pass: a promise where its sum computes it."""
+        if self.watched is not None:
+            return self.watched.norm_of(x, norm)
+        x = self._kept(x)
+        if norm not in self.firsts:
+            return rms_norm(x, *norm.parts)
+        promise = _Promise(x, norm)
+        self.promises[id(promise.stand_in)] = promise
+        return promise.stand_in
+
+    def _kept(self, value: Any) -> Any:
+        """The value, or what was promised by it; lists of such too."""
+        if isinstance(value, list | tuple | dict) and self.promises:
+            return tree_map(self._kept_one, value)
+        return self._kept_one(value)
+
+    def _kept_one(self, value: Any) -> Any:
+        promise = self.promises.get(id(value))
+        return value if promise is None else promise.keep()
 
 
-class NormPromise(Promise):
-    """The norm of `x`."""
+class _Promise:
+    """The output of a norm that has not been computed: a tensor without numbers, and what they would be made from."""
 
     def __init__(self, x: torch.Tensor, norm: _Norm) -> None:
-        parts = norm.parts
-        super().__init__(x, lambda: rms_norm(x, *parts), x)
-        self.x, self.norm, self.parts = x, norm, parts
+        self.stand_in = torch.empty_like(x, device="meta")
+        self.x, self.norm, self.parts, self.version = x, norm, norm.parts, _version(x)
+        self.value: torch.Tensor | None = None
 
-    def transposed(self, dim0: int, dim1: int) -> Promise | None:
-        rows = self.x.ndim - 1
-        return None if rows in (dim0 % self.x.ndim, dim1 % self.x.ndim) else _Transposed(self, dim0, dim1)
-
-
-class _Transposed(NormPromise):
-    """The same rows in another order."""
-
-    def __init__(self, own: NormPromise, dim0: int, dim1: int) -> None:
-        super().__init__(own.x.transpose(dim0, dim1), own.norm)
-        self.own, self.dims = own, (dim0, dim1)
-
-    def is_open(self) -> bool:
-        return self.own.is_open()
+    @property
+    def untouched(self) -> torch.Tensor:
+        if _version(self.x) != self.version:
+            raise RuntimeError("The input of a norm was written before its output was used, which it was not at first.")
+        return self.x
 
     def keep(self) -> torch.Tensor:
-        return self.own.keep().transpose(*self.dims)
+        """The numbers, computed once: whoever writes into them means the same ones."""
+        if self.value is None:
+            self.value = rms_norm(self.untouched, *self.parts)
+        return self.value
 
 
 class _Watched:
@@ -223,7 +245,7 @@ class _Watched:
         self._used([x], None)
         if (found := self.sums.get(id(x))) is not None:
             self.followers[found[0]] = norm
-        output = _Output(rms_norm(x, *norm.parts), x, version(x), norm, [])
+        output = _Output(rms_norm(x, *norm.parts), x, _version(x), norm, [])
         self.outputs[id(output.value)] = output
         return output.value
 
@@ -253,10 +275,15 @@ class _Output(NamedTuple):
 
     def follows_from_its_input(self) -> bool:
         """Whether it could be made now: its input was not written meanwhile."""
-        return not self.x.is_inference() and version(self.x) == self.version
+        return not self.x.is_inference() and _version(self.x) == self.version
 
 
 _SUMS = (torch.Tensor.add, torch.Tensor.__add__, torch.add)
+
+
+def _version(x: torch.Tensor) -> int:
+    """How often a tensor was written in place."""
+    return 0 if x.is_inference() else x._version
 
 
 def _are_alike(x: Any, other: Any = None, *rest: Any) -> bool:

@@ -1,23 +1,19 @@
-"""Rotary positions: angles from a table, and one kernel that turns queries and keys, and writes them too."""
+"""Rotary positions: angles from a table, and one kernel that turns queries and keys."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.nn import Module
 
-from hf_static_kv.fusion.norms import NormPromise
-from hf_static_kv.fusion.promises import Promise, Promises, promises_around
 from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels import rotary
-from hf_static_kv.kernels.storage_ops import write_token
-from hf_static_kv.kernels.turn_and_write import Heads, is_one_kernel, turn_and_write
 
 _ROTARY_NAME = "apply_rotary_pos_emb"
 _OWN: dict[str, tuple[Callable[..., Any], int]] = {}  # of each file: its function, and how many contexts replace it
@@ -106,56 +102,4 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
 
 
 def _rotary(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if len(args) != 4 or kwargs:
-        return own(*args, **kwargs)
-    if (promises := promises_around()) is not None:
-        heads = _heads(promises, *args)
-        if is_one_kernel(heads):
-            both = cache(heads.turned)
-            query = Promise(heads.query, lambda: both()[0], *heads.tensors())
-            return promises.give(query), promises.give(_TurnedKey(heads, lambda: both()[1], query))
-        args = promises.kept(args)
-    return rotary.rotary(*args) if rotary.is_served(*args) else own(*args)
-
-
-def _heads(promises: Promises, query: Any, key: Any, *angles: Any) -> Heads:
-    """As they are before their norms, where these are promised and one kernel can do it all."""
-    cos, sin = promises.kept(angles)
-    of_query, of_key = promises.of(query), promises.of(key)
-    if (
-        isinstance(of_query, NormPromise)
-        and isinstance(of_key, NormPromise)
-        and of_query.is_open()
-        and of_key.is_open()
-    ):
-        heads = Heads(of_query.x, of_key.x, (of_query.parts, of_key.parts), cos, sin)
-        if is_one_kernel(heads):
-            return heads
-    return Heads(promises.kept(query), promises.kept(key), None, cos, sin)
-
-
-class _TurnedKey(Promise):
-    """The key of these heads after it is turned; the query is promised beside it."""
-
-    def __init__(self, heads: Heads, make: Callable[[], torch.Tensor], query: Promise) -> None:
-        super().__init__(heads.key, make, *heads.tensors())
-        self.heads, self.query = heads, query
-
-
-def write_turned(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    key_states: torch.Tensor,
-    value_states: torch.Tensor,
-    slot: torch.Tensor,
-    layer: torch.Tensor,
-) -> None:
-    """`write_token`, in one kernel with the turning before it where nobody has asked for that yet."""
-    promises = promises_around()
-    key = None if promises is None else promises.of(key_states)
-    if promises is not None and isinstance(key, _TurnedKey) and key.is_open() and key.query.is_open():
-        value_states = promises.kept(value_states)
-        if (key.heads.key.dtype, value_states.dtype) == (keys.dtype, values.dtype):
-            key.query.value = turn_and_write(key.heads, value_states, keys, values, slot, layer)
-            return
-    write_token(keys, values, key_states, value_states, slot, layer)
+    return rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_served(*args) else own(*args, **kwargs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ from hf_static_kv.kernels.rms_norm import Norm
 
 @triton.jit
 def _rms_norm(
-    x, other, weight, first_weight, summed, output, eps, offset, first_eps, first_offset,
+    x, other, weight, first_weight, summed, output, eps, offset, first_eps, first_offset, rows, x_block, x_row,
     D: tl.constexpr, TILE: tl.constexpr, CAST_FIRST: tl.constexpr, FIRST_CAST_FIRST: tl.constexpr,
     IS_SUM: tl.constexpr, HAS_FIRST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -21,7 +23,7 @@ def _rms_norm(
     first_w = tl.load(first_weight + d, mask=d < D, other=0.0) if HAS_FIRST else w
     after_previous(EARLY)
     at = row * D + d
-    y = tl.load(x + at, mask=d < D, other=0.0)
+    y = tl.load(x + row // rows * x_block + row % rows * x_row + d, mask=d < D, other=0.0)
     if IS_SUM:
         term = tl.load(other + at, mask=d < D, other=0.0)
         if HAS_FIRST:
@@ -33,20 +35,8 @@ def _rms_norm(
 
 @triton.jit
 def _normed(x, w, eps, offset, D: tl.constexpr, CAST_FIRST: tl.constexpr):
-    return scaled(x, scale_of_row(x, eps, D), w, offset, CAST_FIRST)
-
-
-@triton.jit
-def scale_of_row(x, eps, D: tl.constexpr):
-    """What the numbers of a row are multiplied by."""
     y = x.to(tl.float32)
-    return tl.rsqrt(tl.sum(y * y, 0) / D + eps)
-
-
-@triton.jit
-def scaled(x, scale, w, offset, CAST_FIRST: tl.constexpr):
-    """They, times the weight."""
-    y = x.to(tl.float32) * scale
+    y = y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)
     y = y.to(x.dtype).to(tl.float32) * w.to(tl.float32) if CAST_FIRST else y * (offset + w.to(tl.float32))
     return y.to(x.dtype)
 
@@ -61,18 +51,31 @@ def rms_norm_triton(
     first: Norm | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x, or its sum with `other`, of which the `first` norm is taken where there is one; and the norm of that."""
-    x = x.contiguous()
-    output, dim = torch.empty_like(x), x.shape[-1]
-    summed = x if other is None else torch.empty_like(x)
+    blocks, dim = _blocks(x), x.shape[-1]
+    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = x if other is None else torch.empty_like(output)
     tile = triton.next_power_of_2(dim)
     first_weight, first_eps, (first_offset, first_cast) = (
         (weight, eps, (offset, cast_first)) if first is None else first
     )
     launch(
         _rms_norm, (x.numel() // dim,), x,
-        x, x if other is None else other.contiguous(), weight, first_weight, summed, output,
-        eps, offset, first_eps, first_offset, D=dim, TILE=tile, CAST_FIRST=cast_first, FIRST_CAST_FIRST=first_cast,
+        blocks, blocks if other is None else other.contiguous(), weight, first_weight, summed, output,
+        eps, offset, first_eps, first_offset, blocks.shape[1], *blocks.stride()[:2],
+        D=dim, TILE=tile, CAST_FIRST=cast_first, FIRST_CAST_FIRST=first_cast,
         IS_SUM=other is not None, HAS_FIRST=first is not None, num_warps=min(16, max(1, tile // 256)),
         enable_fp_fusion=False,  # so that the norm of a sum has the bits of the norm alone
     )  # fmt: skip
     return summed, output
+
+
+def _blocks(x: torch.Tensor) -> torch.Tensor:
+    """`x` as blocks of rows [-1, rows, D] of even strides: the heads of a query that stands beside its key, uncopied.
+
+    Only where these are aligned as rows of a contiguous tensor are: the order of a sum depends on it.
+    """
+    is_aligned = all(n % 16 == 0 for n in (x.data_ptr(), x.shape[-1], *x.stride()[:-1]))
+    if not x.is_contiguous() and x.ndim > 2 and x.stride(-1) == 1 and is_aligned:
+        with suppress(RuntimeError):  # no such view
+            return x.view(-1, *x.shape[-2:])
+    return x.contiguous().view(-1, 1, x.shape[-1])

@@ -14,7 +14,7 @@ def rotary(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query and key, turned to their positions; each product and the sum are rounded to the model's dtype."""
-    if query.is_cuda and is_served(query, key, cos, sin):
+    if is_served(query, key, cos, sin):
         from hf_static_kv.kernels.rotary_triton import rotary_triton
 
         return rotary_triton(query, key, cos, sin)
@@ -22,8 +22,8 @@ def rotary(
 
 
 def is_served(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the kernel takes this: all of one dtype, every dim of a head turned."""
-    if query.ndim != 4:
+    """Whether the kernel takes this: on a GPU, all of one dtype, every dim of a head turned."""
+    if not query.is_cuda or query.ndim != 4:
         return False
     batch, _, length, dim = query.shape
     return (

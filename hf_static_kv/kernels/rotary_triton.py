@@ -26,14 +26,13 @@ def _rotary(
     after_previous(EARLY)
     first, second = tl.load(x + d, mask=here), tl.load(x + HALF + d, mask=here)
     cos_at, sin_at = cos + b * cos_b + t * cos_t + d, sin + b * sin_b + t * sin_t + d
-    tl.store(y + d, turned(first, -second, tl.load(cos_at, mask=here), tl.load(sin_at, mask=here)), mask=here)
+    tl.store(y + d, _turned(first, -second, tl.load(cos_at, mask=here), tl.load(sin_at, mask=here)), mask=here)
     cos_2, sin_2 = tl.load(cos_at + HALF, mask=here), tl.load(sin_at + HALF, mask=here)
-    tl.store(y + HALF + d, turned(second, first, cos_2, sin_2), mask=here)
+    tl.store(y + HALF + d, _turned(second, first, cos_2, sin_2), mask=here)
 
 
 @triton.jit
-def turned(x, other, cos, sin):
-    """`other` is what stands opposite in the head, negated in the first half."""
+def _turned(x, other, cos, sin):
     straight = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
     across = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
     return (straight.to(tl.float32) + across.to(tl.float32)).to(x.dtype)

@@ -26,8 +26,7 @@ def write_token(
 ) -> None:
     """Put the states [B, H, 1, D] of one layer at the position that `slot` holds."""
     if key_states.dtype != keys.dtype or value_states.dtype != values.dtype:
-        states = " and ".join(dict.fromkeys(str(x.dtype) for x in (key_states, value_states)))
-        raise ValueError(f"The storage is {keys.dtype} and the states are {states}: they must be alike.")
+        raise ValueError(f"The storage is {keys.dtype} and the states are {key_states.dtype}: they must be alike.")
     if keys.is_cuda:
         from hf_static_kv.kernels.write_token_triton import write_token_triton
 
