@@ -4,6 +4,8 @@
 # make results   benchmarks/RESULTS.md and its pictures, from the records in benchmarks/results
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 PYTHON ?= python3
+# Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: test compare test-gpu test-5.17 results bench-update clean
 
