@@ -175,17 +175,17 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
 
 def measure_all(names: list[str], workload: Workload, uncached_tokens: int, trials: int) -> Record:
     """The whole record: every contender that ran with its summary, every one that did not with the reason."""
-    bytes_per_second = measure_bandwidth(workload.device)
+    bandwidth = measure_bandwidth(workload.device) / 1e9
     rows = contest(names, workload, uncached_tokens, trials)
     for row in rows:
         if "error" not in row and "unavailable" not in row:
-            row["summary"] = summarize(row, workload.prompt_len, workload.batch_size, bytes_per_second)
+            row["summary"] = summarize(row, workload.prompt_len, workload.batch_size, bandwidth * 1e9)
     return {
         **provenance(workload.device),
         "workload": asdict(workload),
         "random_weights": workload.has_random_weights,
         "trials": trials,
-        "bandwidth_gb_per_s": bytes_per_second / 1e9,
+        "bandwidth_gb_per_s": bandwidth,
         "contenders": rows,
     }
 

@@ -3,6 +3,7 @@
 import csv
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -523,12 +524,15 @@ class TestRecords:
         # Those that are asked for by name, or all.
         asked = re.search(r"--contenders (\S+)", record["command"])
         assert [row["name"] for row in ran] == asked[1].split(",") if asked else len(ran) >= 4
-        for row in ran:
-            expected = summarize(row, w["prompt_len"], w["batch_size"], record["bandwidth_gb_per_s"] * 1e9)
-            share = row["summary"].pop("bandwidth_share")
-            # From bytes to GB and back: two roundings.
-            assert share == pytest.approx(expected.pop("bandwidth_share"), rel=2**-51, abs=0)
-            assert row["summary"] == expected
+        # Some records rounded the bandwidth after the summaries were made of it: then one that rounds to the same.
+        rounded = record["bandwidth_gb_per_s"]
+        near = (math.nextafter(rounded * 1e9, 0), rounded * 1e9, math.nextafter(rounded * 1e9, math.inf))
+        summaries = [
+            [summarize(row, w["prompt_len"], w["batch_size"], bandwidth) for row in ran]
+            for bandwidth in near
+            if bandwidth / 1e9 == rounded
+        ]
+        assert [row["summary"] for row in ran] in summaries
 
     def test_three_dev_models_with_all_five_contenders_on_the_gpu(self):
         from write_results import generation_records
@@ -557,7 +561,7 @@ class TestRecords:
             assert (BENCHMARKS / "results" / name).read_bytes().startswith(b"\x89PNG")
 
     def test_the_readme_shows_the_overview(self):
-        from write_results import generation_records, overview, spread_between_runs
+        from write_results import generation_records, overview, reruns, spread_between_runs
 
         readme, records = (ROOT / "README.md").read_text(), generation_records("h200")
         assert overview(records) in readme
@@ -573,8 +577,22 @@ class TestRecords:
         assert f"takes {ours[0]} ms in a cache for 512 and {ours[1]} ms in one for 8,192" in words
         assert f"where `StaticCache` takes {theirs[0]} and {theirs[1]}." in words
         pace = [ms["dynamic"] / ms["contiguous"] * 100 for ms in decode]
-        assert f"ran at {min(pace):.0f} to {max(pace):.0f} % of the pace of `DynamicCache`, less apart" in words
-        assert max(abs(percent - 100) for percent in pace) < spread_between_runs()[0] * 100
+        earlier = [
+            ms["dynamic"] / ms["contiguous"] * 100
+            for _, others in reruns()
+            for ms in ({r["name"]: r["summary"]["decode_ms"]["median"] for r in rec["contenders"]} for rec in others)
+            if "contiguous" in ms
+        ]
+        apart = [
+            record["workload"]["model"]
+            for record in records
+            for ms in [{row["name"]: row["summary"]["decode_ms"] for row in record["contenders"]}]
+            if ms["dynamic"]["max"] < ms["contiguous"]["min"] or ms["contiguous"]["max"] < ms["dynamic"]["min"]
+        ]
+        assert (
+            f"ours ran at {min(pace):.0f} to {max(pace):.0f} % of the pace of `DynamicCache`, outside the spread on "
+            f"{_listed(apart)} alone, and at {min(earlier):.0f} to {max(earlier):.0f} % in earlier runs;"
+        ) in words
 
     def test_what_the_readme_says_of_the_decoder(self):
         from write_results import generation_records
@@ -643,7 +661,7 @@ def _first_tokens(row):
 
 def _listed(words):
     *most, last = words
-    return f"{', '.join(most)} and {last}"
+    return f"{', '.join(most)} and {last}" if most else last
 
 
 def _range(figures, digits=2):
