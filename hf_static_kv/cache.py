@@ -20,6 +20,7 @@ from hf_static_kv.layout import (
     plan_layers,
     refuse_beyond_positions,
 )
+from hf_static_kv.request import Request, check_request, running_request
 from hf_static_kv.storage import LayerShape, StorageGroup
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ class StaticContiguousCache(Cache):
         # Layers whose storage was sized by another layer's states: a guess, until the first step is complete.
         self._guessed: set[int] = set()
         self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
+        self._known_ids: torch.Tensor | None = None  # [B, k], the first tokens of the text as far as they are known
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
     # --- storage
@@ -211,6 +213,37 @@ class StaticContiguousCache(Cache):
         """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
         return sum(group.num_bytes for group in self._groups)
 
+    # --- the call
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` marks a user's cache here, before its first pass: the moment to look at what it was asked for.
+        request = running_request()
+        if request is None:
+            return
+        if isinstance(request.custom_generate, type):
+            name = request.custom_generate.__name__
+            raise TypeError(f"custom_generate takes an object and not a class: pass {name}().")
+        if request.custom_generate is None:  # a loop of one's own may read a prompt in another way
+            self.begin_call(request)
+
+    def begin_call(self, request: Request) -> None:
+        """Refuse what this cache cannot serve with a `ValueError`; else remember the tokens of the prompt.
+
+        `generate` has this called before its first pass, and a custom loop may call it.
+        """
+        check_request(request, self.seq_len, self.max_cache_len, self._known_ids)
+        if request.is_whole and request.embeds is None:
+            self.remember(request.input_ids)
+
+    def remember(self, input_ids: torch.Tensor) -> None:
+        """The text begins with these tokens [B, n]; a later prompt that does not is refused."""
+        self._known_ids = input_ids.clone()
+
     # --- the step
 
     def update(
@@ -259,6 +292,7 @@ class StaticContiguousCache(Cache):
                 self.layers[layer_idx].length,
             )
             self._discard_step()
+            self._known_ids = None
         if self._step_kind is not None and self._step_kind != kind:
             raise ValueError(
                 f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
@@ -333,12 +367,14 @@ class StaticContiguousCache(Cache):
             if layer is not shortest:
                 layer.crop(tokens_to_remove)
         self._discard_step()
+        if self._known_ids is not None:
+            self._known_ids = self._known_ids[:, : self.seq_len]
 
     def reset(self) -> None:
         """Forget the text, keep the storage and its address. No tensor is touched."""
         for layer in self.layers:
             layer.reset()
-        self._step_kind = None
+        self._step_kind = self._known_ids = None
 
     # --- the batch
 
@@ -380,6 +416,7 @@ class StaticContiguousCache(Cache):
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
             )
         self._discard_step()
+        self._known_ids = None
         for layer in filled:
             layer.take_rows(indices)
 

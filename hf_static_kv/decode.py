@@ -10,8 +10,7 @@ way. What cannot be captured runs in transformers' own loop, with one warning th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,15 +27,17 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import debug
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass, without_cudnn
+from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass
 from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.generation import Call, Run, attention_of
+from hf_static_kv.generation import Call, NotCaptured
 from hf_static_kv.loading import load_inductor, load_triton
+from hf_static_kv.patching import attention_for_a_while
+from hf_static_kv.run import Run
 from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
 from hf_static_kv.steps import StepRecorder
+from hf_static_kv.trial import compare
 
 logger = logging.getLogger(__name__)
-_MASKED = -1e4  # a logit below this one is no result
 _MOST_STEPS = 8  # of one cache
 _LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 
@@ -99,50 +100,58 @@ class GraphDecoder:
         return output
 
     def _generate(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        call.refuse_beams()
-        call.refuse_to_go_without()
+        call.refuse_what_is_not_decoding()
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
-        call.refuse_overflow()
-        if call.input_ids.is_cuda and not self._steps:
+        if call.device.type == "cuda" and not self._steps:
             self._load_compilers()
+        streamer = call.request.streamer
+        if streamer is None and self.streamer is not None:  # to its own `generate` has given the prompt
+            streamer = self.streamer
+            streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
         self.fallback_reason = call.why_not() or self._refused(call)
-        if self.streamer is not None:
-            self.streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
         if self.fallback_reason is None:
-            output = self._captured(call)
-            if output is not None:
-                return output
+            try:
+                return self._captured(call, streamer)
+            except NotCaptured as reason:
+                self.fallback_reason = str(reason)
         self._warn_once(f"{self.fallback_reason}. This call runs in the loop of `generate`, at its pace")
-        return call.in_the_loop_of_generate(self.streamer)
+        return call.run_in_generate(streamer)
 
     def _load_compilers(self) -> None:
         load_triton()
         if self.compile == "layers":
             load_inductor()
 
-    def _captured(self, call: Call) -> GenerateDecoderOnlyOutput | torch.Tensor | None:
-        """The whole generation; None, with the reason noted and the cache as it was, where the step cannot be had."""
+    def _captured(self, call: Call, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
+        """The whole generation. Raises `NotCaptured`, with the cache as it was, where the step cannot be had."""
         cache, before = call.cache, call.cache.seq_len
-        logits = call.prefill()
-        with call.model._optimize_model_for_decode():
-            step = self._step(call) if call.longest > call.input_ids.shape[1] + 1 else None
-            if isinstance(step, str):
-                self.fallback_reason = step
-                cache.crop(before - cache.seq_len)
-                return None
-            run = Run(call, self.streamer)
-            # A replay does not look at the model, and to give it another attention takes a millisecond.
-            is_replayed = step is None or step.graph is not None
-            with nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention):
-                _run_on(step, run, call, logits)
+        try:
+            logits = call.prefill()
+            with call.model._optimize_model_for_decode():
+                is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
+                step = self._step(call, is_greedy) if call.max_length > call.input_ids.shape[1] + 1 else None
+        except NotCaptured:
+            cache.crop(before - cache.seq_len)
+            raise
+        run = Run(call, streamer)
+        # A replay does not look at the model, and to give it another attention takes a millisecond.
+        is_replayed = step is None or step.graph is not None
+        with (
+            call.model._optimize_model_for_decode(),
+            nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention),
+        ):
+            _run_on(step, run, call, logits)
         cache.crop(-run.overrun)
+        run.refuse_to_be_cut_short(cache)
+        if call.request.is_whole and call.request.embeds is None:
+            cache.remember(run.ids[:, : cache.seq_len])
         return run.result(cache)
 
-    def _step(self, call: Call) -> DecodeStep | str:
-        """The step for this call, or why there is none; made at the first use of its kind."""
+    def _step(self, call: Call, is_greedy: bool) -> DecodeStep:
+        """The step for this call, made at the first use of its kind."""
         steps = self._steps.setdefault(call.cache, {})
-        key = self._key(call)
+        key = (is_greedy, *call.fingerprint)
         if key in steps:
             steps[key] = steps.pop(key)  # the newest now
             debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
@@ -151,18 +160,26 @@ class GraphDecoder:
             try:
                 # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
                 with torch.inference_mode(False), torch.no_grad():
-                    steps[key] = self._new_step(call)
+                    steps[key] = self._new_step(call, is_greedy)
                 debug.logger.debug("a new step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
             except Exception as error:  # whatever a model does that a fixed step cannot do
                 first_line = next(iter(str(error).splitlines()), "")
                 reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
                 if isinstance(error, torch.OutOfMemoryError):
-                    return reason  # which may pass: the next call tries again
+                    raise NotCaptured(reason) from error  # which may pass: the next call tries again
                 steps[key] = reason
-        return steps[key]
+        step = steps[key]
+        if isinstance(step, str):
+            raise NotCaptured(step)
+        return step
 
     def _make_room(self, steps: dict[Any, DecodeStep | str]) -> None:
-        """A model that is changed between calls, or batches of ever other sizes, would fill the memory with graphs."""
+        """Drop steps whose model is gone, and the oldest where there are too many.
+
+        A model that is changed between calls, or batches of ever other sizes, would fill the memory with graphs.
+        """
+        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
+            del steps[key]
         while len(steps) >= _MOST_STEPS:
             del steps[next(iter(steps))]  # the oldest
             self._warn_once(
@@ -170,27 +187,42 @@ class GraphDecoder:
                 "from call to call, or a number that a module keeps, may be why"
             )
 
-    def _new_step(self, call: Call) -> DecodeStep:
+    def _new_step(self, call: Call, is_greedy: bool) -> DecodeStep:
         """A step, captured on a GPU, and compared with an ordinary one."""
-        kind = GreedyStep if self._is_greedy(call) else DecodeStep
+        kind = GreedyStep if is_greedy else DecodeStep
         step = kind(call.model, call.cache, len(call.origin))
         with attention_for_a_while(call.model, call.own_attention):
-            if call.origin.is_cuda and call.own_attention != TRACED_ATTENTION_NAME:  # rows are taken as they are made
-                step.capture(call.cache.seq_len, call.origin, self.compile)
+            # A trace takes its rows as they are made, so that its step runs without a graph.
+            if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+                step.capture(call.cache.seq_len, call.origin.to(call.device), self.compile)
             with trial_pass():
-                _compare(step, call)
+                compare(step, call)
         return step
 
     def _refused(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
-        known = self._steps.get(call.cache, {}).get(self._key(call)) if call.cache.storage_groups else None
-        return known if isinstance(known, str) else None
+        steps = self._steps.get(call.cache) or {}
+        reasons = {key[1:]: step for key, step in steps.items() if isinstance(step, str)}
+        return reasons.get(call.fingerprint) if reasons else None
 
-    def _key(self, call: Call) -> tuple[Any, ...]:
-        return (self._is_greedy(call), *call.fingerprint)
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that the captured steps hold beside the model and the caches: rotary tables and inputs.
 
-    def _is_greedy(self, call: Call) -> bool:
-        return self.streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
+        What a graph computes with in between is not among them; torch counts it as reserved memory.
+        """
+        kept = (
+            t for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep) for t in s.kept
+        )
+        return sum({tensor.data_ptr(): tensor.nbytes for tensor in kept}.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A graph belongs to one process: a copy captures its own.
+        return {**self.__dict__, "_steps": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._steps = WeakKeyDictionary()
 
     def _warn_once(self, words: str) -> None:
         if words not in self._warned:
@@ -226,56 +258,9 @@ def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) 
     while not is_over:
         flag = step.run_on()
         _count(call)
-        is_over = run.count_on(flag)
+        is_over = run.advance(flag)
     run.take(step.state.text[:, first : call.cache.seq_len + 1])
 
 
 def _kind_of(step: DecodeStep | str) -> str:
     return step if isinstance(step, str) else "a captured graph" if step.graph is not None else "without a graph"
-
-
-def _compare(step: DecodeStep, call: Call) -> None:
-    """Run the step beside an ordinary one and raise where they agree in less than half of their digits.
-
-    That is far above rounding and far below what a step does that computes something else: one in which the model took
-    a length from the host, say, which the graph would hold for ever.
-    """
-    model, cache = call.model, call.cache
-    length, tokens = cache.seq_len, call.last_tokens
-    step.begin(length, call.origin)
-    got = step.run(tokens)  # before the ordinary step, which would write the keys that this one must write
-    mask = torch.arange(length + 1, device=tokens.device) >= call.origin[:, None]
-    positions = length - call.origin[:, None]
-    # The user's own attention, which is no kernel of ours; without cuDNN, which would build a plan for this one call.
-    with attention_for_a_while(model, call.attention), without_cudnn():
-        ordinary = model(
-            input_ids=tokens[:, None], attention_mask=mask.long(), position_ids=positions, past_key_values=cache
-        )
-    cache.crop(length - cache.seq_len)
-    expected = ordinary.logits[:, -1].float()
-    # Some models write a large number or -inf where a token is never to be chosen, which is no measure for the others.
-    is_masked = expected < _MASKED
-    bound = torch.finfo(model.dtype).eps ** 0.5 * expected.masked_fill(is_masked, 0.0).abs().max().item()
-    difference = (got - expected).abs().masked_fill(is_masked & (got < _MASKED), 0.0).max().item()
-    if not difference <= bound:
-        raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
-
-
-@contextmanager
-def attention_for_a_while(model: PreTrainedModel, name: str | dict[str, str | None]) -> Iterator[None]:
-    """The model with this attention implementation, and afterwards with its own again."""
-    before = attention_of(model)
-    try:
-        _set_attention(model, name)
-        yield
-    finally:
-        _set_attention(model, before)
-
-
-def _set_attention(model: PreTrainedModel, name: str | dict[str, str | None]) -> None:
-    if isinstance(name, str):
-        model.set_attn_implementation(name)
-        return
-    model.set_attn_implementation({part: own for part, own in name.items() if own is not None})
-    for part in (part for part, own in name.items() if own is None):  # one that has no attention, and may not be set
-        getattr(model.config, part)._attn_implementation = None

@@ -27,11 +27,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
-from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import gated_mlps, single_linears
 from hf_static_kv.fusion.norms import fused_norms
 from hf_static_kv.fusion.positions import fused_rotary
-from hf_static_kv.generation import attention_of, frequencies_depend_on_length
+from hf_static_kv.generation import frequencies_depend_on_length
+from hf_static_kv.patching import attention_for_a_while, attention_of
 from hf_static_kv.row_operations import is_harmless, row_operation
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

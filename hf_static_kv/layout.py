@@ -135,6 +135,23 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
     return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
 
 
+def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
+    """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model writes."""
+    missing = missing_layers(model, num_layers)
+    if missing:
+        raise ValueError(
+            f"The cache has layers 0 to {num_layers - 1}, and {type(model).__name__} has no layer "
+            f"{', '.join(map(str, missing))}: a step would never be complete. Build the cache with the config of the "
+            f"model that runs; where layers were cut off, set `model.config.num_hidden_layers = {missing[0]}` first."
+        )
+
+
+def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
+    """The numbers below `num_layers` that no module of the model has as its `layer_idx`; none where none has one."""
+    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
+    return [number for number in range(num_layers) if number not in found] if found else []
+
+
 def _layer_configs(config: PreTrainedConfig) -> list[Any]:
     # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
     return list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)

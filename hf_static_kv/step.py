@@ -9,9 +9,10 @@ On a CPU the same step runs without a graph.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from threading import Lock
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
 _WARM_UPS = 2
-_CAPTURING = Lock()  # that waiting is an error holds for the whole process, and so do two captures at once
+_CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
+_SYNC_WARNING = "called a synchronizing CUDA operation"
 _MAX_COMPILED = 256  # steps times kinds of layers in one process; dynamo's own limit of 8 would silently end compiling
 
 
@@ -41,7 +43,8 @@ class DecodeStep:
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
         if len(cache.storage_groups) > 1:
             raise ValueError(f"The layers are of {len(cache.storage_groups)} unlike shapes: a step takes one.")
-        self.model, self.batch_size, self.max_cache_len = model, batch_size, cache.max_cache_len
+        self.batch_size, self.max_cache_len = batch_size, cache.max_cache_len
+        self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
         device, num_layers = cache.layers[0].device, len(cache.layers)
         whole = torch.iinfo(torch.int64).max // 2
         self.windows = torch.tensor([layer.sliding_window or whole for layer in cache.layers], device=device)  # [L]
@@ -56,7 +59,25 @@ class DecodeStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
         self._around_a_pass: AbstractContextManager[object] = nullcontext()
-        self._kept: list[torch.Tensor] = []  # what the graph reads beside the model and the cache
+        self._tables: list[torch.Tensor] = []  # which the graph reads
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        if model is None:
+            raise RuntimeError("The model of this step is gone.")
+        return model
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the model is gone, so that no call can want this step."""
+        return self._model() is None
+
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        """What the step holds beside the model and the cache."""
+        own = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+        return [*own, *self._tables]
 
     def begin(self, length: int, origin: torch.Tensor) -> None:
         """The next token comes to position `length`; the text of row b begins at `origin[b]`."""
@@ -92,7 +113,7 @@ class DecodeStep:
                 changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
                 self._run_once(length, origin)
             # Only now: a table is filled by kernels that run, inside `exact` by ours.
-            self._kept = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
+            self._tables = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "layers":
                 wait_for_inductor()
             changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
@@ -113,6 +134,7 @@ class DecodeStep:
             torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
             raise
         self.graph = graph
+        self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _warm_up(self, length: int, origin: torch.Tensor) -> None:
         """Runs before the capture: they compile the kernels and let libraries allocate what they need.
@@ -124,7 +146,7 @@ class DecodeStep:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for i in range(_WARM_UPS):
-                with _waiting_is_an_error() if i == _WARM_UPS - 1 else nullcontext():
+                with _synchronizing_is_an_error() if i == _WARM_UPS - 1 else nullcontext():
                     self._run_once(length, origin)
         torch.cuda.current_stream().wait_stream(stream)
 
@@ -236,15 +258,30 @@ def _is_numbered(layer: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def _waiting_is_an_error() -> Iterator[None]:
-    before = torch.cuda.get_sync_debug_mode()
+def _synchronizing_is_an_error() -> Iterator[None]:
+    """A pass of this thread that waits for the device raises at its end. Other threads may wait.
+
+    Torch's mode is one for the whole process, so it only warns, and the warnings of other threads are dropped.
+    """
+    before, own_thread, show, seen = torch.cuda.get_sync_debug_mode(), get_ident(), warnings.showwarning, []
+
+    def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if not str(message).startswith(_SYNC_WARNING):
+            show(message, *args, **kwargs)
+        elif get_ident() == own_thread:
+            seen.append(str(message))
+
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", message=_SYNC_WARNING)
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if seen:
+        raise RuntimeError("a pass waits for the device: it called a synchronizing CUDA operation")
 
 
 @contextmanager

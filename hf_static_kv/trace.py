@@ -28,9 +28,8 @@ from hf_static_kv.attention import (
     plain_attention,
     static_contiguous_attention,
 )
-from hf_static_kv.decode import attention_for_a_while
-from hf_static_kv.generation import attention_of
 from hf_static_kv.kernels.decode_attention import decode_attention
+from hf_static_kv.patching import attention_for_a_while, attention_of
 
 
 class AttentionRow(NamedTuple):

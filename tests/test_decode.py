@@ -28,9 +28,9 @@ from transformers import (
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
-from hf_static_kv.decode import attention_for_a_while
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
+from hf_static_kv.patching import attention_for_a_while
 from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
@@ -224,9 +224,10 @@ class TestVectors:
     def test_what_cannot_fit(self, model):
         embeds, cache = model.get_input_embeddings()(PROMPT), StaticContiguousCache(model.config, 20)
         keywords = {**COMMON, "inputs_embeds": embeds, "past_key_values": cache, "custom_generate": GraphDecoder()}
-        with pytest.raises(ValueError, match=r"may grow to 27 tokens .* room for 20.* at most 7 new tokens"):
+        with pytest.raises(ValueError, match=r"13 and 14 new tokens take 26 positions.* has 20.* at most 8 new tokens"):
             model.generate(**keywords)
-        assert model.generate(**{**keywords, "max_new_tokens": 7}).shape == (1, 7)
+        assert model.generate(**{**keywords, "max_new_tokens": 8}).shape == (1, 8)
+        assert cache.seq_len == 20
 
 
 class TestReuse:
@@ -282,8 +283,8 @@ class TestReuse:
         assert steps() == 2
         model.model.norm.variance_epsilon = 0.5
         assert steps() == 3
-        model.model.calls = 7  # a counter of someone's
-        assert steps() == 3
+        model.model.calls = 7
+        assert steps() == 4
 
     @pytest.mark.parametrize("name", ["merged_adapters", "scaling"])
     def test_an_adapter_that_is_merged_or_rescaled_is_another_step(self, model, name):
@@ -393,15 +394,15 @@ class TestReuse:
 class TestRefusals:
     def test_a_text_that_cannot_fit_is_refused_before_any_token(self, model):
         cache, stream = StaticContiguousCache(model.config, 20), Collect()
-        with pytest.raises(ValueError, match=r"may grow to 27 tokens .* room for 20.* >= 27, or ask for at most 7 new"):
+        with pytest.raises(ValueError, match=r"take 26 positions.* has 20.* >= 26, or ask for at most 8 new"):
             run(model, decoder=GraphDecoder(), cache=cache)
         assert cache.seq_len == 0
-        assert torch.equal(
-            run(model, decoder=GraphDecoder(streamer=stream), cache=cache, max_new_tokens=7)[:, :20], run(model)[:, :20]
-        )
+        got = run(model, decoder=GraphDecoder(streamer=stream), cache=cache, max_new_tokens=8)
+        assert torch.equal(got, run(model)[:, :21])
+        assert cache.seq_len == 20
 
     def test_a_call_that_wants_no_cache_is_refused(self, model):
-        with pytest.raises(ValueError, match=r"use_cache=False asks for none.*custom_generate"):
+        with pytest.raises(ValueError, match=r"use_cache=False, and a cache.*custom_generate"):
             run(model, decoder=GraphDecoder(), cache=StaticContiguousCache(model.config, 40), use_cache=False)
 
     @pytest.mark.parametrize("keywords", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
@@ -421,17 +422,17 @@ class TestRefusals:
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
         new, mask = torch.tensor([[9, 31, 60]], device=DEVICE), torch.ones(1, 16, dtype=torch.long, device=DEVICE)
-        with pytest.raises(ValueError, match=r"may grow to 25 tokens .* room for 24.* at most 8 new tokens"):
-            run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=9)
+        with pytest.raises(ValueError, match=r"16 and 10 new tokens take 25 positions.* has 24.* at most 9 new tokens"):
+            run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=10)
         assert cache.seq_len == 13
-        got = run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=8)
-        whole = run(model, torch.cat([PROMPT, new], dim=1), max_new_tokens=8)
+        got = run(model, new, decoder, cache, attention_mask=mask, max_new_tokens=9)
+        whole = run(model, torch.cat([PROMPT, new], dim=1), max_new_tokens=9)
         assert torch.equal(got, whole[:, 13:])
         assert decoder.fallback_reason is None
 
     def test_what_runs_in_the_loop_of_generate_is_refused_at_entry_too(self, model):
         stream = Collect()
-        with pytest.raises(ValueError, match="room for 20"):
+        with pytest.raises(ValueError, match="the cache has 20"):
             run(
                 model,
                 decoder=GraphDecoder(streamer=stream),
@@ -509,7 +510,7 @@ class TestRefusals:
             raise torch.OutOfMemoryError("no memory\nfor a graph")
 
         with monkeypatch.context() as patches:
-            patches.setattr("hf_static_kv.decode._compare", fail)
+            patches.setattr("hf_static_kv.decode.compare", fail)
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert decoder.fallback_reason == "the step cannot be captured (OutOfMemoryError: no memory)"
         cache.reset()
@@ -692,8 +693,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
         assert decoder.fallback_reason is None
         layers = model.config.num_hidden_layers
-        # Four tokens are written and attended to, and one more where the step is compared with an ordinary one.
-        assert calls.count("write") == calls.count("attend") == 5 * layers
+        # Four tokens are written and attended to, and three more where the step is compared with an ordinary one.
+        assert calls.count("write") == calls.count("attend") == 7 * layers
         calls.clear()
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels import rotary
 
 _ROTARY_NAME = "apply_rotary_pos_emb"
+# Tables of the modules that steps were captured with, for other steps: at 32k positions one takes some 30 MB.
+_TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, torch.Tensor]] = WeakKeyDictionary()
 _OWN: dict[str, tuple[Callable[..., Any], int]] = {}  # of each file: its function, and how many contexts replace it
 
 
@@ -27,13 +30,15 @@ def angles_from_tables(model: Module, length: int) -> Iterator[list[torch.Tensor
     """
     modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_itself(m)]
     tables: list[torch.Tensor] = []
-    with replaced({module: _Angles(module, length, tables).forward for module in modules}):
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)  # inside `exact` angles have own bits
+    with replaced({module: _Angles(module, length, name, tables).forward for module in modules}):
         yield tables
 
 
 class _Angles:
-    def __init__(self, module: Module, length: int, tables: list[torch.Tensor]) -> None:
-        self.own, self.length, self.tables = module.forward, length, tables
+    def __init__(self, module: Module, length: int, attention: str | None, tables: list[torch.Tensor]) -> None:
+        self.module, self.own, self.tables = module, module.forward, tables
+        self.length, self.attention = length, attention
         self.by_arguments: dict[tuple[Any, ...], torch.Tensor | None] = {}
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -47,18 +52,26 @@ class _Angles:
 
     def _table(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
         """[length, 2 D] of cosines and sines side by side; None where these are not its rows."""
-        expected = self.own(x, position_ids, *args, **kwargs)
-        positions = torch.arange(self.length, device=position_ids.device)[None]
-        made = self.own(x, positions, *args, **kwargs)
-        if not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in (*expected, *made)) or len(made) != 2:
-            return None
-        table = torch.cat(made, dim=-1)[0]
-        last = self.own(x, positions[:, -1:], *args, **kwargs)  # at position 0 all angles are alike
-        for at, angles in ((position_ids, expected), (positions[:, -1:], last)):
-            if not torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)):
+        last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are alike
+        expected = [(at, self.own(x, at, *args, **kwargs)) for at in (position_ids, last)]
+        key = (self.length, self.attention, x.dtype, x.device, *args, *kwargs.items())
+        table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
+        if table is None or not _holds(table, expected):
+            positions = torch.arange(self.length, device=position_ids.device)[None]
+            made = self.own(x, positions, *args, **kwargs)
+            if len(made) != 2 or not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in made):
                 return None
+            table = torch.cat(made, dim=-1)[0]
+            if not _holds(table, expected):
+                return None
+            _TABLES[self.module][key] = table
         self.tables.append(table)
         return table
+
+
+def _holds(table: torch.Tensor, expected: list[tuple[torch.Tensor, Any]]) -> bool:
+    """Whether the rows of the table are these angles, position by position."""
+    return all(torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected)
 
 
 @contextmanager
@@ -83,6 +96,11 @@ def fused_rotary(model: Module) -> Iterator[list[str]]:
                 _OWN[name] = (own, users - 1)
             else:
                 setattr(home, _ROTARY_NAME, own)
+
+
+def replaced_function(function: Any) -> Any:
+    """What stood where `fused_rotary` has put this function, or the function itself."""
+    return function.args[0] if isinstance(function, partial) and function.func is _rotary else function
 
 
 def _is_rotary(function: Callable[..., Any]) -> bool:

@@ -1,0 +1,176 @@
+"""What a call of `generate` asks for, and what a cache refuses before the first token.
+
+`generate` hands a cache nothing but states, and a custom loop neither streamer nor assistant. Its own frame has all of
+it, so `running_request` reads that frame. Where the frame cannot be read, a call is checked later, pass by pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
+
+_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__  # below `torch.no_grad`
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One call of `generate`: its prompt and its settings."""
+
+    model: Any
+    input_ids: torch.Tensor  # [B, n]; n = 0 where the prompt is vectors alone
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+    custom_generate: Any = None
+    has_own_limit: bool = True  # False: the length is limited by the defaults of the model alone
+
+    @property
+    def mask(self) -> torch.Tensor | None:
+        """[B, n], 1 where there is a token; None where there is no padding."""
+        return self.model_kwargs.get("attention_mask")
+
+    @property
+    def mask_length(self) -> int:
+        # transformers from 5.18 on leaves out a mask of ones and records its length.
+        return getattr(self.config, "_mask_length", -1) if self.mask is None else self.mask.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Tokens before the prompt, where only the new ones were passed: the mask covers all of them."""
+        return max(0, self.mask_length - self.input_ids.shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt repeats what is cached; `generate` then cuts that off."""
+        return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
+
+    @property
+    def embeds(self) -> torch.Tensor | None:
+        """The prompt as vectors [B, n, hidden], always the whole one."""
+        return self.model_kwargs.get("inputs_embeds")
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt, cached ones included."""
+        return self.past + self.input_ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+
+    @property
+    def max_new_tokens(self) -> int:
+        return max(0, int(self.config.max_length) - self.input_ids.shape[1])
+
+    @property
+    def slots(self) -> int:
+        """Positions of a cache that the longest run writes. The last token of a run is never written."""
+        slots = self.prompt_length + self.max_new_tokens - 1
+        # Prompt lookup may propose this many tokens when two are missing, and all of them are written.
+        proposed = self.config.prompt_lookup_num_tokens
+        return slots + int(proposed) - 1 if proposed else slots
+
+    @property
+    def mode(self) -> GenerationMode:
+        return self.config.get_generation_mode(self.assistant_model)
+
+
+def running_request() -> Request | None:
+    """The request of the innermost `generate` that is running in this thread; None where there is none to be read."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None:
+        return None
+    names = frame.f_locals
+    try:
+        return Request(
+            model=names["self"],
+            input_ids=names["input_ids"],
+            config=names["generation_config"],
+            model_kwargs=names["model_kwargs"],
+            streamer=names["streamer"],
+            assistant_model=names["assistant_model"],
+            synced_gpus=names["synced_gpus"],
+            custom_generate=names["custom_generate"],
+            has_own_limit=_has_own_limit(names["kwargs"], names["generation_config"], names["self"].generation_config),
+        )
+    except KeyError:  # a version of transformers that names its variables otherwise
+        return None
+
+
+def _has_own_limit(kwargs: dict[str, Any], config: GenerationConfig, default: GenerationConfig) -> bool:
+    if {"max_new_tokens", "max_length"} & kwargs.keys() or config.max_new_tokens != default.max_new_tokens:
+        return True
+    return config.max_new_tokens is None and config.max_length != default.max_length
+
+
+def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: torch.Tensor | None) -> None:
+    """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
+
+    `known_ids` [B, k] are the first tokens in the cache, as far as they are known.
+    """
+    _refuse_to_go_without(request)
+    if seq_len:
+        _refuse_nothing_new(request, seq_len)
+        _refuse_other_tokens(request, seq_len, known_ids)
+    if request.has_own_limit and request.slots > max_cache_len:
+        _refuse_overflow(request, max_cache_len)
+
+
+def _refuse_to_go_without(request: Request) -> None:
+    if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False, and a cache is passed: every pass would read the whole text and write all of it again. "
+            "Pass use_cache=True to `generate` (the model's own config may say False, after gradient checkpointing "
+            "for one), or leave `past_key_values` and `custom_generate` out."
+        )
+    if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
+        raise ValueError(
+            "A model that trains with gradient checkpointing writes into no cache. Call model.eval() first."
+        )
+
+
+def _refuse_nothing_new(request: Request, seq_len: int) -> None:
+    if request.mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            f"Assisted and prompt-lookup decoding read the whole prompt, and the cache holds {seq_len} tokens already. "
+            "Call reset() first."
+        )
+    if request.is_whole and request.prompt_length <= seq_len:
+        raise ValueError(
+            f"A prompt of {request.prompt_length} has no new tokens: the cache holds {seq_len} already. Call reset() "
+            "before another text; to continue this one pass all of it, old and new."
+        )
+
+
+def _refuse_other_tokens(request: Request, seq_len: int, known_ids: torch.Tensor | None) -> None:
+    ids = request.input_ids
+    if known_ids is None or not request.is_whole or len(ids) != len(known_ids) or ids.device != known_ids.device:
+        return
+    length = min(known_ids.shape[1], ids.shape[1], seq_len)
+    differs = ids[:, :length] != known_ids[:, :length]
+    if request.mask is not None:
+        differs &= request.mask[:, :length].bool()  # what stands in the padding is of no account
+    if bool(differs.any()):
+        row, position = differs.nonzero()[0].tolist()
+        raise ValueError(
+            f"The prompt does not continue the text in the cache: token {position} of row {row} is "
+            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. Call reset() "
+            "before another text; to continue this one pass all of it, old and new."
+        )
+
+
+def _refuse_overflow(request: Request, max_cache_len: int) -> None:
+    fitting = max(0, request.max_new_tokens - (request.slots - max_cache_len))
+    proposed = request.config.prompt_lookup_num_tokens
+    lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
+    raise ValueError(
+        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.slots} positions "
+        f"(the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with max_cache_len >= "
+        f"{request.slots}, or ask for at most {fitting} new tokens."
+    )
