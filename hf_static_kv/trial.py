@@ -1,8 +1,11 @@
 """A new step beside an ordinary pass of the model: the same logits, as far as rounding lets them be the same.
 
-    the text            the newest token after all of the text
-    its last tokens     as if the text began three tokens ago: a key that is lost is a quarter of what there is to see
-    across a window     at a position that a window has crossed, with large values on both sides of the window's edge
+    the text          the newest token after all of the text
+    two tokens        as if the text began with the token before the newest
+    across a window   at a position that a window has crossed
+
+A key that is lost, or one that is seen and should not be, is one of many: its values are made so large in a trial that
+no average hides it. What a trial changes in the storage it puts back.
 
 How far rounding takes logits apart is measured: the ordinary pass is run again with the outputs of all weights moved by
 up to one unit in their last place, which is more than another order of summing does.
@@ -22,19 +25,23 @@ from hf_static_kv.patching import attention_for_a_while
 from hf_static_kv.step import DecodeStep
 
 _MASKED = -1e4  # a logit below this one is no result
-_TAIL = 3  # tokens before the newest, in the trial of the last tokens
-_OUTSIDE = 4  # positions before a window, in the trial across it
+_EDGE = 4  # positions before a window, in the trial across it
+_LOUD = 8.0  # times the usual values
 _ATTEMPTS = 3
 _HALF = (torch.bfloat16, torch.float16)  # in float32 half of the digits are enough to see any of this
 _MARGIN = 2.0  # times the root mean square of what the noise does; see `_rounding_noise`
 
 
 class Trial(NamedTuple):
-    """One pass: the newest token at position `slot`, in texts that begin at `origin` [B]."""
+    """One pass: the newest token at position `slot`, in texts that begin at `origin` [B].
+
+    Values at `loud` positions, and at `slot` until the pass writes there, are `scale` times the usual ones.
+    """
 
     slot: int
     origin: torch.Tensor
-    window: int | None = None  # the one that is crossed
+    loud: range
+    scale: float
 
 
 def compare(step: DecodeStep, call: Call) -> None:
@@ -48,16 +55,16 @@ def compare(step: DecodeStep, call: Call) -> None:
 
 
 def _trials(call: Call, length: int) -> list[Trial]:
-    origin = call.origin.to(call.device)
-    trials = [Trial(length, origin)]
-    if length > _TAIL:
-        trials.append(Trial(length, origin.clamp(min=length - _TAIL)))
-    capacity = call.cache.max_cache_len
+    origin, nothing = call.origin.to(call.device), range(0)
+    trials = [Trial(length, origin, nothing, float(length))]
+    if length:
+        trials.append(Trial(length, torch.full_like(origin, length - 1), range(length - 1, length), _LOUD))
     for window in sorted({layer.sliding_window for layer in call.cache.layers if layer.sliding_window}):
-        slot = max(length, min(window + _OUTSIDE, capacity - 1))
-        if slot > window:
-            first = max(0, slot - window - _OUTSIDE)
-            trials.append(Trial(slot, torch.full_like(origin, first), window))
+        slot = max(length, min(window + _EDGE, call.cache.max_cache_len - 1))
+        if slot >= window:
+            oldest = slot - window + 1  # of the positions in the window
+            edge = range(max(0, oldest - _EDGE), oldest + 1)
+            trials.append(Trial(slot, torch.full_like(origin, edge.start), edge, float(window)))
     return trials
 
 
@@ -65,7 +72,7 @@ def _compare(step: DecodeStep, call: Call, trial: Trial) -> None:
     """Some models choose experts: near a tie rounding alone chooses others, so three tokens are tried."""
     for attempt in range(_ATTEMPTS):
         tokens = (call.last_tokens.to(call.device) + attempt) % call.model.config.get_text_config().vocab_size
-        with _large_values_at_the_edge(call, trial):
+        with _loud_values(call, trial):
             difference, bound = _difference_and_bound(step, call, trial, tokens)
         if difference <= bound:
             return
@@ -120,34 +127,34 @@ def _ordinary(call: Call, trial: Trial, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _large_values_at_the_edge(call: Call, trial: Trial) -> Iterator[None]:
-    """The oldest position inside of the window and those before it, with values that no average hides; then as before.
+def _loud_values(call: Call, trial: Trial) -> Iterator[None]:
+    """The storage with large values where the trial wants them; afterwards as it was.
 
-    Keys of zero are seen as much as others are, so that each of these is about 1 / window of what a query sees.
+    Keys of zero are seen about as much as others are.
     """
-    if trial.window is None:
-        yield
-        return
-    oldest, storage, rows = trial.slot - trial.window + 1, call.cache.storage_groups[0], len(trial.origin)
-    edge = slice(max(0, oldest - _OUTSIDE), oldest + 1)
-    keys, values = (t[:, :rows, :, edge] for t in (storage.keys, storage.values))
-    before = keys.clone(), values.clone()
+    storage, rows, length = call.cache.storage_groups[0], len(trial.origin), call.cache.seq_len
+    keys, values = storage.keys[:, :rows], storage.values[:, :rows]
+    positions = torch.tensor([*trial.loud, trial.slot], device=values.device)
+    before = keys.index_select(3, positions), values.index_select(3, positions)
+    usual = values[:, :, :, max(0, length - _EDGE) : length].float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
+    generator = torch.Generator(values.device).manual_seed(0)
+    loud = torch.randn(before[1].shape, generator=generator, device=values.device)
+    loud *= trial.scale * usual.view(-1, 1, 1, 1, 1)
     try:
-        keys.zero_()
-        generator = torch.Generator(values.device).manual_seed(0)
-        values.normal_(generator=generator).mul_(trial.window / _OUTSIDE)
+        keys.index_fill_(3, positions, 0.0)
+        values.index_copy_(3, positions, loud.to(values.dtype))
         yield
     finally:
-        keys.copy_(before[0])
-        values.copy_(before[1])
+        keys.index_copy_(3, positions, before[0])
+        values.index_copy_(3, positions, before[1])
 
 
 @contextmanager
 def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
     """The output of every module with weights of its own, moved by up to one unit in the last place.
 
-    Sound steps differ from an ordinary pass by 0.2 to 1.3 times what this does, steps that lose a key, shift positions
-    or change a window by 2.3 to 35 times (toys on a CPU, bfloat16).
+    Sound steps differ from an ordinary pass by 0.2 to 1.3 times what this does (dev shapes and toys, bfloat16 and
+    float16, H200 and CPU).
     """
 
     def move(module: torch.nn.Module, args: Any, output: Any) -> Any:

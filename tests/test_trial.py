@@ -40,6 +40,16 @@ def lose_the_newest_key(monkeypatch, layer):
     monkeypatch.setattr(step_module, "write_token", write_token)
 
 
+def overlook_the_newest_key(monkeypatch, layer):
+    own = step_module.count_on
+
+    def count_on(slot, origin, windows, spans, positions):
+        own(slot, origin, windows, spans, positions)
+        spans[:, layer, 2] -= 1
+
+    monkeypatch.setattr(step_module, "count_on", count_on)
+
+
 def shift_the_positions(monkeypatch, layer):
     own = step_module.count_on
 
@@ -65,6 +75,7 @@ def change_the_window(by):
 
 FAULTS = {
     "a lost key": lose_the_newest_key,
+    "an overlooked key": overlook_the_newest_key,
     "a wrong position": shift_the_positions,
     "a window too wide by one": change_the_window(+1),
     "a window too narrow by one": change_the_window(-1),
