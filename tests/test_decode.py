@@ -11,6 +11,7 @@ from threading import Thread
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from architectures import ARCHITECTURES
 from architectures import toy_model as toy_on_cpu
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
@@ -484,6 +485,22 @@ class TestRefusals:
         assert torch.equal(tokens, reference)
         assert reason in decoder.fallback_reason
         assert sum(reason in record.getMessage() for record in caplog.records) == 1
+
+    def test_parts_that_are_offloaded(self):
+        model, decoder = toy_on_cpu("llama"), GraphDecoder()
+        expected = run(model, PROMPT.cpu())
+        cache = StaticContiguousCache.from_model(model, CAPACITY)
+        cpu_offload(model, execution_device="cpu")
+        assert torch.equal(run(model, PROMPT.cpu(), decoder, cache), expected)
+        assert decoder.fallback_reason.startswith("a part of the model is offloaded to the CPU or the disk")
+
+    def test_images(self):
+        model, decoder = toy_with_images().eval().to(DEVICE), GraphDecoder()
+        ids = PROMPT.clone()
+        ids[0, 3] = model.config.image_token_id = 127
+        images = {"pixel_values": torch.rand(1, 3, 28, 28, device=DEVICE), "token_type_ids": (ids == 127).long()}
+        assert torch.equal(run(model, ids, decoder, **images), run(model, ids, **images))
+        assert decoder.fallback_reason.startswith("the prompt has images, video or audio (")
 
     def test_another_cache(self, model):
         decoder = GraphDecoder()

@@ -77,14 +77,12 @@ FAULTS = {
     "a lost key": lose_the_newest_key,
     "an overlooked key": overlook_the_newest_key,
     "a wrong position": shift_the_positions,
-    "a window too wide by one": change_the_window(+1),
-    "a window too narrow by one": change_the_window(-1),
 }
+WINDOW_FAULTS = {"too wide by one": change_the_window(+1), "too narrow by one": change_the_window(-1)}
 
 
-def run(model, cache, decoder):
-    size = run.size
-    ids = torch.randint(3, model.config.vocab_size, (2, size), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+def run(model, cache, decoder, length):
+    ids = torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
     how = {**COMMON, "max_new_tokens": 4, "attention_mask": mask, "past_key_values": cache, "custom_generate": decoder}
@@ -92,25 +90,34 @@ def run(model, cache, decoder):
     return decoder.fallback_reason
 
 
+def reason_of(model, size):
+    length, capacity = SIZES[size]
+    cache = StaticContiguousCache.from_model(model, capacity, batch_size=2)
+    return run(model, cache, GraphDecoder(), length)
+
+
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layer", [0, 3, -1])
-@pytest.mark.parametrize("fault", [None, *FAULTS])
-def test_faults_are_caught_and_rounding_is_none(model, fault, layer, size, monkeypatch):
+def test_a_sound_step_is_taken(model, size):
+    assert reason_of(model, size) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("layer", ["first", "middle", "last"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_caught(model, fault, layer, size, monkeypatch):
     layers = model.config.num_hidden_layers
-    layer = min(layer % layers, layers - 1)
-    cache = StaticContiguousCache.from_model(model, SIZES[size][1], batch_size=2)
-    if fault is not None and "window" in fault and cache.layers[layer].sliding_window is None:
-        layer = 1
-        if cache.layers[layer].sliding_window is None:
-            pytest.skip("no layer of this model has a window")
-    if fault is not None:
-        FAULTS[fault](monkeypatch, layer)
-    run.size = SIZES[size][0]
-    reason = run(model, cache, GraphDecoder())
-    if fault is None:
-        assert reason is None
-    else:
-        assert "from those of an ordinary step" in reason
+    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1}[layer])
+    assert "from those of an ordinary step" in reason_of(model, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+@pytest.mark.parametrize("model", SHAPES[-1:], indirect=True)
+def test_another_window_is_caught(model, fault, which, size, monkeypatch):
+    sliding = [n for n, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    WINDOW_FAULTS[fault](monkeypatch, sliding[which])
+    assert "from those of an ordinary step" in reason_of(model, size)
 
 
 def test_an_interrupt_in_a_trial_leaves_the_prompt_and_nothing_else(model, monkeypatch):
@@ -122,9 +129,8 @@ def test_an_interrupt_in_a_trial_leaves_the_prompt_and_nothing_else(model, monke
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trial_module, "_ordinary", interrupted)
-    run.size = 6
     with pytest.raises(KeyboardInterrupt):
-        run(model, cache, GraphDecoder())
+        run(model, cache, GraphDecoder(), 6)
     assert calls
     assert cache.seq_len == 6
 
