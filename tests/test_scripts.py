@@ -1,11 +1,14 @@
 """The scripts under examples/ and benchmarks/ run as a user would run them, at toy size."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from test_layout import GEMMA3, LLAMA, QWEN3
 
@@ -37,6 +40,25 @@ def test_bench_update_refuses_too_small_a_capacity():
     result = run("benchmarks/bench_update.py", "--capacities", 64)
     assert result.returncode == 2
     assert "--capacities must be at least 194" in result.stderr
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "docs", None], ids=["root", "docs", "elsewhere"])
+def test_the_examples_find_the_miniatures_when_the_package_is_installed_elsewhere(folder, tmp_path):
+    """As after `pip install .`: the package is a copy, and examples/models is not beside it."""
+    shutil.copytree(ROOT / "hf_static_kv", tmp_path / "site" / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc"))
+    code = "import sys; sys.argv[0] = sys.argv.pop(); from hf_static_kv import testing; print(testing.__file__); "
+    code += "print(*(testing.find_source(name).location for name in testing.MINIATURES))"
+    result = subprocess.run(
+        [sys.executable, "-P", "-c", code, ROOT / "examples" / "compare.py" if folder is None else "compare.py"],
+        cwd=folder or tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    package, found = result.stdout.splitlines()
+    assert package.startswith(str(tmp_path))
+    assert found.split() == [str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")]
 
 
 def test_the_example_of_exact_shows_a_difference_and_none(tmp_path):
