@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 # Projections whose output has the keys, alone or beside queries and values.
 _KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
+# Models whose config has a window that their attention mask ignores: without a cache they see the whole text.
+_IGNORED_WINDOW_TYPES = {"moshi"}
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def _layer_types(config: PreTrainedConfig, layer_configs: Sequence[Any]) -> list
 
 
 def _implied_type(layer_config: Any) -> str:
+    if getattr(layer_config, "model_type", None) in _IGNORED_WINDOW_TYPES:
+        return "full_attention"
     for layer_type, field in WINDOW_FIELDS.items():
         if getattr(layer_config, field, None) is not None:
             return layer_type

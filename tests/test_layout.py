@@ -97,7 +97,7 @@ LATENT = {
     "moe_intermediate_size": 32,
 }
 # Each of its layers has two attentions, which have a layer of the cache each.
-LONGCAT = {**LATENT, "num_hidden_layers": 4, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8}
+LONGCAT = {**LATENT, "num_layers": 2, "num_hidden_layers": 4, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8}
 # name: (config, shapes of the storage groups: layers, heads, key dim, value dim)
 UNUSUAL: dict[str, tuple[PreTrainedConfig, list]] = {
     # the last two layers read earlier keys and values and store none
@@ -250,6 +250,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gpt_neo": ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}),
     "gptj": ("gptj", {}),
     "granite": ("granite", {}),
+    # its config has a window and its attention applies none
+    "moshi": ("moshi", {"sliding_window": 8, "audio_vocab_size": 64}),
     "mpt": ("mpt", {}),
     "opt": ("opt", {"word_embed_proj_dim": 64}),
     "phi": ("phi", {}),
@@ -344,7 +346,7 @@ def test_layers_of_the_cache_that_no_module_has(build, num_layers, missing):
         ),
         (
             lambda: cut(vision_language_model(), slice(3)),
-            r"has 3 layers .* layer 3\. Set `model.config.get_text_config\(\).num_hidden_layers = 3` and .*`layer_types`",
+            r"has 3 layers .* layer 3\. Set `model.config.get_text_config\(\).num_hidden_layers = 3` and .*layer_types",
         ),
         (
             lambda: cut(toy_model("llama", num_hidden_layers=4), slice(0, 4, 2)),
