@@ -29,6 +29,7 @@ _UNCACHED_TYPES = {
     "cpmant": "puts tokens of its own in front of the text at every step, so a cache does not hold the text alone",
     "flaubert": "takes no cache",
     "openai-gpt": "takes no cache",
+    "prophetnet": "computes other logits with a cache than without one",
     "xlm": "takes no cache",
 }
 
@@ -52,8 +53,29 @@ _ENCODER_TYPES = {
     "xmod",
 }
 
-# Models whose positions are rows of a learned table: the table's length is a hard end of the text.
-_LEARNED_POSITION_TYPES = {"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "opt"}
+# Models whose positions, or the attention biases of these, are rows of a table: its length is a hard end of the text.
+_POSITION_TABLE_TYPES = _ENCODER_TYPES | {
+    "bart",
+    "bigbird_pegasus",
+    "biogpt",
+    "blenderbot",
+    "blenderbot-small",
+    "codegen",
+    "ctrl",
+    "git",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gptj",
+    "marian",
+    "mbart",
+    "mpt",
+    "mvp",
+    "opt",
+    "pegasus",
+    "plbart",
+    "trocr",
+}
 # Rotary scalings whose `max_position_embeddings` may still be the length before the scaling.
 _SCALED_ROPE_TYPES = {"linear", "dynamic", "yarn"}
 
@@ -124,12 +146,13 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     """Refuse room behind the end of a table of positions, and log a warning of room that was never trained for."""
     text_config = config.get_text_config(decoder=True)
     name, positions = text_config.model_type, getattr(text_config, "max_position_embeddings", None)
+    positions = positions or getattr(text_config, "max_seq_len", None)  # MPT's name for it
     if not positions or max_cache_len <= positions:
         return
-    if name in _LEARNED_POSITION_TYPES:
+    if name in _POSITION_TABLE_TYPES:
         raise ValueError(
-            f"{name!r} has learned positions 0 to {positions - 1} and no text of max_cache_len={max_cache_len} tokens. "
-            f"Use max_cache_len <= {positions}."
+            f"{name!r} has a table of positions 0 to {positions - 1} and no text of max_cache_len={max_cache_len} "
+            f"tokens. Use max_cache_len <= {positions}."
         )
     trained = _trained_positions(text_config, positions)
     if trained is not None and max_cache_len > trained:

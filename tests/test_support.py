@@ -1,8 +1,9 @@
 """Which models are refused, and why; what is said of a model before its first step."""
 
 import pytest
+import torch
 from architectures import toy_model
-from test_layout import GEMMA3
+from test_layout import GEMMA3, tiny_model
 from transformers import Gemma3Config, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -17,6 +18,10 @@ REFUSED = {
     "openai-gpt": (lambda: CONFIG_MAPPING["openai-gpt"](), r"'openai-gpt' takes no cache.*`use_cache=False`"),
     "xlm": (lambda: CONFIG_MAPPING["xlm"](), r"'xlm' takes no cache"),
     "cpmant": (lambda: CONFIG_MAPPING["cpmant"](), r"'cpmant' puts tokens of its own in front of the text"),
+    "prophetnet": (
+        lambda: CONFIG_MAPPING["prophetnet"](is_encoder_decoder=False),
+        r"'prophetnet' computes other logits with a cache",
+    ),
     "bert": (lambda: CONFIG_MAPPING["bert"](), r"'bert' is an encoder.*is_decoder=True"),
     "roberta": (lambda: CONFIG_MAPPING["roberta"](), r"'roberta' is an encoder.*is_decoder=True"),
     "nemotron_h": (lambda: CONFIG_MAPPING["nemotron_h"](), r"'nemotron_h' has layers of type linear_attention, whose"),
@@ -50,6 +55,29 @@ def test_a_model_in_the_place_of_its_config_is_refused(act):
 
 
 # --- warnings
+
+
+@pytest.mark.parametrize(("model_type", "positions"), [("gptj", 2048), ("ctrl", 256), ("mpt", 2048), ("opt", 2048)])
+def test_room_behind_the_end_of_a_table_of_positions_is_refused(model_type, positions, caplog):
+    config = CONFIG_MAPPING[model_type](use_cache=True)
+    StaticContiguousCache(config, positions)
+    with pytest.raises(
+        ValueError, match=rf"positions 0 to {positions - 1} .*={positions + 1} tokens.* <= {positions}\."
+    ):
+        StaticContiguousCache(config, positions + 1)
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("model_type", ["gptj", "codegen", "mpt", "opt", "ctrl"])
+def test_the_table_of_positions_is_a_hard_end(model_type):
+    """What the refusal says is true: the model itself fails one token further."""
+    size = {"max_seq_len" if model_type == "mpt" else "n_positions": 16}
+    if model_type == "opt":
+        size = {"max_position_embeddings": 16, "word_embed_proj_dim": 64}
+    model = tiny_model(model_type, **size)
+    model(torch.arange(3, 19)[None])
+    with pytest.raises((IndexError, RuntimeError)):
+        model(torch.arange(3, 20)[None])
 
 
 ROPE = {"rope_theta": 10_000.0, "original_max_position_embeddings": 512}
