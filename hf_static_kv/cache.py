@@ -17,11 +17,12 @@ from hf_static_kv.layout import (
     check_positive,
     known_shapes,
     layer_devices,
+    local_shapes,
     plan_layers,
-    refuse_beyond_positions,
 )
 from hf_static_kv.request import Request, check_request, running_request
 from hf_static_kv.storage import LayerShape, StorageGroup
+from hf_static_kv.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,8 @@ class StaticContiguousCache(Cache):
     def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
         plans = plan_layers(config)
         check_positive(max_cache_len=max_cache_len)
-        refuse_beyond_positions(config, max_cache_len)
+        check_positions(config, max_cache_len)
+        warn_use_cache_off(config)
         self._build(plans, max_cache_len)
 
     @classmethod
@@ -60,11 +62,12 @@ class StaticContiguousCache(Cache):
         """
         cache = cls(model.config, max_cache_len)
         check_positive(batch_size=batch_size)
-        shapes = known_shapes(cache._plans, model.config)
-        devices = layer_devices(model, len(shapes))
-        cache._allocate(range(len(shapes)), shapes, batch_size, (model.dtype, model.dtype), devices)
-        if getattr(getattr(model, "generation_config", None), "use_cache", None) is False:
-            logger.warning("This model's generation config has use_cache=False: call generate with use_cache=True.")
+        shapes = local_shapes(model, known_shapes(cache._plans, model.config))
+        devices = layer_devices(model, len(cache))
+        if shapes is not None:
+            cache._allocate(range(len(cache)), shapes, batch_size, (model.dtype, model.dtype), devices)
+        if (generation_config := getattr(model, "generation_config", None)) is not None:
+            warn_use_cache_off(model.config, generation_config)
         return cache
 
     @classmethod

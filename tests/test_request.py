@@ -250,7 +250,7 @@ class TestAModelThatUsesAnotherCache:
         model = toy_model("llama", num_hidden_layers=4)
         cache = StaticContiguousCache(model.config, 40)
         model.model.layers = model.model.layers[:2]
-        with pytest.raises(ValueError, match=r"layers 0 to 3.*LlamaForCausalLM has no layer 2, 3"):
+        with pytest.raises(ValueError, match=r"has 2 layers and its config says 4.*without layer 2, 3"):
             generate(model, cache, custom_generate=GraphDecoder())
 
     @BOTH

@@ -1,11 +1,14 @@
 """The scripts under examples/ and benchmarks/ run as a user would run them, at toy size."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from test_layout import GEMMA3, LLAMA, QWEN3
 
@@ -37,6 +40,31 @@ def test_bench_update_refuses_too_small_a_capacity():
     result = run("benchmarks/bench_update.py", "--capacities", 64)
     assert result.returncode == 2
     assert "--capacities must be at least 194" in result.stderr
+
+
+def run_installed(tmp_path, folder, *args):
+    """As after `pip install .`: the package is a copy, and examples/models is not beside it."""
+    shutil.copytree(ROOT / "hf_static_kv", tmp_path / "site" / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc"))
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["root", "docs"])
+def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folder, tmp_path):
+    code = "from hf_static_kv import testing; print(testing.__file__); "
+    code += "print(*(testing.find_source(name).location for name in testing.MINIATURES))"
+    result = run_installed(tmp_path, folder, "-P", "-c", code)
+    assert result.returncode == 0, result.stderr
+    package, found = result.stdout.splitlines()
+    assert package.startswith(str(tmp_path))
+    assert found.split() == [str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")]
+
+
+def test_an_example_finds_the_miniatures_beside_it_with_an_installed_package(tmp_path):
+    options = ["--model", "llama", "--device", "cpu", "--layers", 99]
+    result = run_installed(tmp_path, tmp_path, ROOT / "examples" / "trace.py", *options)
+    assert result.stderr == "trace.py: There is no layer 99: the model has layers 0 to 5.\n"
 
 
 def test_the_example_of_exact_shows_a_difference_and_none(tmp_path):
