@@ -24,6 +24,7 @@ READING_ORDER = [
     "generation",
     "decode",
     "row_operations",
+    "wrappers",
     "exact",
     "trace",
     "testing",
