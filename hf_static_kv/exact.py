@@ -49,7 +49,7 @@ def exact(model: torch.nn.Module) -> Iterator[None]:
     after an exception.
 
     `model` may be wrapped by `torch.compile`, or by PEFT around adapters inside the model; calls of the wrapper are
-    exact too, and compiled code is not used in them.
+    exact too, and compiled code is not used in them. Hooks on the model itself run around its pass, not by rows.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -94,7 +94,7 @@ def _refuse(model: PreTrainedModel) -> None:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
     if TRACED_ATTENTION_NAME in str(attention_of(model)):
         raise RuntimeError("The model is traced, and exact has an attention of its own: leave trace_attention first.")
-    if any(module.training for module in model.modules()):
+    if any(module.training for module in model.modules()):  # an adapter trains until it is told otherwise
         raise ValueError("exact is for inference: call model.eval() first.")
     if model.dtype not in _DTYPES:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
