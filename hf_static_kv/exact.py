@@ -23,28 +23,33 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch._dynamo import OptimizedModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.fusion.linears import gated_mlps, single_linears
 from hf_static_kv.fusion.norms import fused_norms
 from hf_static_kv.fusion.positions import fused_rotary
 from hf_static_kv.generation import frequencies_depend_on_length
 from hf_static_kv.patching import attention_for_a_while, attention_of
 from hf_static_kv.row_operations import is_harmless, row_operation
+from hf_static_kv.wrappers import refuse_without_interface, unwrapped
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def exact(model: PreTrainedModel) -> Iterator[None]:
+def exact(model: torch.nn.Module) -> Iterator[None]:
     """Inside, a row of the model's output has the same bits whatever else is computed with it.
 
     Cached or not, in one pass or in chunks, alone or in a batch, padded to the left or not, in a cache of any capacity.
     It takes time: most for prompts. `GraphDecoder()` works inside. Numbers are taken to be finite: an infinity in a
     layer's values reaches tokens before it. Do not change or copy the model inside; it is as it was afterwards, also
     after an exception.
+
+    `model` may be wrapped by `torch.compile`, or by PEFT around adapters inside the model; calls of the wrapper are
+    exact too, and compiled code is not used in them. Hooks on the model itself run around its pass, not by rows.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -56,28 +61,51 @@ def exact(model: PreTrainedModel) -> Iterator[None]:
     >>> torch.equal(torch.cat(steps, dim=1), whole)
     True
     """
-    _refuse(model)
+    inner = unwrapped(model, "exact")
+    _refuse_compiled(model, inner)
+    _refuse(inner)
     with ExitStack() as changes:
-        changes.enter_context(attention_for_a_while(model, EXACT_ATTENTION_NAME))
-        changes.enter_context(fused_norms(model))
-        changes.enter_context(fused_rotary(model))
-        changes.enter_context(gated_mlps(model))
-        changes.enter_context(single_linears(model))
-        changes.enter_context(_by_rows(model))
+        changes.enter_context(attention_for_a_while(inner, EXACT_ATTENTION_NAME))
+        changes.enter_context(fused_norms(inner))
+        changes.enter_context(fused_rotary(inner))
+        changes.enter_context(gated_mlps(inner))
+        changes.enter_context(single_linears(inner))
+        changes.enter_context(_by_rows(inner))
         yield
+
+
+def _refuse_compiled(wrapper: torch.nn.Module, model: PreTrainedModel) -> None:
+    """The whole model is kept from the compiler (`_by_rows`); a part of it would be compiled again inside."""
+    if isinstance(wrapper, OptimizedModule) and getattr(wrapper.dynamo_ctx, "fullgraph", False):
+        raise ValueError(
+            "Nothing is compiled inside exact, and this model is compiled with fullgraph=True, which makes that an "
+            "error: pass the model that is not compiled, and call that one."
+        )
+    for name, part in model.named_modules():
+        if part is not model and (isinstance(part, OptimizedModule) or part._compiled_call_impl is not None):
+            raise ValueError(
+                f"{name} is compiled by torch, whose code for a row may depend on the other rows: load the model "
+                "without compiling its parts. Compiled as a whole it can be exact."
+            )
 
 
 def _refuse(model: PreTrainedModel) -> None:
     if EXACT_ATTENTION_NAME in str(attention_of(model)):
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
-    if model.training:
+    if TRACED_ATTENTION_NAME in str(attention_of(model)):
+        raise RuntimeError("The model is traced, and exact has an attention of its own: leave trace_attention first.")
+    if any(module.training for module in model.modules()):  # an adapter trains until it is told otherwise
         raise ValueError("exact is for inference: call model.eval() first.")
     if model.dtype not in _DTYPES:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):
         raise ValueError("The rotary frequencies of this model depend on the length: what was kept cannot be exact.")
-    if not model._can_set_attn_implementation():
-        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface.")
+    refuse_without_interface(model, "Its attention has no kernel by rows: it cannot be exact.")
+    if any(hasattr(module, "prepare_dynamic_mask") for module in model.modules()):
+        raise ValueError(
+            f"The layers of {type(model).__name__} compute attention masks of their own, for which exact has no kernel "
+            "by rows: it cannot be exact."
+        )
 
 
 @contextmanager

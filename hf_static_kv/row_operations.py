@@ -19,8 +19,8 @@ _BLOCK = 1 << 14  # below the size from which torch deals elements out to thread
 # Nothing is computed, or something whose result does not depend on an order: a comparison.
 _MOVES = {
     "_local_scalar_dense", "_to_copy", "_unsafe_view", "amax", "amin", "any", "all", "argmax", "argmin", "cat", "clone",
-    "constant_pad_nd", "contiguous", "copy", "copy_", "embedding", "empty_like", "equal", "fill", "fill_", "flip",
-    "full_like", "gather", "index", "index_copy", "index_copy_", "index_select", "lift_fresh", "masked_fill",
+    "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like", "equal", "fill", "fill_",
+    "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select", "lift_fresh", "masked_fill",
     "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "ones_like", "repeat",
     "roll", "scatter", "select_scatter", "slice_scatter", "sort", "stack", "topk", "tril", "triu", "where",
     "zeros_like", "zero_",
@@ -32,14 +32,24 @@ _ROUNDED_ONCE = {
     "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign", "sqrt", "sub",
     "sub_", "trunc",
 }  # fmt: skip
+_WRITES_BY_INDEX = {"index_put", "index_put_"}
 _OURS = {"write_token", "attend", "row_attention"}
+
+_NO_KERNEL = (
+    "this could give a row other bits when other rows are computed with it, and exact has no kernel by rows for it. A "
+    "model that needs it cannot be exact: leave the context to run it as it is."
+)
 
 
 def is_harmless(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether an operation can be run as it is."""
     if _is_always_harmless(func):
         return True
-    if _is_rounded_once(func) and _alpha(func, args, kwargs) == 1:  # with it a product is rounded, or not, before
+    # `alpha` multiplies before the add: whether that product is rounded depends on the kernel.
+    if _is_rounded_once(func) and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
+        return True
+    # Summed into one place, values have no order.
+    if func.overloadpacket.__name__ in _WRITES_BY_INDEX and not _argument(func, args, kwargs, 3, "accumulate", False):
         return True
     if func.namespace == "hf_static_kv":
         return False
@@ -62,11 +72,11 @@ def _is_rounded_once(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _ROUNDED_ONCE
 
 
-def _alpha(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """The factor of the second summand, given by its name or by its place."""
-    if len(args) > 2 and func._schema.arguments[2].name == "alpha":
-        return args[2]
-    return kwargs.get("alpha", 1)
+def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    """An argument that is given by its name or by its place."""
+    if len(args) > place and func._schema.arguments[place].name == name:
+        return args[place]
+    return kwargs.get(name, default)
 
 
 def _is_view(func: Any) -> bool:
@@ -111,7 +121,7 @@ def _mm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if bias.ndim != 1 or beta != 1 or alpha != 1:
-        raise RuntimeError("exact has no kernel by rows for addmm with a matrix, beta or alpha: only for a bias.")
+        raise RuntimeError(f"aten.addmm with a matrix, beta or alpha: {_NO_KERNEL}")
     return row_linear(x, other.t(), bias)
 
 
@@ -120,11 +130,8 @@ def _bmm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if one_for_all:  # a transposed weight: a linear layer whose input is not contiguous
         return row_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
-        raise RuntimeError(
-            f"aten.bmm over {x.shape[2]} could give a row other bits when other rows are computed with it, and exact "
-            "has no kernel by rows for it (experts, or attention outside of transformers' interface): this model "
-            "cannot be exact. Leave the context to run it as it is."
-        )
+        words = "experts, or attention outside of transformers' interface"
+        raise RuntimeError(f"aten.bmm over {x.shape[2]} ({words}): {_NO_KERNEL}")
     return x * other  # one product each
 
 
@@ -134,7 +141,7 @@ def _sum(
     if not x.is_floating_point():
         return x.sum(list(dim or ()), keepdim, dtype=dtype)
     if [d % x.ndim for d in dim or ()] != [x.ndim - 1]:
-        raise RuntimeError(f"exact sums over the last dim, which is a row, and this is dim {dim} of {tuple(x.shape)}.")
+        raise RuntimeError(f"aten.sum over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
     total = row_sum(x).to(dtype or x.dtype)
     return total[..., None] if keepdim else total
 
@@ -146,9 +153,20 @@ def _mean(
     return (total / x.shape[-1]).to(dtype or x.dtype)
 
 
+def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Some models count positions in a mask of floats. Sums of whole numbers have one result in any order."""
+    result = x.cumsum(dim, dtype=dtype)
+    if not result.is_floating_point():
+        return result
+    largest = 2 / torch.finfo(result.dtype).eps  # up to it every whole number has its own bits
+    if not bool((x == x.round()).all() and (x.double().abs().sum(dim) <= largest).all()):
+        raise RuntimeError(f"aten.cumsum of numbers that are not whole, or too large: {_NO_KERNEL}")
+    return result
+
+
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     if dim % x.ndim != x.ndim - 1:
-        raise RuntimeError(f"exact has softmax over the last dim, which is a row, and this is dim {dim} of {x.ndim}.")
+        raise RuntimeError(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
     numbers = x.float()
     powers = _in_blocks(aten.exp.default, numbers - numbers.amax(dim=-1, keepdim=True))
     return (powers / row_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
@@ -158,7 +176,7 @@ def _layer_norm(
     x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     if len(shape) != 1:
-        raise RuntimeError(f"exact has layer_norm over the last dim, which is a row, and this is over {list(shape)}.")
+        raise RuntimeError(f"aten.layer_norm over {list(shape)}, not over the last dim alone: {_NO_KERNEL}")
     numbers = x.float()
     mean = (row_sum(numbers) / shape[0])[..., None]
     centred = numbers - mean
@@ -196,6 +214,7 @@ _BY_ROWS: dict[Any, Callable[..., Any]] = {
     aten.bmm.default: _bmm,
     aten.mean.dim: _mean,
     aten.sum.dim_IntList: _sum,
+    aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax,
     aten.native_layer_norm.default: _layer_norm,
     torch.ops.hf_static_kv.linears.default: _linears,

@@ -30,6 +30,9 @@ from hf_static_kv.attention import (
 )
 from hf_static_kv.kernels.decode_attention import decode_attention
 from hf_static_kv.patching import attention_for_a_while, attention_of
+from hf_static_kv.wrappers import refuse_without_interface, unwrapped
+
+_REMEDY = 'Load it with attn_implementation="eager" and call it with output_attentions=True to get its weights.'
 
 
 class AttentionRow(NamedTuple):
@@ -62,7 +65,10 @@ class AttentionTrace:
         """The rows of one layer laid on the text, [heads, passes, text]; 0 where nothing was looked at."""
         rows = self.of_layer(layer)
         if not rows:
-            raise ValueError("Nothing was recorded: run the model inside the context.")
+            raise ValueError(
+                f"Nothing was recorded of layer {layer}: the model did not run inside the context, or the layer does "
+                "not call transformers' attention interface."
+            )
         length = max(int(row.positions[-1]) + 1 for row in rows)
         matrix = torch.zeros(rows[0].weights.shape[1], len(rows), length)
         for n, row in enumerate(rows):
@@ -83,11 +89,12 @@ _TRACES: WeakKeyDictionary[torch.nn.Module, tuple[AttentionTrace, int]] = WeakKe
 
 @contextmanager
 def trace_attention(
-    model: PreTrainedModel, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
+    model: torch.nn.Module, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Iterator[AttentionTrace]:
     """Record the attention rows of these layers and heads (default: all) in every pass of the model.
 
-    Afterwards the model has its own attention again, also after an exception.
+    Afterwards the model has its own attention again, also after an exception. `model` may be wrapped by `torch.compile`
+    or by PEFT around adapters inside the model.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model = random_model(tiny_config("llama"))
@@ -96,12 +103,14 @@ def trace_attention(
     >>> [tuple(row.weights.shape) for row in trace.rows]
     [(1, 4, 3), (1, 4, 4), (1, 4, 5), (1, 4, 6)]
     """
-    modules = _attention_modules(model)
+    inner = unwrapped(model, "trace_attention")
+    refuse_without_interface(inner, _REMEDY)
+    modules = _attention_modules(inner)
     trace = AttentionTrace(_chosen(layers, modules), heads)
-    _check_heads(model, heads)
-    if any(name in str(attention_of(model)) for name in (EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)):
+    _check_heads(inner, heads)
+    if any(name in str(attention_of(inner)) for name in (EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
-    with attention_for_a_while(model, TRACED_ATTENTION_NAME):
+    with attention_for_a_while(inner, TRACED_ATTENTION_NAME):
         for layer in trace.layers:
             _TRACES[modules[layer]] = (trace, layer)
         try:
@@ -112,7 +121,7 @@ def trace_attention(
 
 
 @torch.no_grad()
-def full_attention(model: PreTrainedModel, input_ids: torch.Tensor, layer: int) -> torch.Tensor:
+def full_attention(model: torch.nn.Module, input_ids: torch.Tensor, layer: int) -> torch.Tensor:
     """What every token of a text looks at in one layer: [1, heads, n, n], from one pass.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -123,8 +132,11 @@ def full_attention(model: PreTrainedModel, input_ids: torch.Tensor, layer: int) 
         raise ValueError(f"full_attention takes one text, [1, n], got {list(input_ids.shape)}.")
     with trace_attention(model, [layer]) as trace:
         trace.keeps_whole = True
-        model(input_ids, use_cache=False)
-    assert trace.whole is not None
+        inner = unwrapped(model, "full_attention")
+        inner(input_ids, use_cache=False)
+    if trace.whole is None:
+        kind = type(_attention_modules(inner)[layer]).__name__
+        raise ValueError(f"{kind} of layer {layer} did not call transformers' attention interface. {_REMEDY}")
     return trace.whole
 
 
@@ -140,6 +152,9 @@ def traced_attention(
     """`static_contiguous_attention`, whose weights are kept where a trace asks for them."""
     if module not in _TRACES:
         return static_contiguous_attention(module, query, key, value, attention_mask, scaling, **kwargs)
+    if kwargs.get("position_bias") is not None:
+        kind = type(module).__name__
+        raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
     trace, layer = _TRACES[module]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
@@ -188,12 +203,16 @@ def traced_mask(**kwargs: Any) -> torch.Tensor:
     return mask  # type: ignore[no-any-return]
 
 
-def _attention_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """The modules that call the attention function, by the numbers of their layers."""
-    numbers = {module: getattr(module, "layer_idx", None) for module in model.modules()}
-    found = {n: m for m, n in numbers.items() if isinstance(n, int) and "Attention" in type(m).__name__}
+def _attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
+    """The modules of the decoder that call the attention function, by the numbers of their layers."""
+    found: dict[int, torch.nn.Module] = {}
+    decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    for module in decoder.modules():  # not those of a part that sees or hears
+        number = getattr(module, "layer_idx", None)
+        if isinstance(number, int) and "Attention" in type(module).__name__:
+            found.setdefault(number, module)  # attention to another text comes after that to one's own
     if not found:
-        raise ValueError("No attention layers were found in this model: none of its modules has a layer_idx.")
+        raise ValueError(f"No attention layers were found in {type(model).__name__}: no part of it has a layer_idx.")
     return found
 
 
@@ -201,7 +220,8 @@ def _chosen(layers: Sequence[int] | None, modules: dict[int, torch.nn.Module]) -
     if layers is None:
         return sorted(modules)
     if absent := [layer for layer in layers if layer not in modules]:
-        raise ValueError(f"There is no layer {absent[0]}: the model has layers 0 to {max(modules)}.")
+        known = ", ".join(map(str, sorted(modules)))
+        raise ValueError(f"Layer {absent[0]} has no attention that could be traced: layers {known} have.")
     return list(layers)
 
 
@@ -211,5 +231,6 @@ def _check_heads(model: PreTrainedModel, heads: Sequence[int] | None) -> None:
         raise ValueError(f"heads are 0 to {count - 1}, got {list(heads)}.")
 
 
-AttentionInterface.register(TRACED_ATTENTION_NAME, traced_attention)
-AttentionMaskInterface.register(TRACED_ATTENTION_NAME, traced_mask)
+# A compiler takes what is looked up for one layer for that of all, and loses what is noted on a mask.
+AttentionInterface.register(TRACED_ATTENTION_NAME, torch.compiler.disable(traced_attention))  # type: ignore[no-untyped-call]
+AttentionMaskInterface.register(TRACED_ATTENTION_NAME, torch.compiler.disable(traced_mask))  # type: ignore[no-untyped-call]

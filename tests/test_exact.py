@@ -5,11 +5,14 @@ toy size, bfloat16.
 """
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 from architectures import toy_model
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import DynamicCache, StaticCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
@@ -37,6 +40,13 @@ def cached_logits(model, ids, chunks, capacity=80, mask=None):
     return torch.cat(logits, dim=1)
 
 
+def small_model(name, **fields):
+    sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
+    config = CONFIG_MAPPING[name](**sizes | {"initializer_range": 0.4, "tie_word_embeddings": False} | fields)
+    return random_model(config, attn_implementation="eager")
+
+
 @pytest.fixture(autouse=True)
 def _no_grad():
     with torch.no_grad():
@@ -51,6 +61,53 @@ def test_any_chunks_are_the_whole_pass(name, dtype):
         whole = model(ids, use_cache=False).logits
         for chunks in ([40] + [1] * 30, [7, 1, 33, 29], [LENGTH]):
             assert torch.equal(cached_logits(model, ids, chunks), whole)
+
+
+class TestOtherCaches:
+    """`exact` does not ask for our cache: those of transformers run by rows too."""
+
+    def test_the_default_cache_in_inference_mode(self):
+        model, ids = toy_model("llama", "eager"), tokens(length=20)
+        with torch.inference_mode(), exact(model):
+            whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
+            steps = [model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+            assert torch.equal(torch.cat(steps, dim=1), whole)
+
+    def test_a_static_cache_with_windows(self):
+        model, ids = toy_model("gemma3", "eager"), tokens(length=20)
+        with exact(model):
+            whole, cache = model(ids, use_cache=False).logits, StaticCache(config=model.config, max_cache_len=32)
+            steps = [model(chunk, past_key_values=cache).logits for chunk in ids.split([12] + [1] * 8, dim=1)]
+            assert torch.equal(torch.cat(steps, dim=1), whole)
+
+
+_GROUPED = {"num_key_value_heads": 2}
+OTHER_FAMILIES = {
+    "opt": {"ffn_dim": 64, "word_embed_proj_dim": 48},  # counts positions in float32
+    "bert": {"is_decoder": True},
+    "diffllama": _GROUPED,
+    "ernie4_5": _GROUPED,
+    "glm4": {**_GROUPED, "head_dim": 12, "pad_token_id": 0},
+    "granite": _GROUPED,
+    "nemotron": {**_GROUPED, "head_dim": 12},
+    "olmo3": {**_GROUPED, "sliding_window": 8, "pad_token_id": 0},
+    "persimmon": {},
+    "phi": _GROUPED,
+    "smollm3": {**_GROUPED, "pad_token_id": 0},
+    "stablelm": {**_GROUPED, "hidden_size": 64},
+    "starcoder2": {**_GROUPED, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+def test_other_families(name, dtype):
+    model, ids = small_model(name, **OTHER_FAMILIES[name]).to(dtype), tokens(length=16)
+    with exact(model):
+        whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
+        assert torch.equal(cached_logits(model, ids, [11] + [1] * 5), whole)
+        steps = [model(token, past_key_values=cache, use_cache=True).logits for token in ids.split(1, dim=1)]
+        assert torch.equal(torch.cat(steps, dim=1), whole)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
@@ -231,6 +288,126 @@ def test_a_model_that_is_compiled_is_not_inside():
     torch._dynamo.reset()
 
 
+class LikePeft(torch.nn.Module):
+    """As PEFT calls its model: by `forward`, from a module that has the rest from the model."""
+
+    active_peft_config = SimpleNamespace(is_prompt_learning=False, peft_type="LORA")
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self):
+        return self.model
+
+    def forward(self, *args, **kwargs):
+        return self.model.forward(*args, **kwargs)
+
+
+def like_peft(monkeypatch, model):
+    monkeypatch.setitem(sys.modules, "peft", SimpleNamespace(PeftModel=LikePeft))
+    return LikePeft(model).eval()
+
+
+def lora(model, **settings):
+    peft = pytest.importorskip("peft")
+    names = ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.1, **settings)
+    return peft.get_peft_model(model, config)
+
+
+class TestWrappers:
+    """What wraps a model is unwrapped where it is known, and calls of it inside run by rows; else it is refused."""
+
+    @pytest.mark.parametrize("has_compiled_code", [False, True])
+    def test_a_compiled_model(self, has_compiled_code):
+        model, ids, counter = toy_model("gpt_neox", "eager"), tokens(length=20), CompileCounterWithBackend("eager")
+        with exact(model):
+            expected = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, backend=counter)
+        ordinary = compiled(ids, use_cache=False).logits if has_compiled_code else model(ids, use_cache=False).logits
+        frames = counter.frame_count
+        with exact(compiled):
+            assert torch.equal(compiled(ids, use_cache=False).logits, expected)
+            assert torch.equal(cached_logits(compiled, ids, [15] + [1] * 5), expected)
+            common = {"max_new_tokens": 4, "do_sample": False}
+            uncached = compiled.generate(ids, use_cache=False, **common)
+            assert torch.equal(compiled.generate(ids, **common), uncached)
+            assert counter.frame_count == frames
+        assert torch.equal(compiled(ids, use_cache=False).logits, ordinary)
+        torch._dynamo.reset()
+
+    def test_a_model_compiled_without_breaks(self):
+        compiled = torch.compile(toy_model("llama", "eager"), backend="eager", fullgraph=True)
+        with pytest.raises(ValueError, match="compiled with fullgraph=True"), exact(compiled):
+            pass
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_a_compiled_part_is_refused(self, in_place):
+        """A compiler looks into it, and chooses its code for it, under `exact` as elsewhere."""
+        model = toy_model("llama", "eager")
+        if in_place:
+            model.model.layers[1].compile(backend="eager")
+        else:
+            model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+        with pytest.raises(ValueError, match=r"model\.layers\.1 is compiled by torch"), exact(model):
+            pass
+
+    @pytest.mark.parametrize("compiles", [False, True])
+    def test_an_adapter_of_peft(self, compiles):
+        model, ids = toy_model("llama", "eager").bfloat16(), tokens(length=20)
+        wrapper = lora(model, task_type="CAUSAL_LM").eval()
+        wrapper = torch.compile(wrapper, backend="eager") if compiles else wrapper
+        with exact(model):
+            expected = model(ids, use_cache=False).logits
+        with exact(wrapper):
+            assert "forward" in model.__dict__  # the model's own runs by rows: `generate` knows no other
+            assert torch.equal(wrapper(input_ids=ids, use_cache=False).logits, expected)
+            cache, common = StaticContiguousCache.from_model(model, 64), {"max_new_tokens": 6, "output_logits": True}
+            common |= {"return_dict_in_generate": True, "do_sample": False}
+            whole = wrapper.generate(input_ids=ids, use_cache=False, **common)
+            steps = wrapper.generate(input_ids=ids, past_key_values=cache, **common)
+        assert torch.equal(whole.logits[0], expected[:, -1].float())
+        assert all(torch.equal(a, b) for a, b in zip(whole.logits, steps.logits, strict=True))
+        torch._dynamo.reset()
+
+    def test_what_is_like_peft(self, monkeypatch):
+        model, ids = toy_model("llama", "eager"), tokens(length=20)
+        wrapper = like_peft(monkeypatch, model)
+        with exact(model):
+            expected = model(ids, use_cache=False).logits
+        with exact(wrapper):
+            assert torch.equal(wrapper(ids, use_cache=False).logits, expected)
+
+    def test_an_adapter_that_still_trains(self):
+        with pytest.raises(ValueError, match=r"call model\.eval\(\) first"), exact(lora(toy_model("llama", "eager"))):
+            pass
+
+    @pytest.mark.parametrize("settings", [{"is_prompt_learning": True}, {"peft_type": "XLORA"}], ids=str)
+    def test_adapters_that_compute_outside_of_the_model(self, monkeypatch, settings):
+        wrapper = like_peft(monkeypatch, toy_model("llama", "eager"))
+        wrapper.active_peft_config = SimpleNamespace(**vars(LikePeft.active_peft_config) | settings)
+        with pytest.raises(ValueError, match="computes outside of the model that it wraps"), exact(wrapper):
+            pass
+
+    def test_prompt_tuning_of_peft(self):
+        peft = pytest.importorskip("peft")
+        config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+        wrapper = peft.get_peft_model(toy_model("llama", "eager"), config).eval()
+        with pytest.raises(ValueError, match="PROMPT_TUNING computes outside of the model"), exact(wrapper):
+            pass
+
+    @pytest.mark.parametrize(
+        "wrap",
+        [torch.nn.DataParallel, torch.nn.Sequential, LikePeft, lambda model: SimpleNamespace(model=model)],
+        ids=["DataParallel", "Sequential", "LikePeft", "SimpleNamespace"],
+    )
+    def test_any_other_is_refused_by_its_type(self, wrap, request):
+        name, wrapper = request.node.callspec.id, wrap(toy_model("llama", "eager"))
+        with pytest.raises(TypeError, match=f"exact takes a transformers model, got {name}: pass"), exact(wrapper):
+            pass
+
+
 def test_a_linear_layer_is_one_operation(monkeypatch):
     """As torch dispatches it by itself it is four, and each takes its time."""
     model, ids, names = toy_model("llama", "eager"), tokens(), []
@@ -260,6 +437,12 @@ class TestRefusals:
         model = toy_model(name, "eager")
         with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no kernel by rows for it"):
             model(tokens())
+
+    def test_a_model_that_makes_its_own_mask(self):
+        """Doge adds to the scores what it computes from the values."""
+        model = small_model("doge", num_key_value_heads=2)
+        with pytest.raises(ValueError, match="layers of DogeForCausalLM compute attention masks of"), exact(model):
+            pass
 
     def test_frequencies_that_depend_on_the_length(self):
         model = toy_model("llama", "eager")
@@ -324,8 +507,31 @@ def test_a_product_inside_a_sum_may_be_rounded_or_not(args, kwargs):
     assert is_harmless(torch.ops.aten.rsub.Scalar, (torch.ones(3), 1), {})
 
 
-def test_integers_are_exact_anyway():
-    assert is_harmless(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
+@pytest.mark.parametrize(("place", "named"), [((True,), {}), ((), {"accumulate": True})])
+def test_a_write_by_index_may_not_sum(place, named):
+    """Of the values that are summed into one place, the order is open."""
+    arguments = (torch.ones(3), [torch.tensor([0, 0])], torch.ones(2))
+    for func in (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
+        assert is_harmless(func, arguments, {})
+        assert not is_harmless(func, (*arguments, *place), named)
+
+
+class TestCumulativeSums:
+    def test_integers_are_exact_anyway(self):
+        assert is_harmless(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
+
+    def test_whole_numbers_are_summed(self):
+        x = torch.ones(2, 300)
+        assert torch.equal(row_operation(torch.ops.aten.cumsum.default)(x, 1), x.cumsum(1))
+
+    @pytest.mark.parametrize(
+        "x",
+        [torch.full((3,), 0.5), torch.full((3,), 2.0**23), torch.ones(300, dtype=torch.bfloat16), torch.ones(2) / 0],
+        ids=["fractions", "too large", "too many for bfloat16", "infinite"],
+    )
+    def test_what_would_be_rounded_is_refused(self, x):
+        with pytest.raises(RuntimeError, match=r"aten\.cumsum of numbers that are not whole, or too large"):
+            row_operation(torch.ops.aten.cumsum.default)(x, 0)
 
 
 def test_an_exact_step_is_not_used_outside():

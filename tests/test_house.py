@@ -30,6 +30,7 @@ READING_ORDER = [
     "trial",
     "decode",
     "row_operations",
+    "wrappers",
     "exact",
     "trace",
     "testing",

@@ -91,6 +91,110 @@ class TestSteps:
             StepRecorder().steps(torch.ones(1, 2, dtype=torch.long))
 
 
+def record(model, recorder, ids, **keywords):
+    """A generation, what of it is checked, and its logits: [steps, B, V]."""
+    common = {"logits_processor": [recorder], "return_dict_in_generate": True, "output_logits": True, "top_k": 0}
+    output = model.generate(ids, **common | {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0} | keywords)
+    return output.sequences, torch.stack(output.logits)
+
+
+def check(steps, sequences, logits):
+    new = sequences[:, -len(logits) :]
+    assert [[step["token"] for step in row] for row in steps] == new.tolist()
+    for row, n in ((row, n) for row in range(len(new)) for n in range(len(logits))):
+        expected = logits[n, row].float().softmax(-1)[new[row, n]].item()
+        assert steps[row][n]["probability"] == pytest.approx(expected, rel=1e-4)
+
+
+class TestOneRecorderInManyCalls:
+    @pytest.mark.parametrize(
+        "second",
+        [PROMPT, PROMPT.flip(1), PROMPT[:1], PROMPT[:, :2], torch.arange(5, 25).view(2, 10)],
+        ids=["the same", "another", "of other rows", "shorter", "longer"],
+    )
+    def test_another_prompt_begins_another_record(self, model, second):
+        recorder = StepRecorder(best=2)
+        record(model, recorder, PROMPT, max_new_tokens=NEW)
+        sequences, logits = record(model, recorder, second)
+        check(recorder.steps(sequences), sequences, logits)
+
+    @pytest.mark.parametrize("more", [0, 1, 3], ids="{} more tokens".format)
+    def test_a_text_goes_on_once_its_steps_were_read(self, model, more):
+        recorder = StepRecorder(best=2)
+        first, logits = record(model, recorder, PROMPT)
+        check(recorder.steps(first), first, logits)
+        check(recorder.steps(first), first, logits)  # and can be read again
+        sequences, logits = record(model, recorder, torch.cat([first, PROMPT[:, :more]], dim=1))
+        check(recorder.steps(sequences), sequences, logits)
+
+    def test_a_text_that_goes_on_unread_is_refused(self, model):
+        """It could be the same call, with several tokens at once."""
+        recorder = StepRecorder(best=2)
+        first, _ = record(model, recorder, PROMPT)
+        with pytest.raises(ValueError, match="a new StepRecorder for each call, or read `steps` before the next"):
+            record(model, recorder, torch.cat([first, PROMPT], dim=1))
+
+    def test_a_prompt_that_is_one_token_longer_than_the_last_text_is_refused(self, model):
+        recorder = StepRecorder(best=2)
+        record(model, recorder, PROMPT, max_new_tokens=1)
+        sequences, _ = record(model, recorder, torch.cat([PROMPT.flip(1), PROMPT[:, :1]], dim=1))
+        with pytest.raises(ValueError, match="a new StepRecorder for each call"):
+            recorder.steps(sequences)
+
+    def test_of_what_another_call_returned(self, model):
+        recorder = StepRecorder(best=2)
+        sequences, _ = record(model, recorder, PROMPT)
+        sequences[0, 5] = 17
+        with pytest.raises(ValueError, match="pass what the same call of generate returned"):
+            recorder.steps(sequences)
+
+
+class TestOtherWaysToDecode:
+    @pytest.mark.parametrize("best_of", [1, 3])
+    def test_beams(self, model, best_of):
+        """They put other rows in the place of a row."""
+        recorder = StepRecorder(best=2)
+        sequences = model.generate(
+            PROMPT, logits_processor=[recorder], num_beams=3, num_return_sequences=best_of, do_sample=False, **COMMON
+        )
+        with pytest.raises(ValueError, match=r"Beams .* Record greedy decoding or sampling"):
+            recorder.steps(sequences)
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
+    def test_several_tokens_at_once(self, model, how, do_sample):
+        """Candidates that are not accepted are no part of the text: records are right or refused."""
+        ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
+        assistant = {"assistant_model": toy_model("llama", seed=1)}
+        keywords = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else assistant
+        recorder = StepRecorder(best=2)
+
+        def records():
+            sequences, logits = record(model, recorder, ids, do_sample=do_sample, max_new_tokens=12, **keywords)
+            check(recorder.steps(sequences), sequences, logits)
+
+        with pytest.raises(ValueError, match=r"assisted decoding .* Record greedy decoding or sampling"):
+            records()
+
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_rows_that_end_early_and_several_sequences(self, model, do_sample):
+        torch.manual_seed(3)
+        free, _ = record(model, StepRecorder(), PROMPT, do_sample=do_sample, eos_token_id=None, max_new_tokens=NEW)
+        torch.manual_seed(3)
+        recorder, end = StepRecorder(best=2), int(free[0, 6])
+        keywords = {"do_sample": do_sample, "eos_token_id": end, "max_new_tokens": NEW}
+        keywords |= {"num_return_sequences": 3} if do_sample else {}
+        sequences, logits = record(model, recorder, PROMPT, **keywords)
+        check(recorder.steps(sequences), sequences, logits)
+
+    def test_the_decoder_records_every_call(self, model):
+        decoder, cache = GraphDecoder(record_steps=2), StaticContiguousCache.from_model(model, 32, 2)
+        ids, common = PROMPT, {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON}
+        for _ in range(3):
+            ids = model.generate(ids, **common)
+            assert [[step["token"] for step in row] for row in decoder.steps] == ids[:, -NEW:].tolist()
+
+
 class TestDebugLog:
     def test_every_step_of_plain_generate(self, model, caplog):
         cache = StaticContiguousCache.from_model(model, 32, 2)

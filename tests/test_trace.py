@@ -4,9 +4,12 @@ import pytest
 import torch
 from architectures import toy_model
 from test_decode import calls_in
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
 from hf_static_kv.generation import attention_of
+from hf_static_kv.testing import random_model
+from hf_static_kv.trace import traced_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "phi3"]
@@ -115,6 +118,16 @@ def test_the_whole_matrix(name):
     assert attention_of(model) == before
 
 
+def test_a_decoder_that_could_attend_to_another_text():
+    """Its cross-attention has the layer's number too."""
+    sizes = {"vocab_size": 128, "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    config = CONFIG_MAPPING["bart"](**sizes, is_decoder=True, is_encoder_decoder=False)
+    model, ids = random_model(config, attn_implementation="eager"), torch.tensor([[5, 6, 7]])
+    with torch.no_grad():
+        expected = model(ids, output_attentions=True).attentions[1]
+    torch.testing.assert_close(full_attention(model, ids, layer=1), expected, **TOLERANCE)
+
+
 class TestNothingElseChanges:
     def test_an_sdpa_model_has_its_attention_back(self):
         model = toy_model("llama", "sdpa").to(DEVICE)
@@ -165,11 +178,30 @@ class TestNothingElseChanges:
         assert len(decoder._steps[cache]) == 2
 
 
+@pytest.mark.parametrize("has_compiled_code", [False, True])
+def test_a_compiled_model(has_compiled_code):
+    model, ids = toy("llama"), prompt()["input_ids"]
+    compiled = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        with trace_attention(model) as expected:
+            model(ids, use_cache=False)
+        if has_compiled_code:
+            compiled(ids, use_cache=False)
+        with trace_attention(compiled) as trace:
+            compiled(ids, use_cache=False)
+        compiled(ids, use_cache=False)
+    assert [row.layer for row in trace.rows] == [0, 1]
+    for row, own in zip(trace.rows, expected.rows, strict=True):
+        assert torch.equal(row.weights, own.weights)
+    torch.testing.assert_close(full_attention(compiled, ids, layer=1)[:, :, -1], expected.rows[1].weights, **TOLERANCE)
+    torch._dynamo.reset()
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("keywords", "message"),
         [
-            ({"layers": [2]}, "There is no layer 2: the model has layers 0 to 1"),
+            ({"layers": [2]}, "Layer 2 has no attention that could be traced: layers 0, 1 have"),
             ({"heads": [9]}, r"heads are 0 to \d, got \[9\]"),
         ],
     )
@@ -195,7 +227,43 @@ class TestRefusals:
             trace_attention(model),
         ):
             pass
+        with trace_attention(model), pytest.raises(RuntimeError, match="The model is traced"), exact(model):
+            pass
         assert attention_of(model) == "eager"
+
+    @pytest.mark.parametrize("name", ["bloom", "codegen", "gpt_neo", "mpt"])
+    def test_a_model_without_the_attention_interface(self, name):
+        sizes = {"vocab_size": 128, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "rotary_dim": 8}
+        sizes |= {"attention_types": [[["global", "local"], 1]]} if name == "gpt_neo" else {"n_layer": 2, "n_head": 4}
+        model, ids = random_model(CONFIG_MAPPING[name](**sizes)), torch.ones(1, 3, dtype=torch.long)
+        message = f"{type(model).__name__} does not use transformers' attention interface.*output_attentions=True"
+        with pytest.raises(ValueError, match=message), trace_attention(model):
+            pass
+        with pytest.raises(ValueError, match=message):
+            full_attention(model, ids, layer=0)
+
+    def test_attention_that_goes_past_the_interface(self, monkeypatch):
+        """Transformers looks whether a file calls the interface, which not all of its layers need to do."""
+        model, ids = toy("llama"), prompt()["input_ids"]
+        layer = model.model.layers[0].self_attn
+        monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
+        with pytest.raises(ValueError, match="LlamaAttention of layer 0 did not call transformers' attention"):
+            full_attention(model, ids, layer=0)
+        with trace_attention(model) as trace:
+            model(ids)
+        with pytest.raises(ValueError, match="the layer does not call transformers' attention interface"):
+            trace.matrix(0)
+
+    def test_a_bias_of_the_scores(self):
+        model, states = toy("llama"), torch.ones(1, 4, 3, 16)
+        layer = model.model.layers[0].self_attn
+        with trace_attention(model), pytest.raises(ValueError, match="LlamaAttention adds a bias to its scores"):
+            traced_attention(layer, states, states, states, None, position_bias=torch.ones(1, 4, 3, 3))
+
+    def test_what_is_no_model(self):
+        wrapper = torch.nn.Sequential(toy("llama"))
+        with pytest.raises(TypeError, match="trace_attention takes a transformers model, got Sequential"):
+            full_attention(wrapper, prompt()["input_ids"], layer=0)
 
     def test_several_texts(self):
         with pytest.raises(ValueError, match=r"takes one text, \[1, n\], got \[2, 3\]"):
