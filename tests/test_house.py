@@ -12,8 +12,10 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = [
     "debug",
     "storage",
+    "callers",
     "layout",
     "layer",
+    "allocation",
     "cache",
     "kernels",
     "attention",
