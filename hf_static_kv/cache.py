@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from threading import Lock, get_ident
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_static_kv import debug
+from hf_static_kv.allocation import AllocatedCache, for_each_layer
+from hf_static_kv.callers import is_in_use, running_model
 from hf_static_kv.layer import StaticContiguousLayer
 from hf_static_kv.layout import (
     LayerPlan,
@@ -19,15 +21,17 @@ from hf_static_kv.layout import (
     layer_devices,
     local_shapes,
     plan_layers,
+    refuse_missing_layers,
 )
 from hf_static_kv.request import Request, check_request, running_request
-from hf_static_kv.storage import LayerShape, StorageGroup
+from hf_static_kv.storage import LayerShape
 from hf_static_kv.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
+_TAKING_OVER = Lock()  # one for all caches: a cache with a lock of its own could not be copied
 
 
-class StaticContiguousCache(Cache):
+class StaticContiguousCache(AllocatedCache):
     """A KV cache in one contiguous, preallocated pair of tensors: `key_storage` and `value_storage` [L, B, H, S, D].
 
     Storage is allocated at the first forward pass, from the states themselves; `from_model` allocates at once.
@@ -39,13 +43,18 @@ class StaticContiguousCache(Cache):
     cache.reset()  # before the next text
     ```
 
-    A step (one forward pass) is atomic: every layer writes behind the text, and `seq_len` moves once, when the last
-    layer has written. If the pass fails before that, the cache reads as before it and the same call can be retried.
-    A pass that fails later (in the last layer's MLP, in layers that share earlier keys, in the head) has written all
-    of its tokens: `crop(-n)` takes them back.
-    """
+    A step (one forward pass) is atomic: every layer writes behind the text, and `seq_len` moves once, when all layers
+    have written, in whatever order. If the pass fails before that, the cache reads as before it and the same call can
+    be retried. A pass that fails later (in the last layer's MLP, in layers that share earlier keys, in the head) has
+    written all of its tokens: `crop(-n)` takes them back.
 
-    layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
+    One cache holds one text at a time. Threads may use it one after the other; a second thread that writes while the
+    first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Within one
+    thread nothing can be noticed: two loops that take turns on one cache mix their texts.
+
+    A forward pass outside `torch.no_grad()` works, a backward pass through the cache raises. Under `torch.compile` use
+    `torch.no_grad()`.
+    """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
         plans = plan_layers(config)
@@ -93,10 +102,10 @@ class StaticContiguousCache(Cache):
         ([2, 1, 4, 16, 8], 4096)
         """
         check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
-        heads = _for_each_layer("num_kv_heads", num_kv_heads, num_layers)
-        key_dims = _for_each_layer("head_dim", head_dim, num_layers)
+        heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
+        key_dims = for_each_layer("head_dim", head_dim, num_layers)
         value_dims = (
-            key_dims if value_head_dim is None else _for_each_layer("value_head_dim", value_head_dim, num_layers)
+            key_dims if value_head_dim is None else for_each_layer("value_head_dim", value_head_dim, num_layers)
         )
         windows = list(sliding_windows) if sliding_windows is not None else [None] * num_layers
         if len(windows) != num_layers:
@@ -111,110 +120,11 @@ class StaticContiguousCache(Cache):
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
-        self._plans = plans
-        self._max_cache_len = max_cache_len
-        self._groups: list[StorageGroup] = []
-        # Layers whose storage was sized by another layer's states: a guess, until the first step is complete.
-        self._guessed: set[int] = set()
         self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
+        self._written: set[int] = set()  # the layers that have written in it
+        self._thread = 0  # the thread that wrote last
         self._known_ids: torch.Tensor | None = None  # [B, k], the first tokens of the text as far as they are known
-        super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
-
-    # --- storage
-
-    def _allocate(
-        self,
-        layer_indices: Sequence[int],
-        shapes: Sequence[LayerShape],
-        batch_size: int,
-        dtypes: tuple[torch.dtype, torch.dtype],
-        devices: Sequence[torch.device],
-    ) -> None:
-        """Give every layer storage; layers of one shape on one device share one pair of tensors."""
-        members: dict[tuple[LayerShape, torch.device], list[int]] = {}
-        for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
-            members.setdefault((shape, device), []).append(layer_idx)
-        groups = [
-            StorageGroup(
-                len(rows),
-                shape,
-                self._max_cache_len,
-                batch_size=batch_size,
-                key_dtype=dtypes[0],
-                value_dtype=dtypes[1],
-                device=device,
-            )
-            for (shape, device), rows in members.items()
-        ]
-        for group, rows in zip(groups, members.values(), strict=True):
-            for row, layer_idx in enumerate(rows):
-                self.layers[layer_idx].attach(group, row)
-        self._groups.extend(groups)
-
-    def _allocate_from_states(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for this layer and for the others that the config describes alike, shaped as the states are."""
-        plan = self._plans[layer_idx]
-        shape, dtypes = LayerShape.of(key_states, value_states), (key_states.dtype, value_states.dtype)
-        if layer_idx in self._guessed:
-            logger.warning(
-                "Layer %d has %s on %s, which neither the config nor the first layer told: it and its like get storage "
-                "of their own, and what was set aside for them stays unused.%s",
-                layer_idx,
-                shape,
-                key_states.device,
-                " `from_model` places every layer at once." if shape == self.layers[layer_idx].shape else "",
-            )
-            alike = [i for i in sorted(self._guessed) if self._plans[i] == plan]
-        else:
-            new = (i for i, layer in enumerate(self.layers) if not layer.is_initialized)
-            alike = [i for i in new if self._plans[i].shape == plan.shape]
-        count = len(alike)
-        self._allocate(alike, [shape] * count, key_states.shape[0], dtypes, [key_states.device] * count)
-        self._guessed = (self._guessed | set(alike)) - {layer_idx}
-
-    def early_initialization(
-        self,
-        batch_size: int,
-        num_heads: int | list[int],
-        head_dim: int | list[int],
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """transformers' way to allocate in advance; layers that have storage already keep it."""
-        check_positive(batch_size=batch_size)
-        heads = _for_each_layer("num_heads", num_heads, len(self))
-        dims = _for_each_layer("head_dim", head_dim, len(self))
-        new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
-        shapes = [LayerShape(heads[i], dims[i], dims[i]) for i in new]
-        self._allocate(new, shapes, batch_size, (dtype, dtype), [torch.device(device)] * len(new))
-
-    @property
-    def storage_groups(self) -> tuple[StorageGroup, ...]:
-        """The pairs of tensors: one pair for each shape and device, so one for most models; none before allocation."""
-        return tuple(self._groups)
-
-    @property
-    def key_storage(self) -> torch.Tensor:
-        """All keys, [L, B, H, S, D]; a `ValueError` where there is not exactly one group."""
-        return self._only_group().keys
-
-    @property
-    def value_storage(self) -> torch.Tensor:
-        """All values, [L, B, H, S, D]; as `key_storage`."""
-        return self._only_group().values
-
-    def _only_group(self) -> StorageGroup:
-        if not self._groups:
-            raise ValueError("Nothing is allocated before the first forward pass; `from_model` allocates at once.")
-        if len(self._groups) > 1:
-            shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
-            raise ValueError(f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`.")
-        return self._groups[0]
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
-        return sum(group.num_bytes for group in self._groups)
+        super()._build(plans, max_cache_len)
 
     # --- the call
 
@@ -255,16 +165,21 @@ class StaticContiguousCache(Cache):
         """Write the states [B, H, n, D] behind the text and return views of all that their queries may see.
 
         The views are slices of the storage: [B, H, seq_len + n, D], or for a sliding layer from the oldest position
-        that a query may see. `seq_len` moves when the last layer has written.
+        that a query may see. `seq_len` moves when all layers have written. States that do not fit are refused before
+        this layer writes anything; what earlier passes wrote stays.
         """
         layer = self._layer(layer_idx)
+        if not torch.compiler.is_compiling() and self._thread != get_ident():
+            self._take_over(layer_idx)  # first of all: two threads must not both allocate
         if not layer.accepts(key_states, value_states):
             self._allocate_or_refuse(layer_idx, key_states, value_states)
-        self._join_step(layer_idx, (key_states.shape[0], key_states.shape[2]))
+        batch_size, _, tokens, _ = key_states.shape
+        self._join_step(layer_idx, (batch_size, tokens))
         views = layer.write(key_states, value_states)
         if layer_idx == debug.traced_layer:
-            debug.log_layer(layer_idx, layer.length, key_states.shape[2], views[0].shape[2])
-        if layer_idx == len(self.layers) - 1:
+            debug.log_layer(layer_idx, layer.length, tokens, views[0].shape[2])
+        self._written.add(layer_idx)
+        if len(self._written) == len(self.layers):
             self._complete_step()
         return views
 
@@ -286,16 +201,7 @@ class StaticContiguousCache(Cache):
 
     def _join_step(self, layer_idx: int, kind: tuple[int, int]) -> None:
         if self.layers[layer_idx].pending:
-            written = [i for i, layer in enumerate(self.layers) if layer.pending]
-            logger.warning(
-                "The last forward pass wrote layers %s of %d and did not finish: it is discarded, and writing starts "
-                "again at position %d. If it did not raise, the model has fewer layers than its config says.",
-                written,
-                len(self.layers),
-                self.layers[layer_idx].length,
-            )
-            self._discard_step()
-            self._known_ids = None
+            self._discard_unfinished(layer_idx)
         if self._step_kind is not None and self._step_kind != kind:
             raise ValueError(
                 f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
@@ -303,28 +209,58 @@ class StaticContiguousCache(Cache):
             )
         self._step_kind = kind
 
+    def _take_over(self, layer_idx: int) -> None:
+        """Another thread wrote last: let this one write if that one is through with the cache."""
+        with _TAKING_OVER:
+            amid_its_step = self._step_kind is not None and not self.layers[layer_idx].pending
+            if self._thread and (amid_its_step or is_in_use(self, self._thread)):
+                raise RuntimeError(
+                    f"Thread {get_ident()} writes layer {layer_idx} while thread {self._thread} uses this cache at "
+                    f"seq_len={self.seq_len}. A cache holds one text at a time: build one for each thread, or let "
+                    "one call end before the next begins."
+                )
+            self._thread = get_ident()
+
+    def _discard_unfinished(self, layer_idx: int) -> None:
+        """A layer writes again before its last pass was complete: the pass failed, or the model lacks layers."""
+        if (model := running_model()) is not None:
+            refuse_missing_layers(model, len(self.layers))
+        logger.warning(
+            "The last forward pass wrote layers %s of %d and did not finish: it is discarded, and writing starts "
+            "again at position %d.",
+            sorted(self._written),
+            len(self.layers),
+            self.layers[layer_idx].length,
+        )
+        self._discard_step()
+        self._known_ids = None
+
     def _complete_step(self) -> None:
-        if self._step_kind is not None:
+        if self._step_kind is not None and not torch.compiler.is_compiling():
             debug.log_step(self.layers[0].length, self._step_kind[1], self._step_kind[0], self.max_cache_len)
         for layer in self.layers:
             layer.commit()
-        self._step_kind = None
+        self._end_step()
         self._guessed.clear()
 
     def _discard_step(self) -> None:
         for layer in self.layers:
             layer.discard()
+        self._end_step()
+
+    def _end_step(self) -> None:
         self._step_kind = None
+        self._written.clear()
 
     def advance(self, n: int) -> None:
         """Complete a step of `n` tokens by hand, when not all layers are written.
 
-        Not needed after the last layer has written: the step is complete then.
+        Not needed after all layers have written: the step is complete then.
         """
         if self._step_kind is None:
             raise ValueError(
-                f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when layer "
-                f"{len(self.layers) - 1} writes; call `update` first."
+                f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when all "
+                f"{len(self.layers)} layers have written; call `update` first."
             )
         if n != self._step_kind[1]:
             raise ValueError(f"advance({n}): the step in progress has {self._step_kind[1]} tokens. Advance by that.")
@@ -377,7 +313,8 @@ class StaticContiguousCache(Cache):
         """Forget the text, keep the storage and its address. No tensor is touched."""
         for layer in self.layers:
             layer.reset()
-        self._step_kind = self._known_ids = None
+        self._end_step()
+        self._known_ids = None
 
     # --- the batch
 
@@ -389,7 +326,7 @@ class StaticContiguousCache(Cache):
         return (filled or allocated or [-1])[0]
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Row i becomes what row `beam_idx[i]` is now (beam search), in place."""
+        """Row i becomes what row `beam_idx[i]` is now (beam search), in place; as `batch_select_indices`."""
         if self.seq_len and len(beam_idx) != self.batch_size:
             raise ValueError(
                 f"reorder_cache got {len(beam_idx)} indices for a batch of {self.batch_size}. Give one for each row, "
@@ -398,7 +335,11 @@ class StaticContiguousCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these rows of the batch (indices or a boolean mask), in this order, in place."""
+        """Keep these rows of the batch (indices or a boolean mask), in this order, in place.
+
+        Takes memory for the text of one layer, and nothing is changed if there is none. An interrupt or a device error
+        while rows are copied empties the cache.
+        """
         filled = [layer for layer in self.layers if layer.length]
         if not filled:
             return
@@ -420,19 +361,23 @@ class StaticContiguousCache(Cache):
             )
         self._discard_step()
         self._known_ids = None
-        for layer in filled:
-            layer.take_rows(indices)
+        self._take_rows(filled, indices)
+
+    def _take_rows(self, layers: list[StaticContiguousLayer], indices: torch.Tensor) -> None:
+        # All memory is taken first, so that running out of it leaves every layer as it was.
+        length = max(layer.length for layer in layers)
+        groups = {id(layer.group): layer.group for layer in layers if layer.group is not None}
+        indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
+        scratch = {key: group.scratch(len(indices), length) for key, group in groups.items()}
+        try:
+            for layer in layers:
+                layer.take_rows(indices_on[layer.device], scratch[id(layer.group)])
+        except BaseException:
+            self.reset()  # some layers have the new rows and some the old ones: no text is better than that
+            raise
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows in succession, in place; the storage must have the rows."""
         check_positive(repeats=repeats)
         if self.seq_len:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-
-def _for_each_layer(name: str, number: int | Sequence[int], num_layers: int) -> list[int]:
-    numbers = [number] * num_layers if isinstance(number, int) else list(number)
-    if len(numbers) != num_layers:
-        raise ValueError(f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each.")
-    check_positive(**{name if isinstance(number, int) else f"{name}[{i}]": n for i, n in enumerate(numbers)})
-    return numbers

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_static_kv.storage import LayerShape, StorageGroup
+from hf_static_kv.storage import LayerShape, StorageGroup, allocate_groups
 
 
 class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -35,8 +35,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.length = 0
         self.pending = 0
         self.batch_size = -1  # rows in use; transformers' word for 'none yet' is -1
-        self._group: StorageGroup | None = None
+        self.group: StorageGroup | None = None
         self._row = 0
+        self._had_grad = False  # whether states that require grad were written since the last reset
         # While only one of keys and values has been assigned, the (batch, length) that the other still has.
         self._not_yet_assigned: dict[str, tuple[int, int]] = {}
         super().__init__()  # type: ignore[no-untyped-call]
@@ -49,7 +50,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def attach(self, group: StorageGroup, row: int) -> None:
         """Take layer number `row` of the group as this layer's storage."""
-        self._group, self._row = group, row
+        self.group, self._row = group, row
         self.shape = group.shape
         self.dtype, self.value_dtype = group.keys.dtype, group.values.dtype
         self.device = group.keys.device
@@ -58,22 +59,20 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate storage for this layer alone; a cache attaches its layers to shared storage instead."""
-        group = StorageGroup(
-            1,
-            LayerShape.of(key_states, value_states),
-            self.max_cache_len,
-            batch_size=key_states.shape[0],
-            key_dtype=key_states.dtype,
-            value_dtype=value_states.dtype,
-            device=key_states.device,
-        )
+        members = (LayerShape.of(key_states, value_states), key_states.device, [0])
+        dtypes = key_states.dtype, value_states.dtype
+        (group,) = allocate_groups([members], self.max_cache_len, key_states.shape[0], dtypes)
         self.attach(group, row=0)
+
+    def used(self) -> tuple[int, int]:
+        """(rows, positions) of the storage that hold something: the text, a step in progress, a text half replaced."""
+        in_use = [(self.batch_size, self.length + self.pending), *self._not_yet_assigned.values()]
+        return max(rows for rows, _ in in_use), max(length for _, length in in_use)
 
     def _views(self, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, H, length, D] at positions [first, first + length) of the rows in use."""
-        assert self._group is not None, "attach storage first"
-        keys, values = self._group.slices(self.batch_size, first, length)
-        return keys[self._row], values[self._row]
+        assert self.group is not None, "attach storage first"
+        return self.group.views(self._row, self.batch_size, first, length)
 
     # --- the text: read, write, commit
 
@@ -92,13 +91,26 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy checked states [B, H, n, D] behind the text and return the views that their queries may see."""
-        self.batch_size, tokens = key_states.shape[0], key_states.shape[2]
+        if torch.is_grad_enabled() and (self._had_grad or key_states.requires_grad or value_states.requires_grad):
+            return self._write_without_graph(key_states, value_states)
+        self.batch_size, _, tokens, _ = key_states.shape
         keys, values = self._views(self.length, tokens)
         keys.copy_(key_states)
         values.copy_(value_states)
         self.pending = tokens
-        kv_length, first = self.get_mask_sizes(tokens)
-        return self._views(first, kv_length)
+        first = self._first_visible()
+        return self._views(first, self.length + tokens - first)
+
+    def _write_without_graph(
+        self, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`write` where autograd records: the storage stays out of its graph, and the views refuse a backward pass."""
+        with torch.no_grad():
+            views = self.write(key_states, value_states)
+        self._had_grad = True
+        anchor = torch.empty(0, requires_grad=True)
+        keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
+        return keys, values
 
     def commit(self) -> None:
         """The pending tokens become part of the text."""
@@ -114,8 +126,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
         self._refuse_nothing_new(query_length)  # a model asks for these first
-        first = 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
+        first = self._first_visible()
         return self.length + query_length - first, first
+
+    def _first_visible(self) -> int:
+        """The oldest position that the next token may see."""
+        return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -146,17 +162,20 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Forget the text, keep the storage. No tensor is touched."""
         self.discard()
         self.length = 0
+        self._had_grad = False
         if self.is_initialized:
             self.batch_size = self.max_batch_size
 
-    def take_rows(self, indices: torch.Tensor) -> None:
-        """Row i of the batch becomes what row `indices[i]` is now, in place; the batch is then len(indices) rows."""
+    def take_rows(self, indices: torch.Tensor, scratch: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Row i of the batch becomes what row `indices[i]` is now, in place; the batch is then len(indices) rows.
+
+        Allocates nothing: the rows go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
+        """
         self.discard()
-        indices = indices.to(self.device)
-        taken = [states.index_select(0, indices) for states in self._views(0, self.length)]
+        before = self._views(0, self.length)
         self.batch_size = len(indices)
-        for target, states in zip(self._views(0, self.length), taken, strict=True):
-            target.copy_(states)
+        for states, target, room in zip(before, self._views(0, self.length), scratch, strict=True):
+            target.copy_(torch.index_select(states, 0, indices, out=room[:, :, : self.length]))
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -181,11 +200,10 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self._replace_text("values", states)
 
     def _text(self, name: str) -> torch.Tensor | None:
-        if self._group is None:
+        if self.group is None:
             return None
         batch_size, length = self._not_yet_assigned.get(name, (self.batch_size, self.length))
-        keys, values = self._group.slices(batch_size, 0, length)
-        return (keys if name == "keys" else values)[self._row]
+        return self.group.views(self._row, batch_size, 0, length)[0 if name == "keys" else 1]
 
     def _replace_text(self, name: str, states: torch.Tensor | None) -> None:
         if states is None:
@@ -193,12 +211,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self.length = 0
             return
         other = "values" if name == "keys" else "keys"
-        if self._group is None:
+        if self.group is None:
             raise ValueError(
                 f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
                 "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
             )
-        slab: torch.Tensor = getattr(self._group, name)[self._row]  # [B, H, S, D]
+        slab: torch.Tensor = getattr(self.group, name)[self._row]  # [B, H, S, D]
         rows, heads, room, head_dim = slab.shape
         fits = states.ndim == 4 and states.shape[1::2] == (heads, head_dim)
         if not fits or states.shape[0] > rows or states.shape[2] > room or _kind(states) != _kind(slab):
@@ -210,19 +228,22 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         is_prefix = states.data_ptr() == slab.data_ptr() and states.stride() == slab.stride()
         if length and not is_prefix:
             shares_memory = states.untyped_storage().data_ptr() == slab.untyped_storage().data_ptr()
-            slab[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+            with torch.no_grad():  # the storage stays out of autograd's graph
+                slab[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+        self._had_grad |= states.requires_grad
         unassigned = {} if name in self._not_yet_assigned else {other: (self.batch_size, self.length)}
         self.discard()
         self._not_yet_assigned = unassigned
         self.batch_size, self.length = batch_size, length
 
-    # --- checks: before anything is written, with the numbers and the remedy
+    # --- checks: before this pass writes into the layer, with the numbers and the remedy
 
     def accepts(self, key_states: torch.Tensor, value_states: torch.Tensor) -> bool:
         """Whether `check_states` and `check_fit` would both pass: one quick look, on the way of every token."""
-        if not self.is_initialized or key_states.ndim != 4:
+        size = key_states.shape
+        if not self.is_initialized or len(size) != 4:
             return False
-        batch_size, heads, tokens, head_dim = key_states.shape
+        batch_size, heads, tokens, head_dim = size
         shape = self.shape
         return (
             heads == shape.num_kv_heads
@@ -233,7 +254,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             and key_states.dtype == self.dtype
             and value_states.dtype == self.value_dtype
             and key_states.device == value_states.device == self.device
-            and not (torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad))
         )
 
     def check_states(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -252,13 +272,10 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         if self.length + tokens > self.max_cache_len:
             raise ValueError(
                 f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
-                f"{tokens} more. Build it with max_cache_len >= {self.length + tokens}, or make room: crop, reset. "
-                "A generation takes room for its prompt and max_new_tokens."
-            )
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
-            raise ValueError(
-                "The states require grad, and gradients cannot flow through a cache that is written in place. "
-                "Wrap the call in `torch.no_grad()`; for training use `DynamicCache`."
+                f"{tokens} more. This pass needs max_cache_len >= {self.length + tokens}. A generation needs prompt + "
+                "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens "
+                f"- 2. `generate` that stops here returns nothing; the cache still holds its {self.length} tokens. "
+                "Build a larger one, or make room: crop, reset."
             )
 
     def _refuse_nothing_new(self, tokens: int) -> None:
@@ -294,6 +311,26 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"The states have batch {batch_size}, the storage has {self.max_batch_size} rows. Build the cache with "
                 f"`from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count as rows)."
             )
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Views of the storage as a result of the states: a backward pass that reaches them raises.
+
+    The storage is written in place, so it cannot keep the graph of older tokens; without this, their gradients would
+    silently be missing. `anchor` requires grad for states that do not, behind older ones that did.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *states_and_views: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        _, _, keys, values = states_and_views
+        return keys.detach(), values.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "Gradients cannot flow through a StaticContiguousCache: it is written in place. For training use "
+            "`DynamicCache` or no cache; where no gradients are wanted, wrap the call in `torch.no_grad()`."
+        )
 
 
 def _kind(states: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -113,15 +113,17 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
 
 
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
-    """The layers of a cache of `num_layers` that no module of the model writes.
+    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run.
 
     [] where the modules do not tell: none has a `layer_idx`, or modules are run several times and write another layer
     of the cache each time (HRM, whose two stacks both count from 0).
     """
     modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
     numbers = {layer_idx for layer_idx, _ in modules}
-    is_ambiguous = len(set(modules)) < len(modules)
-    return [] if is_ambiguous or not numbers else [i for i in range(num_layers) if i not in numbers]
+    if not numbers or len(set(modules)) < len(modules):
+        return []
+    stated = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or num_layers
+    return [i for i in range(num_layers) if i not in numbers or i >= stated]
 
 
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
 from hf_static_kv import StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv.storage import LayerShape, allocate_groups
 
 
 def make(num_layers=2, heads=1, dim=1, room=8, batch=1, windows=None, **kwargs):
@@ -115,6 +117,68 @@ class TestAllocation:
         assert not cache.is_initialized  # models read that as 'the prompt has been seen'
 
 
+class TestNoMemory:
+    """The allocator fails: what was wanted and what helps is said, and nothing stays allocated."""
+
+    WANTED = (
+        r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, fewer"
+    )
+
+    def failing_zeros(self, monkeypatch, at_call, error):
+        alive, real = [], torch.zeros
+
+        def zeros(*args, **kwargs):
+            if len(alive) + 1 == at_call:
+                raise error
+            tensor = real(*args, **kwargs)
+            alive.append(weakref.ref(tensor))
+            return tensor
+
+        monkeypatch.setattr(torch, "zeros", zeros)
+        return alive
+
+    @pytest.mark.parametrize("at_call", [1, 2, 3, 4])
+    @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
+    def test_all_or_nothing(self, monkeypatch, at_call, kind):
+        alive = self.failing_zeros(monkeypatch, at_call, kind("DefaultCPUAllocator: not enough memory"))
+        with pytest.raises(kind, match=self.WANTED) as raised:
+            make(heads=[1, 2], batch=3, dim=[4, 2])
+        assert type(raised.value) is kind
+        assert isinstance(raised.value.__cause__, kind)
+        assert [tensor() for tensor in alive] == [None] * (at_call - 1)
+
+    def test_at_the_first_forward_pass(self, monkeypatch):
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
+        with monkeypatch.context() as patch:
+            self.failing_zeros(patch, 2, RuntimeError("DefaultCPUAllocator: not enough memory"))
+            with pytest.raises(RuntimeError, match=r"batch_size=1 in torch.float32 takes 128 bytes on cpu"):
+                step(cache, 1, 2)
+        assert cache.memory_bytes == 0
+        step(cache, 1, 2)  # once there is memory, the same pass goes on
+        assert cache.seq_len == 2
+
+    def test_a_true_failure(self):
+        with pytest.raises(RuntimeError, match=r"takes 32,000,000,000,000,000 bytes on cpu"):
+            make(heads=4, dim=1, room=10**15 // 2)
+
+    def test_other_errors_are_left_as_they_are(self, monkeypatch):
+        self.failing_zeros(monkeypatch, 1, RuntimeError("a device error"))
+        with pytest.raises(RuntimeError, match=r"^a device error$"):
+            make()
+
+    def test_what_would_fit_on_a_gpu(self, monkeypatch):
+        """2 layers of 2 heads of dim 4 in float16 take 64 bytes a position and row; 4,000 are free or reserved."""
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000, 80_000))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
+        self.failing_zeros(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
+        cuda = torch.device("cuda:0")
+        with pytest.raises(
+            torch.OutOfMemoryError, match=r"takes 6,400 bytes on cuda:0, where 4,000 are free.*=62 would"
+        ):
+            allocate_groups([(LayerShape(2, 4, 4), cuda, [0, 1])], 100, 1, (torch.float16, torch.float16))
+
+
 class TestUpdate:
     def test_update_and_advance_by_hand(self):
         """
@@ -133,12 +197,16 @@ class TestUpdate:
         cache.advance(1)
         assert cache.seq_len == 5
 
-    def test_the_length_moves_when_the_last_layer_has_written(self):
+    @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 0, 2), (2, 1, 0)])
+    def test_the_length_moves_when_all_layers_have_written(self, order):
         cache = make(num_layers=3)
-        for layer_idx in range(3):
-            assert cache.seq_len == 0
-            cache.update(states(1, 2), states(1, 2), layer_idx)
-        assert cache.seq_len == 2
+        for tokens in (2, 3):
+            for layer_idx in order:
+                assert cache.seq_len == tokens - (2 if tokens == 2 else 1)
+                numbers = range(cache.seq_len, tokens)
+                cache.update(states(*numbers), states(*numbers), layer_idx)
+            assert cache.seq_len == tokens
+            assert [text(layer) for layer in cache.layers] == [list(range(tokens))] * 3
         assert isinstance(cache.get_seq_length(), int)
 
     def test_views_are_slices_of_the_storage(self):
@@ -251,6 +319,38 @@ class TestText:
         assert [text(layer) for layer in copied.layers] == [[2, 4, 8], [1, 2, 4]]
         assert copied.key_storage[:, 0, 0, :3, 0].tolist() == [[2, 4, 8], [1, 2, 4]]
         assert [text(layer) for layer in cache.layers] == [[1, 2]] * 2
+
+    @pytest.mark.parametrize("tokens", [0, 3])
+    def test_a_pickle_holds_the_tokens_and_not_the_room(self, tokens):
+        cache = make(heads=2, dim=8, room=4096, batch=4)
+        if tokens:
+            numbers = torch.rand(2, 2, tokens, 8)
+            for layer_idx in (0, 1):
+                cache.update(numbers + layer_idx, -numbers, layer_idx)
+        assert cache.memory_bytes == 2 * 2 * 4 * 2 * 4096 * 8 * 4
+        pickled = pickle.dumps(cache)
+        assert len(pickled) < 8_000 + 2 * 2 * 2 * 2 * tokens * 8 * 4
+        loaded = pickle.loads(pickled)
+        assert loaded.key_storage.shape == cache.key_storage.shape
+        assert torch.equal(loaded.key_storage, cache.key_storage)
+        assert torch.equal(loaded.value_storage, cache.value_storage)
+        assert (loaded.seq_len, loaded.batch_size) == (cache.seq_len, cache.batch_size)
+
+    def test_a_pickle_holds_a_step_in_progress(self):
+        cache = make()
+        step(cache, 1, 2)
+        cache.update(states(3), states(-3), 0)
+        loaded = pickle.loads(pickle.dumps(cache))
+        loaded.update(states(3), states(-3), 1)
+        assert [text(layer) for layer in loaded.layers] == [[1, 2, 3]] * 2
+
+    def test_a_pickle_holds_a_text_half_replaced(self):
+        cache = make()
+        step(cache, 1, 2, 3)
+        cache.layers[0].keys = states(7)
+        loaded = pickle.loads(pickle.dumps(cache)).layers[0]
+        assert text(loaded) == [7]
+        assert loaded.values.flatten().tolist() == [-1, -2, -3]
 
 
 class TestBatch:

@@ -1,9 +1,23 @@
 """Nothing is lost: a forward pass that fails anywhere can be retried, and bad input is refused before it is written."""
 
+import copy
+import pickle
+import threading
+
 import pytest
 import torch
 from architectures import toy_config, toy_model
-from transformers import AutoConfig, BartConfig, GPT2Config, LlamaConfig, Mamba2Config, MllamaConfig, Qwen3NextConfig
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    BartConfig,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    Mamba2Config,
+    MllamaConfig,
+    Qwen3NextConfig,
+)
 
 from hf_static_kv import StaticContiguousCache, StaticContiguousLayer, cache_bytes
 
@@ -149,7 +163,11 @@ def assign(name, value):
 
 
 BAD_INPUT = {
-    "too long by one": (update(tokens=4), r"holds 5 of at most 8.*cannot take 4.*max_cache_len >= 9"),
+    "too long by one": (
+        update(tokens=4),
+        r"holds 5 of at most 8.*cannot take 4.*max_cache_len >= 9.*prompt \+ max_new_tokens - 1 positions"
+        r".*prompt_lookup_num_tokens - 2.*still holds its 5 tokens",
+    ),
     "far too long": (update(tokens=100), r"cannot take 100 more.*max_cache_len >= 105"),
     "another batch than the text": (update(batch=1), r"batch 1.*text in the cache has batch 2.*reset"),
     "heads": (update(heads=3), r"3 KV heads of dim 4.*allocated for 2 KV heads of dim 4"),
@@ -162,7 +180,6 @@ BAD_INPUT = {
     "keys and values of unlike length": (update(values=states(tokens=2)), r"\[2, 2, 1, 4\].*\[2, 2, 2, 4\].*agree"),
     "three dims": (lambda cache: cache.update(torch.ones(2, 1, 4), torch.ones(2, 1, 4), 0), r"must both be \[batch"),
     "no tokens": (update(tokens=0), r"no new tokens"),
-    "gradients": (update(requires_grad=True), r"require grad.*torch\.no_grad\(\)"),
     "layer index too large": (update(layer_idx=2), r"layer_idx=2.*layers 0 to 1"),
     "layer index negative": (update(layer_idx=-1), r"layer_idx=-1.*layers 0 to 1"),
     "unlike tokens in one step": (update_twice({"tokens": 2}, {"tokens": 1}), r"\(2, 1\) into a step.*\(2, 2\)"),
@@ -298,12 +315,11 @@ def test_gpt2_up_to_its_last_position_and_no_further():
         StaticContiguousCache(toy_config("gpt2", max_position_embeddings=20), 21)
 
 
-# A fit, and one thing at a time that is not: (dims of keys and values, dtypes, grad, tokens there)
+# A fit, and one thing at a time that is not: (dims of keys and values, dtypes, tokens there)
 FIT = {
     "keys": (2, 2, 1, 2),
     "values": (2, 2, 1, 2),
     "dtypes": (torch.float32, torch.float32),
-    "grad": False,
     "length": 1,
 }
 UNFIT = [
@@ -321,7 +337,6 @@ UNFIT = [
     {"keys": (2, 2, 0, 2), "values": (2, 2, 0, 2)},
     {"dtypes": (torch.float16, torch.float32)},
     {"dtypes": (torch.float32, torch.float16)},
-    {"grad": True},
 ]
 
 
@@ -333,7 +348,7 @@ def test_the_quick_look_agrees_with_the_checks(change):
     layer.lazy_initialization(torch.ones(2, 2, 0, 2), torch.ones(2, 2, 0, 2))
     if case["length"]:
         layer.update(torch.ones(2, 2, case["length"], 2), torch.ones(2, 2, case["length"], 2))
-    keys = torch.ones(case["keys"], dtype=case["dtypes"][0], requires_grad=case["grad"])
+    keys = torch.ones(case["keys"], dtype=case["dtypes"][0])
     values = torch.ones(case["values"], dtype=case["dtypes"][1])
     try:
         layer.check_states(keys, values)
@@ -352,6 +367,276 @@ def test_a_model_cut_shorter_than_its_config_is_refused():
     model.model.layers = model.model.layers[:2]
     with pytest.raises(ValueError, match=r"has 2 layers and its config says 4.*num_hidden_layers = 2"):
         StaticContiguousCache.from_model(model, 8)
+
+
+def cut(model):
+    model.model.layers = model.model.layers[:2]
+
+
+def cut_in_the_middle(model):
+    del model.model.layers[1]
+
+
+def say_fewer(model):
+    model.config.num_hidden_layers = 2
+
+
+@pytest.mark.parametrize(("shorten", "missing"), [(cut, "2, 3"), (cut_in_the_middle, "1"), (say_fewer, "2, 3")])
+def test_a_model_with_fewer_layers_than_the_cache_is_refused_at_its_second_pass(shorten, missing):
+    model = toy_model("llama", num_hidden_layers=4)
+    cache = StaticContiguousCache(model.config, 40)
+    shorten(model)
+    with pytest.raises(ValueError, match=f"no step would be complete without layer {missing}\\. "):
+        generate(model, PROMPT, cache)
+    with pytest.raises(ValueError, match="no step would be complete without layer"), torch.no_grad():
+        model(PROMPT[:, :3], past_key_values=cache)
+
+
+def test_a_pass_that_fails_again_and_again_can_still_be_retried():
+    model = toy_model("llama", num_hidden_layers=4)
+    cache = StaticContiguousCache(model.config, 40)
+    with torch.no_grad():
+        for tokens in (11, 11, 4, 1, 7):
+            hook = fail_once(model, 2, 1)
+            with pytest.raises(OutOfMemory):
+                model(PROMPT[:, :tokens], past_key_values=cache)
+            hook.remove()
+        assert model(PROMPT, past_key_values=cache).logits[:, -1].argmax() == model(PROMPT).logits[:, -1].argmax()
+
+
+@pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0], [3, 0, 1, 2]], ids=str)
+def test_layers_that_run_in_another_order_than_their_numbers(order):
+    model = toy_model("llama", num_hidden_layers=4)
+    model.model.layers = torch.nn.ModuleList([model.model.layers[i] for i in order])
+    expected = generate(model, PROMPT, None).tolist()
+    assert generate(model, PROMPT, StaticContiguousCache(model.config, 40)).tolist() == expected
+    assert generate(model, PROMPT, StaticContiguousCache.from_model(model, 40)).tolist() == expected
+
+
+# --- threads
+
+
+def in_thread(act):
+    """Run `act` in another thread and return what it returned or raised."""
+    results = []
+
+    def run():
+        try:
+            results.append(act())
+        except Exception as error:
+            results.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(timeout=60)
+    return results[0]
+
+
+@pytest.mark.parametrize("at_call", [1, 3], ids=["amid the prefill", "amid a decode step"])
+@pytest.mark.parametrize("module", ["model.layers.0.mlp", "model.layers.1.mlp", "lm_head"])
+def test_a_second_thread_is_refused_and_the_first_goes_on(module, at_call):
+    """In `lm_head` no step is open: the first thread is between two steps of its `generate`."""
+    model, other = toy_model("llama"), toy_model("llama")
+    expected = generate(model, PROMPT, None).tolist()
+    cache = StaticContiguousCache(model.config, 40)
+    refused, calls = [], [0]
+
+    def hook(*_):
+        calls[0] += 1
+        if calls[0] == at_call:
+            refused.append(in_thread(lambda: generate(other, PROMPT.flip(1), cache)))
+
+    model.get_submodule(module).register_forward_pre_hook(hook)
+    assert generate(model, PROMPT, cache).tolist() == expected
+    (error,) = refused
+    assert isinstance(error, RuntimeError)
+    assert "one for each thread" in str(error)
+
+
+def test_threads_without_a_model_do_not_share_a_step():
+    cache = StaticContiguousCache.allocate(3, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu")
+    update(layer_idx=0)(cache)
+    error = in_thread(lambda: update(layer_idx=1)(cache))
+    assert isinstance(error, RuntimeError)
+    assert "one for each thread" in str(error)
+
+
+def test_threads_may_use_a_cache_one_after_the_other():
+    model = toy_model("llama")
+    expected = generate(model, PROMPT, None)
+    cache = StaticContiguousCache(model.config, 40)
+    assert in_thread(lambda: generate(model, expected[:, :13], cache)).tolist() == expected.tolist()
+    cache.reset()
+    hook = fail_once(model, 0, at_call=3)  # in the third step; the retry is made by another thread
+    assert isinstance(in_thread(lambda: generate(model, PROMPT, cache)), OutOfMemory)
+    hook.remove()
+    known = expected[:, : cache.seq_len + 1]
+    assert in_thread(lambda: generate(model, known, cache)).tolist() == expected.tolist()
+
+
+def test_each_thread_may_have_a_copy():
+    """The copy goes on in another thread while this one is inside a pass on the original."""
+    model = toy_model("llama")
+    expected = generate(model, PROMPT, None).tolist()
+    cache = StaticContiguousCache.from_model(model, 40)
+    with torch.no_grad():
+        model(PROMPT[:, :4], past_key_values=cache)
+    copied, results = copy.deepcopy(cache), []
+    other = toy_model("llama")
+    model.lm_head.register_forward_pre_hook(
+        lambda *_: results.append(in_thread(lambda: generate(other, PROMPT, copied)))
+    )
+    with torch.no_grad():
+        model(PROMPT[:, 4:], past_key_values=cache)
+    assert [result.tolist() for result in results] == [expected]
+
+
+def test_a_pickled_cache_goes_on_with_the_same_tokens():
+    model = toy_model("gemma3")
+    expected = generate(model, PROMPT, None)
+    cache = StaticContiguousCache.from_model(model, 4096)
+    with torch.no_grad():
+        model(PROMPT[:, :9], past_key_values=cache)
+    pickled = pickle.dumps(cache)
+    assert len(pickled) < cache.memory_bytes / 50
+    loaded = pickle.loads(pickled)
+    assert loaded.memory_bytes == cache.memory_bytes
+    assert generate(model, PROMPT, loaded).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("lookup", [1, 3, 6])
+def test_the_room_that_prompt_lookup_needs(lookup):
+    """prompt + max_new_tokens + prompt_lookup_num_tokens - 2, as the error says; every guess is right here."""
+    model, ids = toy_model("llama"), torch.tensor([[5, 6, 7, 8] * 3])
+
+    def always_repeat(input_ids, scores):
+        return torch.full_like(scores, -1e9).index_fill(1, ids[0, input_ids.shape[1] % 4], 0.0)
+
+    def run(max_cache_len):
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=StaticContiguousCache(model.config, max_cache_len),
+            max_new_tokens=8,
+            do_sample=False,
+            eos_token_id=None,
+            prompt_lookup_num_tokens=lookup,
+            logits_processor=[always_repeat],
+        )
+
+    assert run(ids.shape[1] + 8 + lookup - 2).shape[1] == ids.shape[1] + 8
+    with pytest.raises(ValueError, match="cache is full"):
+        run(ids.shape[1] + 8 - 2)
+
+
+# --- rows of the batch
+
+
+def rows_in_order(cache):
+    return [layer.keys[:, 0, :, 0].tolist() for layer in cache.layers]
+
+
+def three_rows():
+    cache = StaticContiguousCache.allocate(4, [1, 1, 2, 2], 4, 8, batch_size=3, dtype=torch.float32, device="cpu")
+    for layer_idx, heads in enumerate([1, 1, 2, 2]):
+        numbers = torch.arange(6.0).view(3, 1, 2, 1).expand(3, heads, 2, 4) + 10 * layer_idx
+        cache.update(numbers, -numbers, layer_idx)
+    return cache
+
+
+@pytest.mark.parametrize("at_call", [1, 2, 3, 4])
+def test_reordering_without_memory_changes_nothing(monkeypatch, at_call):
+    cache = three_rows()
+    before, calls, real = snapshot(cache), [0], torch.Tensor.new_empty
+
+    def new_empty(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] == at_call:
+            raise OutOfMemory
+        return real(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        with pytest.raises(OutOfMemory):
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert_same(before, snapshot(cache))
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert rows_in_order(cache)[3] == [[34, 35], [30, 31], [30, 31]]
+
+
+def test_while_rows_are_copied_nothing_is_allocated():
+    """With scratch taken, each layer costs two selections into it and two copies out of it."""
+
+    class Operations(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.names = []
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names.append(function.__name__)
+            return function(*args, **(kwargs or {}))
+
+    cache = three_rows()
+    with Operations() as operations:
+        cache.reorder_cache(torch.tensor([1, 2, 0]))
+    last_allocation = max(i for i, name in enumerate(operations.names) if "empty" in name)
+    assert last_allocation < operations.names.index("index_select.out")
+    assert "index_select.default" not in operations.names
+
+
+def test_an_interrupt_while_rows_are_copied_empties_the_cache(monkeypatch):
+    cache = three_rows()
+    monkeypatch.setattr(cache.layers[2], "take_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert cache.seq_len == 0
+
+
+# --- gradients
+
+
+def test_a_forward_pass_outside_no_grad_gives_the_logits():
+    model = toy_model("gemma3")
+    ours, theirs = StaticContiguousCache(model.config, 40), DynamicCache(config=model.config)
+    for ids in PROMPT.split([6, 4, 1], dim=1):
+        logits = model(ids, past_key_values=ours).logits
+        assert torch.equal(logits, model(ids, past_key_values=theirs).logits)
+    assert not ours.key_storage.requires_grad
+    assert ours.key_storage.grad_fn is None
+    cache = StaticContiguousCache.from_model(model, 40)
+    with torch.no_grad():
+        assert torch.equal(model(PROMPT, past_key_values=cache).logits[:, -1:].argmax(), logits.argmax())
+
+
+@pytest.mark.parametrize("passes", [[11], [6, 5], [10, 1]], ids=str)
+@pytest.mark.parametrize("what", ["all", "embeddings"])
+def test_a_backward_pass_through_the_cache_raises(passes, what):
+    model = toy_model("llama")
+    model.train()
+    cache = StaticContiguousCache(model.config, 40)
+    for ids in PROMPT.split(passes, dim=1):
+        logits = model(ids, past_key_values=cache).logits
+    with pytest.raises(RuntimeError, match="Gradients cannot flow through a StaticContiguousCache"):
+        logits.sum().backward() if what == "all" else torch.autograd.grad(logits.sum(), model.model.embed_tokens.weight)
+
+
+def test_a_frozen_model_behind_a_prompt_with_gradients_raises_too():
+    """Only the first pass's embeddings require grad: their gradient through the cache must not silently be missing."""
+    model = toy_model("llama").requires_grad_(False)
+    cache = StaticContiguousCache(model.config, 40)
+    embeds = model.get_input_embeddings()(PROMPT[:, :6]).requires_grad_()
+    model(inputs_embeds=embeds, past_key_values=cache)
+    logits = model(PROMPT[:, 6:], past_key_values=cache).logits
+    with pytest.raises(RuntimeError, match="Gradients cannot flow"):
+        (logits.sum() + embeds.sum()).backward()
+    cache.reset()
+    assert not model(PROMPT, past_key_values=cache).logits.requires_grad
+
+
+def test_assigned_states_with_gradients_leave_the_storage_out_of_the_graph():
+    cache = StaticContiguousCache.allocate(1, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu")
+    cache.layers[0].keys = states(requires_grad=True)
+    assert not cache.key_storage.requires_grad
 
 
 def test_a_failed_pass_leaves_the_batch_as_it_was():

@@ -15,8 +15,9 @@ WINDOWS = [None, 2, 4]
 class CacheMachine(RuleBasedStateMachine):
     """`self.text[layer]` lists the tokens of a layer, each a pair of key and value [batch, heads, dim]."""
 
-    @initialize()
-    def start(self):
+    @initialize(order=st.permutations(range(LAYERS)))
+    def start(self, order):
+        self.order = order  # in which the layers of this model run
         self.cache = StaticContiguousCache.allocate(
             LAYERS, HEADS, DIM, ROOM, batch_size=ROWS, dtype=torch.float32, device="cpu", sliding_windows=WINDOWS
         )
@@ -60,9 +61,10 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.has_room(tokens):
             return
         self.choose_batch(batch)
-        grown = [self.write(layer_idx, tokens) for layer_idx in range(layers)]
+        grown = {layer_idx: self.write(layer_idx, tokens) for layer_idx in self.order[:layers]}
         if layers == LAYERS or finish:
-            self.text[:layers] = grown
+            for layer_idx, text in grown.items():
+                self.text[layer_idx] = text
             if layers < LAYERS:
                 self.cache.advance(tokens)
 

@@ -1,0 +1,34 @@
+"""Who is using a cache: the model and the threads, read from the stack. For the rare paths alone."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+
+def running_model() -> PreTrainedModel | None:
+    """The model whose forward pass this is called from, the innermost one; None where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, PreTrainedModel):
+            return model
+        frame = frame.f_back
+    return None
+
+
+def is_in_use(cache: Cache, thread: int) -> bool:
+    """Whether this thread is inside a call of a module, `generate` or a forward pass, that was given the cache."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        names = frame.f_locals
+        if isinstance(names.get("self"), torch.nn.Module):
+            given = [names, *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict))]
+            if any(arguments.get("past_key_values") is cache for arguments in given):
+                return True
+        frame = frame.f_back
+    return False
