@@ -122,7 +122,7 @@ class StaticContiguousCache(AllocatedCache):
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
         self._written: set[int] = set()  # the layers that have written in it
-        self._thread = 0  # the thread that wrote last
+        self._thread = 0  # the thread that used it last
         self._known_ids: torch.Tensor | None = None  # [B, k], the first tokens of the text as far as they are known
         super()._build(plans, max_cache_len)
 
@@ -149,6 +149,8 @@ class StaticContiguousCache(AllocatedCache):
 
         `generate` has this called before its first pass, and a custom loop may call it.
         """
+        if self._thread != get_ident():
+            self._take_over("begins a call")
         check_request(request, self.seq_len, self.max_cache_len, self._known_ids)
         if request.is_whole and request.embeds is None:
             self.remember(request.input_ids)
@@ -170,7 +172,8 @@ class StaticContiguousCache(AllocatedCache):
         """
         layer = self._layer(layer_idx)
         if not torch.compiler.is_compiling() and self._thread != get_ident():
-            self._take_over(layer_idx)  # first of all: two threads must not both allocate
+            # First of all: two threads must not both allocate.
+            self._take_over(f"writes layer {layer_idx}", self._step_kind is not None and not layer.pending)
         if not layer.accepts(key_states, value_states):
             self._allocate_or_refuse(layer_idx, key_states, value_states)
         batch_size, _, tokens, _ = key_states.shape
@@ -209,13 +212,12 @@ class StaticContiguousCache(AllocatedCache):
             )
         self._step_kind = kind
 
-    def _take_over(self, layer_idx: int) -> None:
-        """Another thread wrote last: let this one write if that one is through with the cache."""
+    def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
+        """Another thread used the cache last: let this one use it if that one is through with it."""
         with _TAKING_OVER:
-            amid_its_step = self._step_kind is not None and not self.layers[layer_idx].pending
-            if self._thread and (amid_its_step or is_in_use(self, self._thread)):
+            if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
-                    f"Thread {get_ident()} writes layer {layer_idx} while thread {self._thread} uses this cache at "
+                    f"Thread {get_ident()} {doing} while thread {self._thread} uses this cache at "
                     f"seq_len={self.seq_len}. A cache holds one text at a time: build one for each thread, or let "
                     "one call end before the next begins."
                 )

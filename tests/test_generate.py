@@ -245,12 +245,15 @@ def test_a_decode_step_makes_the_sdpa_calls_of_dynamic_cache(monkeypatch, name):
     assert all(no_mask and enable_gqa for _, _, no_mask, enable_gqa in full_layers)
 
 
-def test_overflow_in_the_middle_of_generate_says_the_remedy():
+def test_overflow_in_the_middle_says_the_remedy():
+    """In a loop of one's own; `generate` is refused before its first token."""
     model = toy_model("llama")
-    cache = new_cache(model, max_cache_len=PROMPT.shape[1] + 3)
-    with pytest.raises(ValueError, match=r"holds 16 of at most 16 tokens.*max_cache_len >= 17"):
-        run(model, PROMPT, cache)
-    assert cache.seq_len == 16
+    cache = new_cache(model, max_cache_len=PROMPT.shape[1])
+    with torch.no_grad():
+        token = model(PROMPT, past_key_values=cache).logits[:, -1:].argmax(dim=-1)
+        with pytest.raises(ValueError, match=r"holds 13 of at most 13 tokens.*max_cache_len >= 14"):
+            model(token, past_key_values=cache)
+    assert cache.seq_len == 13
 
 
 def test_a_copied_cache_goes_on_alone():
