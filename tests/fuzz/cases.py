@@ -22,14 +22,14 @@ Tokens = tuple[tuple[int, ...], ...]  # new tokens of each row
 
 @dataclass(frozen=True)
 class NewText:
-    """Forget the text. The next tokens begin another one, with `padding[b]` padded positions in row b."""
+    """Forget the text by `reset`, or `by_crop` of all of it. The next tokens begin another one."""
 
-    padding: tuple[int, ...]
+    by_crop: bool = False
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A layer raises in its n-th call of an event. Then the call is made again.
+    """A layer, or the head as the one after the last, raises in its n-th call of an event. Then the call is made again.
 
     `crop` says that tokens which the failed call has left in the cache are cropped first.
     """
@@ -43,15 +43,24 @@ class Failure:
 class Call:
     """Append `tokens` to the text and call `generate` with `options`.
 
-    `only_new`: pass the tokens that are not cached and a mask for all. `embeds`: pass the prompt as vectors, "alone" or
-    "with ids". `mask`: pass the attention mask even where `generate` would infer the same one.
+    `padding[b]`: as many of the first tokens of row b are masked.
+    `hide_ended`: once the call has returned, what follows the end of a row is masked.
+    `attention`: the implementation for this event.
+    `only_new`: pass the tokens that are not cached, with a mask for all.
+    `embeds`: pass the prompt as vectors, "alone" or "with ids".
+    `by_max_length`: say `max_length` in the place of `max_new_tokens`.
+    `mask`: pass the attention mask even where `generate` would infer the same one.
     """
 
     tokens: Tokens
     options: dict[str, Any]
     seed: int
+    padding: tuple[int, ...] = ()
+    hide_ended: bool = False
+    attention: str | None = None
     only_new: bool = False
     embeds: str | None = None
+    by_max_length: bool = False
     mask: bool = True
     stop_ids: tuple[int, ...] = ()
     streamer: bool = False
@@ -71,8 +80,13 @@ class Call:
 
     @property
     def longest(self) -> int:
-        """Tokens by which the cached text may grow, with the guesses of prompt lookup."""
-        return len(self.tokens[0]) + self.options["max_new_tokens"] + self.options.get("prompt_lookup_num_tokens", 0)
+        """Tokens by which the cached text may grow, with the guesses of assisted decoding."""
+        guesses = self.options.get("prompt_lookup_num_tokens", 0) + self.options.get("assistant_tokens", 0)
+        return len(self.tokens[0]) + self.options["max_new_tokens"] + guesses
+
+    @property
+    def is_assisted(self) -> bool:
+        return "prompt_lookup_num_tokens" in self.options or "assistant_tokens" in self.options
 
 
 @dataclass(frozen=True)
@@ -80,6 +94,7 @@ class Forward:
     """Append `tokens` to the text and pass what is not cached through the model."""
 
     tokens: Tokens
+    padding: tuple[int, ...] = ()
     mask: bool = True
     inference_mode: bool = False
     failure: Failure | None = None
@@ -100,7 +115,12 @@ class Rows:
     indices: tuple[int, ...]
 
 
-Event = NewText | Call | Forward | Crop | Rows
+@dataclass(frozen=True)
+class Copy:
+    """Go on with a deep copy of the cache; the other one is emptied."""
+
+
+Event = NewText | Call | Forward | Crop | Rows | Copy
 
 
 @dataclass(frozen=True)
@@ -129,7 +149,7 @@ def describe(event: Event) -> str:
             said.append(f"tokens {len(value)}x{len(value[0])}")
         elif field.name == "options":
             said += [f"{name}={option}" for name, option in value.items()]
-        elif value != field.default:
+        elif value != field.default and not (field.name == "padding" and not any(value)):
             said.append(f"{field.name}={describe(value) if isinstance(value, Failure) else value}")
     return f"{type(event).__name__}({', '.join(said)})"
 
@@ -168,7 +188,7 @@ class _History:
 
     def grow(self) -> None:
         rng = self.rng
-        kinds = {"continue": 5, "forward": 2, "crop": 2, "rows": 1, "new text": 2}
+        kinds = {"continue": 5, "forward": 2, "crop": 2, "rows": 1, "copy": 0.5, "new text": 2}
         kind = "new text" if self.must_end else rng.choices(list(kinds), list(kinds.values()))[0]
         if kind == "new text":
             self._new_text()
@@ -176,6 +196,8 @@ class _History:
             self._crop()
         elif kind == "rows":
             self._take_rows()
+        elif kind == "copy":
+            self.events.append(Copy())
         if kind == "forward" or rng.random() < 0.12:
             self._forward()
         else:
@@ -186,18 +208,20 @@ class _History:
     def _new_text(self) -> None:
         batch = self.rng.choices([1, 2, 3, 4], [5, 3, 1, 1])[0]
         self.batch = min(batch, self.rows) if self.fixed_rows and self.rows else batch
+        self.events.append(NewText(self.rng.random() < 0.2))
         self.longest = 0
         self.must_end = self.has_uncached = False
 
-    def _begin(self, tokens: Tokens) -> Tokens:
-        """Padding is drawn once the length of the first tokens is known: every row keeps a token."""
-        columns = len(tokens[0])
-        padded = self.rng.random() < (0.5 if self.batch > 1 else 0.08)
-        padding = tuple(self.rng.randrange(columns) if padded else 0 for _ in range(self.batch))
-        if self.batch > 1 and min(padding) > 0:
-            padding = (0, *padding[1:])
-        self.events.append(NewText(padding))
-        return tuple((PADDING,) * pad + row[pad:] for pad, row in zip(padding, tokens, strict=True))
+    def _draw_padding(self, columns: int, is_first: bool) -> tuple[int, ...]:
+        """A text begins with a token in its longest row; later padding makes holes in the mask."""
+        rng = self.rng
+        likely = (0.5 if self.batch > 1 else 0.08) if is_first else 0.12
+        if columns == 0 or rng.random() > likely:
+            return (0,) * self.batch
+        padding = [rng.randrange(columns) for _ in range(self.batch)]
+        if self.batch > 1:
+            padding[rng.randrange(self.batch)] = 0
+        return tuple(padding)
 
     def _crop(self) -> None:
         tokens = self.rng.choice([0, 1, 1, 2, 3, 5, 8, 13, 40])
@@ -218,63 +242,64 @@ class _History:
 
     def _forward(self) -> None:
         rng = self.rng
-        tokens = self._tokens(is_first=self.longest == 0)
-        if not self.longest:
-            tokens = self._begin(tokens)
+        tokens, padding = self._tokens(is_first=self.longest == 0)
         self._count_rows(self.batch)
         self._count(len(tokens[0]), 0)
         self.has_uncached = False
-        self.events.append(
-            Forward(tokens, rng.random() < 0.5, rng.random() < 0.25, self._failure() if rng.random() < 0.2 else None)
-        )
+        failure = self._failure() if rng.random() < 0.2 else None
+        self.events.append(Forward(tokens, padding, rng.random() < 0.5, rng.random() < 0.25, failure))
 
     def _call(self) -> None:
         is_first = self.longest == 0
-        tokens = self._tokens(is_first)
-        if is_first:
-            tokens = self._begin(tokens)
-        call = self._draw_call(tokens, is_first)
+        tokens, padding = self._tokens(is_first)
+        call = self._draw_call(Call(tokens, {}, self.rng.randrange(1000), padding), is_first)
         self.batch *= call.options.get("num_return_sequences", 1)
         self._count_rows(len(tokens) * call.copies)
         self._count(len(tokens[0]), call.longest - len(tokens[0]))
-        self.must_end, self.has_uncached = call.beams > 1, True
+        # A row must not end in a masked token when the next call adds none.
+        self.must_end, self.has_uncached = call.beams > 1, not call.hide_ended
         self.events.append(call)
 
-    def _draw_call(self, tokens: Tokens, is_first: bool) -> Call:
-        rng = self.rng
-        call = Call(tokens, options={}, seed=rng.randrange(1000))
+    def _draw_call(self, call: Call, is_first: bool) -> Call:
+        rng, architecture = self.rng, ARCHITECTURES[self.architecture]
+        only_new = not is_first and rng.random() < 0.35
+        takes_embeds = architecture.takes_embeds and not only_new
         call = replace(
             call,
-            only_new=not is_first and rng.random() < 0.35,
-            embeds=rng.choice(["alone", "with ids"]) if self._takes_embeds() and rng.random() < 0.12 else None,
+            attention=rng.choice(architecture.attention) if rng.random() < 0.1 else None,
+            only_new=only_new,
+            embeds=rng.choice(["alone", "with ids"]) if takes_embeds and rng.random() < 0.12 else None,
             mask=rng.random() < 0.6,
             with_decoder=rng.random() < 0.9,
             inference_mode=rng.random() < 0.25,
             failure=self._failure() if rng.random() < 0.08 else None,
         )
-        if call.only_new:
-            call = replace(call, embeds=None)
         options = {"max_new_tokens": rng.choice([1, 2, 3, 3, 4, 4, 5, 6, 8, 12])}
         mode = self._mode(is_first, call)
         options |= getattr(self, f"_{mode}")()
         sees_all_ids = not call.only_new and call.embeds != "alone"
-        if sees_all_ids and mode != "lookup":
+        is_assisted = mode in ("lookup", "assistant")
+        if sees_all_ids and not is_assisted:
             options |= self._text_processors()
         options |= self._ends(options["max_new_tokens"])
-        if mode != "lookup" and call.embeds is None and rng.random() < 0.15:
+        if not is_assisted:
+            options |= self._other_processors()
+        if not is_assisted and call.embeds is None and rng.random() < 0.15:
             options["prefill_chunk_size"] = rng.randint(1, 6)
-        call = replace(call, options=options)
-        return call if mode in ("beams", "lookup") else self._watched(call)
-
-    def _takes_embeds(self) -> bool:
-        return ARCHITECTURES[self.architecture].takes_embeds
+        call = replace(
+            call,
+            options=options,
+            by_max_length=sees_all_ids and call.embeds is None and rng.random() < 0.15,
+            hide_ended=mode != "beams" and rng.random() < 0.5,
+        )
+        return call if is_assisted or mode == "beams" else self._watched(call)
 
     def _mode(self, is_first: bool, call: Call) -> str:
         weights = {"greedy": 5.0, "sampling": 3.0}
         if is_first and self.batch <= 2 and not self._must_keep_rows():
             weights["beams"] = 1.0
         if is_first and self.batch == 1 and call.embeds is None:
-            weights["lookup"] = 0.7
+            weights |= {"lookup": 0.6, "assistant": 0.4}
         return self.rng.choices(list(weights), list(weights.values()))[0]
 
     def _must_keep_rows(self) -> bool:
@@ -291,7 +316,7 @@ class _History:
         if rng.random() < 0.5:
             options["temperature"] = rng.choice([0.3, 0.7, 1.5])
         if rng.random() < 0.3:
-            options |= rng.choice([{"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}])
+            options |= rng.choice([{"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}, {"typical_p": 0.7}])
         if self.longest == 0 and self.batch <= 2 and not self._must_keep_rows() and rng.random() < 0.25:
             options["num_return_sequences"] = rng.choice([2, 3])
         return options
@@ -309,13 +334,32 @@ class _History:
     def _lookup(self) -> dict[str, Any]:
         return {"do_sample": False, "prompt_lookup_num_tokens": self.rng.randint(1, 4)}
 
+    def _assistant(self) -> dict[str, Any]:
+        return {"do_sample": False, "assistant_tokens": self.rng.randint(1, 4)}
+
     def _text_processors(self) -> dict[str, Any]:
         options: dict[str, Any] = {}
         if self.rng.random() < 0.15:
             options["repetition_penalty"] = self.rng.choice([0.8, 1.3, 2.0])
         if self.rng.random() < 0.1:
             options["no_repeat_ngram_size"] = self.rng.choice([1, 2, 3])
+        if self.rng.random() < 0.05:
+            options["bad_words_ids"] = [[self.rng.randrange(64)] for _ in range(9)] + [[7, 8]]
+        if self.batch == 1 and self.rng.random() < 0.04:
+            options["guidance_scale"] = 1.5  # the processor runs the model itself
         return options
+
+    def _other_processors(self) -> dict[str, Any]:
+        rng = self.rng
+        if rng.random() > 0.12:
+            return {}
+        return rng.choice(
+            [
+                {"suppress_tokens": rng.sample(range(64), 20)},
+                {"forced_eos_token_id": rng.randrange(64)},
+                {"renormalize_logits": True},
+            ]
+        )
 
     def _ends(self, max_new_tokens: int) -> dict[str, Any]:
         """End tokens: as many as make it likely that some row ends early."""
@@ -336,6 +380,8 @@ class _History:
         rng = self.rng
         if rng.random() < 0.2:
             call.options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+        if rng.random() < 0.03:
+            call.options.update(return_dict_in_generate=True, output_hidden_states=True)
         return replace(
             call,
             stop_ids=tuple(rng.sample(range(64), 8)) if rng.random() < 0.1 else (),
@@ -345,16 +391,19 @@ class _History:
 
     # --- numbers
 
-    def _tokens(self, is_first: bool) -> Tokens:
+    def _tokens(self, is_first: bool) -> tuple[Tokens, tuple[int, ...]]:
+        """Tokens to append, and the padding of each row."""
         rng = self.rng
         columns = rng.choice([1, 2, 3, 5, 7, 9, 9, 12, 12, 16, 24] if is_first else [0, 1, 1, 2, 3, 5, 9])
         columns = columns if self.has_uncached else max(1, columns)
         few = rng.random() < 0.3  # repeated tokens: prompt lookup finds its guesses
-        ids = rng.sample(range(_FIRST_ID, _END_ID), 3) if few else range(_FIRST_ID, _END_ID)
-        return tuple(tuple(rng.choice(ids) for _ in range(columns)) for _ in range(self.batch))
+        ids = rng.sample(range(_FIRST_ID, _END_ID), 3) if few else list(range(_FIRST_ID, _END_ID))
+        padding = self._draw_padding(columns, is_first)
+        rows = ([PADDING] * pad + rng.choices(ids, k=columns - pad) for pad in padding)
+        return tuple(tuple(row) for row in rows), padding
 
     def _failure(self) -> Failure:
-        return Failure(self.rng.randrange(4), self.rng.choice([0, 0, 1, 2]), self.rng.random() < 0.5)
+        return Failure(self.rng.randrange(12), self.rng.choice([0, 0, 1, 2]), self.rng.random() < 0.5)
 
     def _count(self, tokens: int, new_tokens: int) -> None:
         self.longest += tokens + new_tokens

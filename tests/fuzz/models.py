@@ -5,10 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
+import transformers
+from packaging import version
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -27,7 +29,8 @@ class Architecture:
 
     `fields` is called with the random numbers of a variant. `rename` maps common names to those of this config; a
     name mapped to None is left out. `attention` lists the implementations that the family supports. `from_model` is
-    False where the config does not tell the shapes, so that only a lazily built cache serves.
+    False where the config does not tell the shapes, so that only a lazily built cache serves. `since`: transformers'
+    version from which the family computes the same with any cache as with none.
     """
 
     model_type: str
@@ -36,6 +39,7 @@ class Architecture:
     attention: tuple[str, ...] = ("eager", "sdpa", ATTENTION_NAME)
     takes_embeds: bool = True
     from_model: bool = True
+    since: str = "5.17"
 
 
 def _common(rng: random.Random) -> dict[str, Any]:
@@ -266,7 +270,7 @@ ARCHITECTURES = {
     "seed_oss": Architecture("seed_oss"),
     "helium": Architecture("helium", _always(head_dim=8)),
     "diffllama": Architecture("diffllama", _always(num_key_value_heads=2), attention=("eager", "sdpa")),
-    "doge": Architecture("doge"),
+    "doge": Architecture("doge", since="5.22"),
     "ernie4_5": Architecture("ernie4_5"),
     "hunyuan_v1_dense": Architecture("hunyuan_v1_dense"),
     "bitnet": Architecture("bitnet", _always(head_dim=8)),
@@ -283,9 +287,15 @@ ARCHITECTURES = {
 }
 
 
+def at_least(release: str) -> bool:
+    return version.parse(transformers.__version__) >= version.parse(release)
+
+
+@cache
 def available() -> list[str]:
     """The architectures that this version of transformers has."""
-    return [name for name, architecture in ARCHITECTURES.items() if architecture.model_type in CONFIG_MAPPING]
+    known = {name: family for name, family in ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING}
+    return [name for name, family in known.items() if at_least(family.since)]
 
 
 def variant_config(name: str, variant: int) -> tuple[PreTrainedConfig, str]:

@@ -5,6 +5,7 @@ The truth is no cache. Every other contender must give its tokens, and its logit
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections import Counter
 from collections.abc import Iterator
@@ -14,8 +15,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from cases import MAX_ROWS, ROOMY, Call, Case, Crop, Failure, Forward, NewText, Rows
-from models import build_model
+from cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
+from models import at_least, build_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -23,6 +24,8 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache
 
 # Rounding of a cached pass against a whole one, in units of the largest logit.
 LOGITS_TOLERANCE = 128 * torch.finfo(torch.float32).eps
+# transformers 5.17 splits the whole prompt into chunks, the tokens in the cache as well.
+_CHUNKS_ON_A_TEXT = at_least("5.22")
 _TRIES = 12  # perturbed runs before a difference is no tie
 # Errors of ours that are documented limits, by a part of the message.
 REFUSALS: tuple[str, ...] = ()
@@ -127,6 +130,12 @@ class Contender:
     def reset(self) -> None:
         self.cache: Any = DynamicCache(config=self.model.config)
 
+    def forget(self, by_crop: bool) -> None:
+        self.reset()
+
+    def copy_cache(self) -> None:
+        self.cache = copy.deepcopy(self.cache)
+
     def generate(self, text: Text, call: Call) -> Output:
         return generate(self.model, text, call, {"past_key_values": self.cache})
 
@@ -145,9 +154,20 @@ class Ours(Contender):
     def reset(self) -> None:
         self.cache.reset()
 
+    def forget(self, by_crop: bool) -> None:
+        if by_crop:
+            self.cache.crop(-self.cache.seq_len)
+        else:
+            self.cache.reset()
+
+    def copy_cache(self) -> None:
+        before, self.cache = self.cache, copy.deepcopy(self.cache)
+        before.reset()
+
     def generate(self, text: Text, call: Call) -> Output:
+        only_new = call.only_new or ("prefill_chunk_size" in call.options and not _CHUNKS_ON_A_TEXT)
         with failing(self.model, call.failure):
-            return self._again(text, call.failure, call.only_new, lambda: self._generate(text, call))
+            return self._again(text, call.failure, only_new, lambda: self._generate(text, call))
 
     def forward(self, text: Text, event: Forward) -> torch.Tensor:
         with failing(self.model, event.failure):
@@ -182,7 +202,7 @@ class OursWithDecoder(Ours):
         super().__init__(model, cache)
 
     def _generate(self, text: Text, call: Call) -> Output:
-        if not call.with_decoder or call.beams > 1 or "prompt_lookup_num_tokens" in call.options:
+        if not call.with_decoder or call.beams > 1 or call.is_assisted:
             return super()._generate(text, call)
         decoder, stream = self.decoder, None
         if call.streamer or call.record_steps:
@@ -191,6 +211,10 @@ class OursWithDecoder(Ours):
         how = {"past_key_values": self.cache, "custom_generate": decoder}
         output = generate(self.model, text, call, how, stream_apart=stream)
         self.reasons[decoder.fallback_reason or "none"] += 1
+        if InjectedError.__name__ in (decoder.fallback_reason or ""):
+            # It keeps the reason for good, and this failure has passed.
+            self.decoder = GraphDecoder()
+            shared_decoder.cache_clear()
         if call.record_steps:
             output.recorded = [[step["token"] for step in row] for row in decoder.steps]
         return output
@@ -225,9 +249,10 @@ def generate(
     model: PreTrainedModel, text: Text, call: Call, how: dict[str, Any], stream_apart: Collect | None = None
 ) -> Output:
     """One call of `generate` with a cache. `stream_apart` is the streamer that a decoder has been given."""
-    options = dict(call.options)
+    options = passed_options(model, text, call)
     given = text.ids[:, text.cached :] if call.only_new else text.ids
-    if call.only_new or call.mask or not torch.equal(text.mask, inferred_mask(text.ids, options)):
+    inferred = inferred_mask(text.ids, options) if call.embeds is None else torch.ones_like(text.ids)
+    if call.only_new or call.mask or not torch.equal(text.mask, inferred):
         options["attention_mask"] = text.mask
     if call.embeds is not None:
         options["inputs_embeds"] = model.get_input_embeddings()(text.ids)
@@ -257,11 +282,36 @@ def streamed_tokens(stream: Collect, prompt: list[int]) -> list[int]:
 
 def generate_without_cache(model: PreTrainedModel, text: Text, call: Call) -> Output:
     """The truth, with scores and logits where there are no beams."""
-    needs_cache = ("prefill_chunk_size", "prompt_lookup_num_tokens")
-    options = {name: value for name, value in call.options.items() if name not in needs_cache}
+    needs_cache = ("prefill_chunk_size", "prompt_lookup_num_tokens", "assistant_model")
+    options = passed_options(model, text, call)
+    options = {name: value for name, value in options.items() if name not in needs_cache}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     result = run_generate(model, call, inputs=text.ids, attention_mask=text.mask, use_cache=False, **options)
     return Output(result.sequences, result.scores, result.logits)
+
+
+def passed_options(model: PreTrainedModel, text: Text, call: Call) -> dict[str, Any]:
+    options = dict(call.options)
+    if text.cached and not _CHUNKS_ON_A_TEXT:
+        options.pop("prefill_chunk_size", None)
+    if call.by_max_length:
+        options["max_length"] = text.length + options.pop("max_new_tokens")
+    if "assistant_tokens" in options:
+        options["assistant_model"] = assistant = assistant_of(model)
+        assistant.generation_config.num_assistant_tokens = options.pop("assistant_tokens")
+    return options
+
+
+@lru_cache(maxsize=4)
+def assistant_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Like the model in most of its guesses."""
+    assistant = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device)
+            parameter += 0.03 * noise
+    return assistant
 
 
 def run_generate(model: PreTrainedModel, call: Call, **options: Any) -> Any:
@@ -295,12 +345,25 @@ def forward(model: PreTrainedModel, text: Text, event: Forward, cache: Any) -> t
 
 
 @contextmanager
+def attention_implementation(model: PreTrainedModel, name: str | None) -> Iterator[None]:
+    before = model.config._attn_implementation
+    if name is None or name == before:
+        yield
+        return
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
 def failing(model: PreTrainedModel, failure: Failure | None) -> Iterator[None]:
-    """The model with one layer that raises once."""
+    """The model with one layer, or its head, that raises once."""
     if failure is None:
         yield
         return
-    layers = decoder_layers(model)
+    modules = [*decoder_layers(model), model.get_output_embeddings()]
     calls = 0
 
     def count_and_raise(*_: Any) -> None:
@@ -309,7 +372,7 @@ def failing(model: PreTrainedModel, failure: Failure | None) -> Iterator[None]:
         if calls == failure.nth_call + 1:
             raise InjectedError
 
-    hook = layers[failure.layer % len(layers)].register_forward_pre_hook(count_and_raise)
+    hook = modules[failure.layer % len(modules)].register_forward_pre_hook(count_and_raise)
     try:
         yield
     finally:
@@ -319,6 +382,18 @@ def failing(model: PreTrainedModel, failure: Failure | None) -> Iterator[None]:
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
     return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+
+
+def continued(text: Text, call: Call, sequences: torch.Tensor) -> Text:
+    """The text after a call, whose last token is not in the cache."""
+    mask = text.mask.repeat_interleave(call.options.get("num_return_sequences", 1), dim=0)
+    new = sequences[:, text.length :]
+    new_mask = torch.ones_like(new)
+    if call.hide_ended and "eos_token_id" in call.options:
+        eos = call.options["eos_token_id"]
+        is_end = torch.isin(new, torch.tensor(eos, device=new.device)).long()
+        new_mask = (is_end.cumsum(dim=1) - is_end == 0).long()
+    return Text(sequences, torch.cat([mask, new_mask], dim=1), cached=sequences.shape[1] - 1)
 
 
 # --- ties
@@ -383,6 +458,12 @@ def workspace(architecture: str, variant: int, device: str) -> Workspace:
     return Workspace(build_model(architecture, variant, device))
 
 
+@lru_cache(maxsize=1)
+def shared_decoder() -> GraphDecoder:
+    """One decoder for the pooled caches of all models."""
+    return GraphDecoder()
+
+
 class Runner:
     """One case, event by event."""
 
@@ -392,8 +473,9 @@ class Runner:
         self.model = self.space.model
         makers = {"dynamic": self._dynamic, "ours": self._ours, "decoder": self._decoder}
         self.contenders = [makers[name]() for name in contenders]  # DynamicCache first: others are compared with it
-        self.text = self._no_text(1)
+        self.text: Any = None  # a Text, once there is one
         self.event = 0
+        self.refused: tuple[int, str] | None = None  # the event that DynamicCache could not do, and why
 
     def _dynamic(self) -> Contender:
         return Contender(self.model)
@@ -403,8 +485,7 @@ class Runner:
 
     def _decoder(self) -> Contender:
         cache = self._cache("decoder")
-        decoder = self._pooled("graph decoder", GraphDecoder) if self.case.pooled else GraphDecoder()
-        return OursWithDecoder(self.model, cache, decoder)
+        return OursWithDecoder(self.model, cache, shared_decoder() if self.case.pooled else GraphDecoder())
 
     def _cache(self, owner: str) -> StaticContiguousCache:
         case, model = self.case, self.model
@@ -419,22 +500,24 @@ class Runner:
             self.space.pooled[name] = make()
         return self.space.pooled[name]
 
-    def _no_text(self, batch: int) -> Text:
-        ids = torch.zeros(batch, 0, dtype=torch.long, device=self.device)
-        return Text(ids, ids.clone())
-
     def run(self) -> None:
         for number, event in enumerate(self.case.events):
             self.event = number
-            if isinstance(event, NewText):
-                self._new_text(event)
-            elif isinstance(event, Crop):
-                self._crop(event)
-            elif isinstance(event, Rows):
-                self._take_rows(event)
-            else:
-                self._extend(event)
-                (self._forward if isinstance(event, Forward) else self._call)(event)
+            with attention_implementation(self.model, getattr(event, "attention", None)):
+                self._handle(event)
+
+    def _handle(self, event: Event) -> None:
+        if isinstance(event, NewText):
+            self._new_text(event)
+        elif isinstance(event, Crop):
+            self._crop(event)
+        elif isinstance(event, Rows):
+            self._take_rows(event)
+        elif isinstance(event, Copy):
+            self._copy()
+        else:
+            self._extend(event)
+            (self._forward if isinstance(event, Forward) else self._call)(event)
 
     def finish(self) -> None:
         for contender in self.contenders:
@@ -444,22 +527,28 @@ class Runner:
     # --- events
 
     def _new_text(self, event: NewText) -> None:
-        self.text = self._no_text(len(event.padding))
-        self.padding = event.padding
+        self.text = None
         for contender in self.contenders:
-            contender.reset()
+            contender.forget(event.by_crop)
+
+    def _copy(self) -> None:
+        for contender in self.contenders:
+            contender.copy_cache()
+        self._check_lengths()
 
     def _extend(self, event: Call | Forward) -> None:
         tokens = torch.tensor(event.tokens, dtype=torch.long, device=self.device)
         mask = torch.ones_like(tokens)
-        if self.text.length == 0:
-            for row, pad in enumerate(self.padding):
-                mask[row, :pad] = 0
-        self.text.extend(tokens, mask)
+        for row, pad in enumerate(event.padding):
+            mask[row, :pad] = 0
+        if self.text is None:
+            self.text = Text(tokens, mask)
+        else:
+            self.text.extend(tokens, mask)
 
     def _crop(self, event: Crop) -> None:
-        padding = int((self.text.mask == 0).sum(dim=1).max())
-        tokens = max(0, min(event.tokens, self.text.cached - padding - 1))
+        first = int(self.text.mask.argmax(dim=1).max())  # the first column by which every row has a token
+        tokens = max(0, min(event.tokens, self.text.cached - first - 1))
         for contender in list(self.contenders):
             self._attempt(contender, lambda contender=contender: contender.cache.crop(-tokens))
         self.text.cut(self.text.cached - tokens)
@@ -494,12 +583,7 @@ class Runner:
             got = self._attempt(contender, lambda contender=contender: contender.generate(self.text, call))
             if got is not None:
                 self._judge(contender, self._compare(call, expected, got), got.sequences, answers)
-        copies = call.options.get("num_return_sequences", 1)
-        mask = self.text.mask.repeat_interleave(copies, dim=0)
-        self.text.ids = expected.sequences
-        new = expected.sequences.shape[1] - mask.shape[1]
-        self.text.mask = torch.cat([mask, mask.new_ones(len(mask), new)], dim=1)
-        self.text.cached = self.text.length - 1
+        self.text = continued(self.text, call, expected.sequences)
         if call.beams == 1:
             self._check_lengths()
 
@@ -519,9 +603,12 @@ class Runner:
             reason = _first_line(error)
             if not contender.is_ours:
                 self._leave(contender, f"refuses: {reason}")
+                self.refused = (self.event, reason)
                 return None
             if any(part in str(error) for part in REFUSALS):
                 raise SkippedCaseError(f"documented refusal: {reason}") from error
+            if self.refused == (self.event, reason):
+                raise SkippedCaseError(f"as DynamicCache: {reason}") from error
             self._fault(contender, f"raises {reason}")
             raise SkippedCaseError("a fault") from error
 
@@ -588,7 +675,8 @@ class Runner:
         expected, got = expected[finite], got[finite]
         if expected.numel() == 0:
             return None
-        difference = ((got - expected).abs().max() / expected.abs().max()).item()
+        largest = expected.abs().max().item() or 1.0  # a forced token has the score 0 and the others none
+        difference = (got - expected).abs().max().item() / largest
         if not difference <= LOGITS_TOLERANCE:
             return f"{name} differ by {difference:.2g} of the largest, more than {LOGITS_TOLERANCE:.2g}"
         self.tally.largest_difference = max(self.tally.largest_difference, difference)
