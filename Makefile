@@ -3,11 +3,15 @@
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
 # make results   benchmarks/RESULTS.md and its pictures, from the records in benchmarks/results
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
+# make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3
+CASES ?= 1000
+SEED ?= 0
+JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 results bench-update clean
+.PHONY: test compare test-gpu test-5.17 results bench-update fuzz clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -24,6 +28,9 @@ test-gpu:
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 -m "not slow"
+
+fuzz: .venv/.installed
+	.venv/bin/python tests/fuzz/fuzz.py --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 results: .venv/.installed
 	.venv/bin/python benchmarks/write_results.py

@@ -1,0 +1,166 @@
+"""The differential fuzzer: random models and histories, with and without caches, compared in float32.
+
+python tests/fuzz/fuzz.py --cases 1000            seeds 0 to 999
+python tests/fuzz/fuzz.py --seed 1234 --cases 1   one case again, with its description
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import multiprocessing
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import transformers
+
+sys.path.insert(0, str(Path(__file__).parent))  # a spawned process has only the directory of the package on its path
+
+from cases import SEEDS_PER_MODEL, make_case
+from runner import Tally, run_case
+
+CONTENDERS = ("dynamic", "ours", "decoder")
+_SEEDS_PER_TASK = 10 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
+
+
+def main() -> int:
+    args = parse_arguments()
+    started = time.monotonic()
+    tally = Tally()
+    shown = 0
+    for part in run_tasks(args, deadline=started + args.seconds if args.seconds else None):
+        tally.add(part)
+        for fault in tally.faults[shown:]:
+            print(f"\n{fault}\n  replay: {replay_command(fault.case.seed, args)}", flush=True)
+        shown = len(tally.faults)
+        if not args.quiet:
+            print(f"\r{progress(tally, started)}", end="", flush=True)
+    print("\n" + summary(tally, time.monotonic() - started))
+    return 1 if tally.faults else 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first case")
+    parser.add_argument("--seconds", type=float, help="start no more cases after this time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=1, help="processes")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--plain-only", action="store_true", help="our cache in the loop of generate only")
+    only.add_argument("--decoder-only", action="store_true", help="our cache with GraphDecoder only")
+    parser.add_argument("--quiet", action="store_true", help="no progress line")
+    parser.add_argument("--describe", action="store_true", help="print the cases and run none")
+    args = parser.parse_args()
+    if args.describe:
+        for seed in range(args.seed, args.seed + args.cases):
+            print(make_case(seed).describe())
+        sys.exit()
+    return args
+
+
+def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tally]:
+    """Tallies as they come: of every case with one process, and else of every task."""
+    contenders = chosen_contenders(args)
+    if args.jobs == 1:
+        set_up()
+        for seed in range(args.seed, args.seed + args.cases):
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            yield run_seeds([seed], args.device, contenders)
+        return
+    starts = range(args.seed, args.seed + args.cases, _SEEDS_PER_TASK)
+    tasks = [
+        (range(start, min(start + _SEEDS_PER_TASK, args.seed + args.cases)), args.device, contenders, deadline)
+        for start in starts
+    ]
+    # CUDA cannot be used in a forked process.
+    with multiprocessing.get_context("spawn").Pool(args.jobs, set_up) as pool:
+        yield from pool.imap_unordered(_run_task, tasks)
+
+
+def chosen_contenders(args: argparse.Namespace) -> tuple[str, ...]:
+    left_out = {"decoder"} if args.plain_only else {"ours"} if args.decoder_only else set()
+    return tuple(name for name in CONTENDERS if name not in left_out)
+
+
+def set_up() -> None:
+    torch.set_num_threads(1)  # tiny models: one thread a process is fastest
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("hf_static_kv").setLevel(logging.ERROR)  # fallbacks are counted
+    warnings.filterwarnings("ignore")  # odd settings are on purpose
+
+
+def _run_task(task: tuple[range, str, tuple[str, ...], float | None]) -> Tally:
+    seeds, device, contenders, deadline = task
+    return run_seeds(seeds, device, contenders, deadline)
+
+
+def run_seeds(
+    seeds: range | list[int],
+    device: str = "cpu",
+    contenders: tuple[str, ...] = CONTENDERS,
+    deadline: float | None = None,
+) -> Tally:
+    tally = Tally()
+    for seed in seeds:
+        if deadline is not None and time.monotonic() > deadline:
+            break
+        run_case(make_case(seed), device, contenders, tally)
+    return tally
+
+
+def replay_command(seed: int, args: argparse.Namespace) -> str:
+    """Runs the case alone. A pooled case may need those before it, with which it shares its model."""
+    flag = " --plain-only" if args.plain_only else " --decoder-only" if args.decoder_only else ""
+    end = f" --device {args.device}{flag}"
+    first = seed - seed % SEEDS_PER_MODEL
+    alone = f"python tests/fuzz/fuzz.py --seed {seed} --cases 1{end}"
+    if not make_case(seed).pooled or first == seed:
+        return alone
+    return f"{alone}\n  if it passes alone: python tests/fuzz/fuzz.py --seed {first} --cases {seed - first + 1}{end}"
+
+
+def progress(tally: Tally, started: float) -> str:
+    seconds = time.monotonic() - started
+    return (
+        f"{tally.cases} cases, {tally.compared.total()} calls compared, {len(tally.ties)} ties, "
+        f"{len(tally.faults)} faults, {seconds / max(1, tally.cases):.2f} s a case "
+    )
+
+
+def summary(tally: Tally, seconds: float) -> str:
+    lines = [
+        f"{tally.cases} cases of {len(tally.architectures)} architectures in {seconds:.0f} s "
+        f"({seconds / max(1, tally.cases):.2f} s a case)",
+        f"calls compared: {_counts(tally.compared)}",
+        f"largest difference of logits: {tally.largest_difference:.2g} of the largest logit",
+        f"ties: {len(tally.ties)}",
+        *(f"  {tie}" for tie in tally.ties),
+        f"ours and DynamicCache alike, unlike no cache: {len(tally.like_dynamic)}",
+        *(f"  {where}" for where in tally.like_dynamic),
+        *_section("only DynamicCache differs or refuses", tally.only_dynamic),
+        *_section("cases ended early", tally.skipped),
+        *_section("calls of the decoder by fallback reason", tally.fallbacks),
+        f"faults: {len(tally.faults)}",
+        *(f"  seed {f.case.seed} ({f.case.architecture}), {f.contender}: {f.what}" for f in tally.faults),
+    ]
+    return "\n".join(lines)
+
+
+def _section(title: str, counter: Counter[str]) -> list[str]:
+    return [f"{title}: {counter.total()}", *(f"  {count:5} {words}" for words, count in counter.most_common())]
+
+
+def _counts(counter: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counter.items())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
+
+import pytest
+from cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
+from fuzz import main, run_seeds
+from models import available
+from runner import workspace
+
+from hf_static_kv import StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv.step import DecodeStep
+
+TESTS = 8
+SEEDS = len(available()) * SEEDS_PER_MODEL  # every architecture in its first variant
+
+
+@pytest.mark.parametrize("part", range(TESTS))
+def test_no_fault_is_found(part):
+    seeds = range(SEEDS * part // TESTS, SEEDS * (part + 1) // TESTS)
+    tally = run_seeds(seeds)
+    assert [str(fault) for fault in tally.faults] == []
+    assert tally.cases == len(seeds)
+    assert tally.compared["ours"] >= len(seeds)
+    assert tally.fallbacks["none"] >= len(seeds) / 2
+    assert len(tally.ties + tally.like_dynamic) <= 1
+
+
+def test_a_seed_is_a_case():
+    assert [make_case(seed) for seed in range(50)] == [make_case(seed) for seed in range(50)]
+    assert len({make_case(seed).describe() for seed in range(50)}) == 50
+
+
+# --- the fuzzer can fail
+
+
+def drop_the_newest_key(monkeypatch):
+    write = StaticContiguousLayer.write
+
+    def broken(layer, key_states, value_states):
+        keys, values = write(layer, key_states, value_states)
+        keys[:, :, -1] = 0
+        return keys, values
+
+    monkeypatch.setattr(StaticContiguousLayer, "write", broken)
+
+
+def see_one_key_less_than_the_window(monkeypatch):
+    attach = StaticContiguousLayer.attach
+
+    def broken(layer, group, row):
+        attach(layer, group, row)
+        if layer.is_sliding:
+            layer.sliding_window -= 1
+
+    monkeypatch.setattr(StaticContiguousLayer, "attach", broken)
+
+
+def crop_one_too_few(monkeypatch):
+    crop = StaticContiguousCache.crop
+    monkeypatch.setattr(StaticContiguousCache, "crop", lambda cache, n: crop(cache, min(0, n + 1)))
+
+
+def keep_the_rows_in_their_order(monkeypatch):
+    def broken(layer, indices):
+        layer.batch_size = len(indices)
+
+    monkeypatch.setattr(StaticContiguousLayer, "take_rows", broken)
+
+
+def count_what_a_failed_pass_wrote(monkeypatch):
+    def broken(cache):
+        for layer in cache.layers:
+            layer.commit()
+        cache._step_kind = None
+
+    monkeypatch.setattr(StaticContiguousCache, "_discard_step", broken)
+
+
+def begin_the_text_of_a_step_one_position_late(monkeypatch):
+    begin = DecodeStep.begin
+
+    def broken(step, length, origin):
+        begin(step, length, origin)
+        step.origin += 1
+
+    monkeypatch.setattr(DecodeStep, "begin", broken)
+    monkeypatch.setattr("hf_static_kv.decode._compare", lambda step, call: None)  # it would refuse the step
+
+
+def has(*kinds):
+    return lambda case: any(isinstance(event, kinds) for event in case.events)
+
+
+def has_failure(case):
+    return any(getattr(event, "failure", None) for event in case.events)
+
+
+def has_window(case):
+    return case.architecture in ("mistral", "gemma3", "cohere2")
+
+
+# The fault, and which cases can show it.
+FAULTS = {
+    drop_the_newest_key: has(Call),
+    see_one_key_less_than_the_window: has_window,
+    crop_one_too_few: has(Crop),
+    keep_the_rows_in_their_order: has(Rows),
+    count_what_a_failed_pass_wrote: has_failure,
+    begin_the_text_of_a_step_one_position_late: has(Call),
+}
+
+
+@pytest.fixture
+def _own_caches():
+    """Caches that are shared between cases must not carry a fault into other tests."""
+    workspace.cache_clear()
+    yield
+    workspace.cache_clear()
+
+
+@pytest.mark.usefixtures("_own_caches")
+@pytest.mark.parametrize("break_it", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_is_found(break_it):
+    seeds = [seed for seed in range(1000) if FAULTS[break_it](make_case(seed))][:24]
+    with pytest.MonkeyPatch.context() as patch:
+        break_it(patch)
+        fault = next(fault for seed in seeds for fault in run_seeds([seed]).faults)
+    assert f"seed {fault.case.seed}: {fault.case.architecture}" in str(fault)
+    workspace.cache_clear()
+    assert run_seeds([fault.case.seed]).faults == []
+
+
+def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
+    drop_the_newest_key(monkeypatch)
+    monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu"])
+    assert main() == 1
+    output = capsys.readouterr().out
+    assert "python tests/fuzz/fuzz.py --seed 1 --cases 1 --device cpu" in output
+    assert "faults: 1" in output
+    workspace.cache_clear()
