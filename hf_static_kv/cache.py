@@ -151,7 +151,8 @@ class StaticContiguousCache(AllocatedCache):
         """
         if self._thread != get_ident():
             self._take_over("begins a call")
-        check_request(request, self.seq_len, self.max_cache_len, self._known_ids)
+        known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
+        check_request(request, self.seq_len, self.max_cache_len, known_ids)
         if request.is_whole and request.embeds is None:
             self.remember(request.input_ids)
 

@@ -40,6 +40,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self._had_grad = False  # whether states that require grad were written since the last reset
         # While only one of keys and values has been assigned, the (batch, length) that the other still has.
         self._not_yet_assigned: dict[str, tuple[int, int]] = {}
+        self.was_assigned = False  # since the last reset
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -161,7 +162,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def reset(self) -> None:
         """Forget the text, keep the storage. No tensor is touched."""
         self.discard()
-        self.length = 0
+        self.length, self.was_assigned = 0, False
         self._had_grad = False
         if self.is_initialized:
             self.batch_size = self.max_batch_size
@@ -210,6 +211,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self.discard()
             self.length = 0
             return
+        self.was_assigned = True
         other = "values" if name == "keys" else "keys"
         if self.group is None:
             raise ValueError(

@@ -107,6 +107,15 @@ class TestOtherTexts:
         longer = torch.cat([out[1:], PROMPT], dim=1)
         assert torch.equal(generate(model, cache, longer), model.generate(longer, **ASKED, use_cache=False))
 
+    def test_a_text_that_was_assigned_is_not_known(self, model):
+        first, second = (StaticContiguousCache.from_model(model, 64) for _ in range(2))
+        generate(model, first, PROMPT + 1)
+        generate(model, second)
+        for ours, theirs in zip(first.layers, second.layers, strict=True):
+            ours.keys, ours.values = theirs.keys.clone(), theirs.values.clone()
+        longer = torch.cat([model.generate(PROMPT, **ASKED, use_cache=False), PROMPT], dim=1)
+        assert torch.equal(generate(model, first, longer), model.generate(longer, **ASKED, use_cache=False))
+
     def test_padding_may_hold_anything(self, model):
         mask = torch.ones_like(PROMPT)
         mask[0, :3] = 0
