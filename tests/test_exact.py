@@ -5,6 +5,7 @@ toy size, bfloat16.
 """
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -554,7 +555,7 @@ def test_a_captured_step_reads_its_angles_from_tables_too():
         model.generate(ids, past_key_values=cache, custom_generate=decoder, max_new_tokens=4)
     assert decoder.fallback_reason is None
     (step,) = decoder._steps[cache].values()
-    assert len(step._kept) == 2  # of layers with a window, and of those without
+    assert len(step._tables) == 2  # of layers with a window, and of those without
 
 
 @pytest.mark.gpu
@@ -564,7 +565,8 @@ def test_a_captured_step_reads_its_angles_from_tables_too():
 class TestTrueShapes:
     """On a GPU, past the window of Gemma: 600 tokens and 64 more."""
 
-    def test_every_comparison(self, name, dtype):
+    def test_every_comparison(self, name, dtype, monkeypatch):
+        monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
         from bench_exact import Comparisons
 
         model = random_model(dev_config(name), device="cuda", dtype=dtype)

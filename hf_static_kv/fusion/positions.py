@@ -54,7 +54,8 @@ class _Angles:
         """[length, 2 D] of cosines and sines side by side; None where these are not its rows."""
         last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are alike
         expected = [(at, self.own(x, at, *args, **kwargs)) for at in (position_ids, last)]
-        key = (self.length, self.attention, x.dtype, x.device, *args, *kwargs.items())
+        kind = None if x is None else (x.dtype, x.device)
+        key = (self.length, self.attention, kind, *args, *kwargs.items())
         table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
         if table is None or not _holds(table, expected):
             positions = torch.arange(self.length, device=position_ids.device)[None]
