@@ -251,7 +251,7 @@ def generate(
     """One call of `generate` with a cache. `stream_apart` is the streamer that a decoder has been given."""
     options = passed_options(model, text, call)
     given = text.ids[:, text.cached :] if call.only_new else text.ids
-    inferred = inferred_mask(text.ids, options) if call.embeds is None else torch.ones_like(text.ids)
+    inferred = torch.ones_like(text.ids) if call.embeds == "alone" else inferred_mask(text.ids, options)
     if call.only_new or call.mask or not torch.equal(text.mask, inferred):
         options["attention_mask"] = text.mask
     if call.embeds is not None:
