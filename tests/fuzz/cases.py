@@ -50,6 +50,7 @@ class Call:
     `embeds`: pass the prompt as vectors, "alone" or "with ids".
     `by_max_length`: say `max_length` in the place of `max_new_tokens`.
     `mask`: pass the attention mask even where `generate` would infer the same one.
+    `eos_at`: a row and a step; the token that is chosen there without end tokens is made the last of them.
     """
 
     tokens: Tokens
@@ -62,6 +63,7 @@ class Call:
     embeds: str | None = None
     by_max_length: bool = False
     mask: bool = True
+    eos_at: tuple[int, int] | None = None
     stop_ids: tuple[int, ...] = ()
     streamer: bool = False
     record_steps: bool = False
@@ -291,6 +293,7 @@ class _History:
             options=options,
             by_max_length=sees_all_ids and call.embeds is None and rng.random() < 0.15,
             hide_ended=mode != "beams" and rng.random() < 0.5,
+            eos_at=(rng.randrange(4), rng.randrange(12)) if "eos_token_id" in options and rng.random() < 0.4 else None,
         )
         return call if is_assisted or mode == "beams" else self._watched(call)
 

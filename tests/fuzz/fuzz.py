@@ -25,7 +25,7 @@ from cases import SEEDS_PER_MODEL, make_case
 from runner import Tally, run_case
 
 CONTENDERS = ("dynamic", "ours", "decoder")
-_SEEDS_PER_TASK = 10 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
+_SEEDS_PER_TASK = 5 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
 
 
 def main() -> int:

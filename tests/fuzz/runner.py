@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -251,7 +251,7 @@ def generate(
     """One call of `generate` with a cache. `stream_apart` is the streamer that a decoder has been given."""
     options = passed_options(model, text, call)
     given = text.ids[:, text.cached :] if call.only_new else text.ids
-    inferred = inferred_mask(text.ids, options) if call.embeds is None else torch.ones_like(text.ids)
+    inferred = torch.ones_like(text.ids) if call.embeds == "alone" else inferred_mask(text.ids, options)
     if call.only_new or call.mask or not torch.equal(text.mask, inferred):
         options["attention_mask"] = text.mask
     if call.embeds is not None:
@@ -288,6 +288,18 @@ def generate_without_cache(model: PreTrainedModel, text: Text, call: Call) -> Ou
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     result = run_generate(model, call, inputs=text.ids, attention_mask=text.mask, use_cache=False, **options)
     return Output(result.sequences, result.scores, result.logits)
+
+
+def with_eos_that_occurs(model: PreTrainedModel, text: Text, call: Call) -> Call:
+    """The call with one more end token, one that it would choose without end tokens."""
+    about_ends = ("eos_token_id", "min_new_tokens", "forced_eos_token_id")
+    free = replace(call, options={name: value for name, value in call.options.items() if name not in about_ends})
+    new = generate_without_cache(model, text, free).sequences[:, text.length :]
+    row, step = call.eos_at
+    eos = call.options["eos_token_id"]
+    others = [id_ for id_ in eos if id_ < len(eos)] if isinstance(eos, list) else []  # few, so that rows get as far
+    ids = [*others, int(new[row % len(new), step % new.shape[1]])]
+    return replace(call, options={**call.options, "eos_token_id": ids})
 
 
 def passed_options(model: PreTrainedModel, text: Text, call: Call) -> dict[str, Any]:
@@ -568,21 +580,23 @@ class Runner:
         whole = self._truth(lambda: forward(self.model, self.text, event, None))
         seen = self.text.mask[:, self.text.cached :].bool()
         expected = whole[:, self.text.cached :][seen]
-        answers: dict[str, Any] = {}
+        wrong: dict[str, Any] = {}
         for contender in list(self.contenders):
             got = self._attempt(contender, lambda contender=contender: contender.forward(self.text, event))
             if got is not None:
-                self._judge(contender, self._compare_logits(expected, got[seen]), got, answers)
+                self._judge(contender, self._compare_logits(expected, got[seen]), got, wrong)
         self.text.cached = self.text.length
         self._check_lengths()
 
     def _call(self, call: Call) -> None:
+        if call.eos_at is not None:
+            call = self._truth(lambda: with_eos_that_occurs(self.model, self.text, call))
         expected = self._truth(lambda: generate_without_cache(self.model, self.text, call))
-        answers: dict[str, Any] = {}
+        wrong: dict[str, Any] = {}
         for contender in list(self.contenders):
             got = self._attempt(contender, lambda contender=contender: contender.generate(self.text, call))
             if got is not None:
-                self._judge(contender, self._compare(call, expected, got), got.sequences, answers)
+                self._judge(contender, self._compare(call, expected, got), got.sequences, wrong)
         self.text = continued(self.text, call, expected.sequences)
         if call.beams == 1:
             self._check_lengths()
@@ -616,21 +630,21 @@ class Runner:
         self.contenders.remove(contender)
         self.tally.only_dynamic[f"{self.case.architecture}: {why}"] += 1
 
-    def _judge(self, contender: Contender, problem: str | None, got: torch.Tensor, answers: dict[str, Any]) -> None:
-        """Book what comparing an answer with the truth has found."""
+    def _judge(self, contender: Contender, problem: str | None, got: torch.Tensor, wrong: dict[str, Any]) -> None:
+        """Book what comparing an answer with the truth has found; `wrong` keeps the wrong answers to this event."""
         self.tally.compared[contender.name] += 1
-        answers[contender.name] = got
         if problem is None:
             return
         if not contender.is_ours:
-            if problem != "tie":  # an answer that ours may share, which is then no fault of ours
+            if problem != "tie":
+                wrong[contender.name] = got  # ours may share it, which is then no fault of ours
                 self._leave(contender, "differs from no cache")
             return
         where = f"seed {self.case.seed}, event {self.event}, {contender.name}"
         if problem == "tie":
             self.tally.ties.append(where)
             raise SkippedCaseError("a tie")
-        dynamic = answers.get(Contender.name)
+        dynamic = wrong.get(Contender.name)
         if dynamic is not None and _alike(dynamic, got):
             self.tally.like_dynamic.append(f"{where} ({self.case.architecture})")
             raise SkippedCaseError("as DynamicCache")
@@ -650,11 +664,17 @@ class Runner:
         if got.streamed is not None and got.streamed != new_tokens.T.flatten().tolist():
             return f"streamed {got.streamed}, not {new_tokens.T.flatten().tolist()}"
         problem = self._compare_steps(got, new_tokens)
-        for ours, theirs, name in ((got.logits, expected.logits, "logits"), (got.scores, expected.scores, "scores")):
-            if ours and problem is None:
-                if len(ours) != len(theirs):
-                    return f"{len(ours)} steps of {name}, not {len(theirs)}"
-                problem = self._compare_logits(torch.stack(theirs), torch.stack(ours), name)
+        if not got.logits or problem is not None:
+            return problem
+        steps = len(expected.logits)
+        if (len(got.logits), len(got.scores)) != (steps, steps):
+            return f"{len(got.logits)} logits and {len(got.scores)} scores of {steps} steps"
+        logits, scores = torch.stack(expected.logits), torch.stack(expected.scores)
+        problem = self._compare_logits(logits, torch.stack(got.logits))
+        if problem is None:
+            # Processors may shift scores towards 0, but not the rounding of the logits that they come from.
+            scale = logits[logits.isfinite()].abs().max().item() / min(1.0, call.options.get("temperature", 1.0))
+            problem = self._compare_logits(scores, torch.stack(got.scores), "scores", scale)
         return problem
 
     def _compare_steps(self, got: Output, new_tokens: torch.Tensor) -> str | None:
@@ -665,7 +685,9 @@ class Runner:
                 return f"recorded {recorded} of {row}"
         return None
 
-    def _compare_logits(self, expected: torch.Tensor, got: torch.Tensor, name: str = "logits") -> str | None:
+    def _compare_logits(
+        self, expected: torch.Tensor, got: torch.Tensor, name: str = "logits", scale: float | None = None
+    ) -> str | None:
         if expected.shape != got.shape:
             return f"{name} of shape {list(got.shape)}, not {list(expected.shape)}"
         finite = expected.isfinite() & got.isfinite()
@@ -675,10 +697,9 @@ class Runner:
         expected, got = expected[finite], got[finite]
         if expected.numel() == 0:
             return None
-        largest = expected.abs().max().item() or 1.0  # a forced token has the score 0 and the others none
-        difference = (got - expected).abs().max().item() / largest
+        difference = (got - expected).abs().max().item() / (scale or expected.abs().max().item())
         if not difference <= LOGITS_TOLERANCE:
-            return f"{name} differ by {difference:.2g} of the largest, more than {LOGITS_TOLERANCE:.2g}"
+            return f"{name} differ by {difference:.2g} of the largest logit, more than {LOGITS_TOLERANCE:.2g}"
         self.tally.largest_difference = max(self.tally.largest_difference, difference)
         return None
 

