@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from contextlib import nullcontext
 from threading import RLock
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +39,15 @@ from hf_static_kv.trial import compare
 
 logger = logging.getLogger(__name__)
 _MOST_STEPS = 8  # of one cache
+_ATTEMPTS = 2  # at one step: what failed once may have been something that passes
 _LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+
+
+class _Failure(NamedTuple):
+    """Why a step could not be made, and how often that was tried."""
+
+    reason: str
+    attempts: int
 
 
 class GraphDecoder:
@@ -76,7 +84,7 @@ class GraphDecoder:
         self.record_steps, self.tokenizer = record_steps, tokenizer
         self.steps: list[list[dict[str, Any]]] = []
         self.fallback_reason: str | None = None
-        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | str]] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
         self._warned: set[str] = set()
 
     def __call__(
@@ -152,28 +160,30 @@ class GraphDecoder:
         """The step for this call, made at the first use of its kind."""
         steps = self._steps.setdefault(call.cache, {})
         key = (is_greedy, *call.fingerprint)
-        if key in steps:
-            steps[key] = steps.pop(key)  # the newest now
-            debug.logger.debug("a known step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
-        else:
+        found = steps.pop(key, None)
+        if found is None:
             self._make_room(steps)
-            try:
-                # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
-                with torch.inference_mode(False), torch.no_grad():
-                    steps[key] = self._new_step(call, is_greedy)
-                debug.logger.debug("a new step for %d rows: %s", len(call.origin), _kind_of(steps[key]))
-            except Exception as error:  # whatever a model does that a fixed step cannot do
-                first_line = next(iter(str(error).splitlines()), "")
-                reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise NotCaptured(reason) from error  # which may pass: the next call tries again
-                steps[key] = reason
-        step = steps[key]
-        if isinstance(step, str):
-            raise NotCaptured(step)
-        return step
+        if not isinstance(found, DecodeStep):
+            found = self._try_new_step(call, is_greedy, found)
+        steps[key] = found  # the newest now
+        if isinstance(found, _Failure):
+            raise NotCaptured(found.reason)
+        debug.logger.debug("a step for %d rows, %s", len(call.origin), "captured" if found.graph else "without a graph")
+        return found
 
-    def _make_room(self, steps: dict[Any, DecodeStep | str]) -> None:
+    def _try_new_step(self, call: Call, is_greedy: bool, before: _Failure | None) -> DecodeStep | _Failure:
+        try:
+            # Tensors born in inference mode could not be filled outside it, and a step outlives such blocks.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._new_step(call, is_greedy)
+        except Exception as error:  # whatever a model does that a fixed step cannot do
+            first_line = next(iter(str(error).splitlines()), "")
+            reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
+            if isinstance(error, torch.OutOfMemoryError):
+                raise NotCaptured(reason) from error  # which may pass, as often as it happens
+            return _Failure(reason, before.attempts + 1 if before else 1)
+
+    def _make_room(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
         """Drop steps whose model is gone, and the oldest where there are too many.
 
         A model that is changed between calls, or batches of ever other sizes, would fill the memory with graphs.
@@ -202,8 +212,9 @@ class GraphDecoder:
     def _refused(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache) or {}
-        reasons = {key[1:]: step for key, step in steps.items() if isinstance(step, str)}
-        return reasons.get(call.fingerprint) if reasons else None
+        failures = {key[1:]: step for key, step in steps.items() if isinstance(step, _Failure)}
+        failure = failures.get(call.fingerprint) if failures else None
+        return failure.reason if failure and failure.attempts >= _ATTEMPTS else None
 
     @property
     def memory_bytes(self) -> int:
@@ -260,7 +271,3 @@ def _run_greedily(step: GreedyStep, run: Run, call: Call, logits: torch.Tensor) 
         _count(call)
         is_over = run.advance(flag)
     run.take(step.state.text[:, first : call.cache.seq_len + 1])
-
-
-def _kind_of(step: DecodeStep | str) -> str:
-    return step if isinstance(step, str) else "a captured graph" if step.graph is not None else "without a graph"

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
 
+# Seen right in 5.22 and wrong in 5.17.
+_CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
 _GENERATE = inspect.unwrap(GenerationMixin.generate).__code__  # below `torch.no_grad`
 
 
@@ -116,7 +119,7 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
     """
     _refuse_to_go_without(request)
     if seq_len:
-        _refuse_nothing_new(request, seq_len)
+        _refuse_to_continue(request, seq_len)
         _refuse_other_tokens(request, seq_len, known_ids)
     if request.has_own_limit and request.slots > max_cache_len:
         _refuse_overflow(request, max_cache_len)
@@ -135,11 +138,16 @@ def _refuse_to_go_without(request: Request) -> None:
         )
 
 
-def _refuse_nothing_new(request: Request, seq_len: int) -> None:
+def _refuse_to_continue(request: Request, seq_len: int) -> None:
     if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             f"Assisted and prompt-lookup decoding read the whole prompt, and the cache holds {seq_len} tokens already. "
             "Call reset() first."
+        )
+    if request.config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
+        raise ValueError(
+            f"transformers {transformers.__version__} reads a prompt in chunks from position 0 on, and the cache holds "
+            f"{seq_len} tokens already. Leave prefill_chunk_size out, call reset() first, or install transformers 5.22."
         )
     if request.is_whole and request.prompt_length <= seq_len:
         raise ValueError(

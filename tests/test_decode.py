@@ -511,14 +511,35 @@ class TestRefusals:
     def test_a_step_that_disagrees_with_an_ordinary_one_is_not_used(self, model, monkeypatch):
         """As a model would whose step depends on a length that the host counts."""
         decoder = GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
         cache, expected = StaticContiguousCache(model.config, CAPACITY), run(model)
-        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
-        assert "from those of an ordinary step" in decoder.fallback_reason
-        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # it is not tried again
-        cache.reset()
-        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
-        assert "from those of an ordinary step" in decoder.fallback_reason
+
+        def falls_back():
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+            return "from those of an ordinary step" in decoder.fallback_reason
+
+        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
+        assert falls_back()
+        assert falls_back()
+        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # it is not tried a third time
+        assert falls_back()
+
+    def test_what_fails_once_is_tried_again(self, model):
+        decoder, cache, calls = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), []
+
+        def fail_once(*args):
+            calls.append(None)
+            if len(calls) == 2:  # after the prompt
+                raise RuntimeError("this passes")
+
+        own = model.model.layers[0].mlp.forward
+        model.model.layers[0].mlp.forward = lambda x: fail_once() or own(x)
+        reasons = []
+        for _ in range(2):
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+            reasons.append(decoder.fallback_reason)
+        assert reasons == ["the step cannot be captured (RuntimeError: this passes)", None]
 
     def test_a_lack_of_memory_may_pass(self, model, monkeypatch):
         decoder, cache, expected = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), run(model)

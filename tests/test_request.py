@@ -8,7 +8,7 @@ from transformers import DynamicCache, GenerationConfig, pipeline
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.request import running_request
+from hf_static_kv.request import _CHUNKS_CONTINUE, running_request
 from hf_static_kv.testing import load_model
 
 BOTH = pytest.mark.parametrize("loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
@@ -139,6 +139,17 @@ class TestOtherTexts:
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
         with pytest.raises(ValueError, match=r"Call reset\(\) before another text"):
             pipe(["To be, or not", "Now is the winter of our discontent"], past_key_values=cache, max_new_tokens=8)
+
+    @BOTH
+    def test_chunks_go_on_where_transformers_lets_them(self, model, loop):
+        cache = StaticContiguousCache(model.config, 64)
+        longer = torch.cat([generate(model, cache, **loop), PROMPT], dim=1)
+        if _CHUNKS_CONTINUE:
+            expected = model.generate(longer, **ASKED, use_cache=False)
+            assert torch.equal(generate(model, cache, longer, prefill_chunk_size=4, **loop), expected)
+        else:
+            with pytest.raises(ValueError, match="in chunks from position 0 on, and the cache holds 17"):
+                generate(model, cache, longer, prefill_chunk_size=4, **loop)
 
     def test_prompt_lookup_wants_an_empty_cache(self, model):
         cache = StaticContiguousCache(model.config, 64)
