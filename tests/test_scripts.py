@@ -64,7 +64,7 @@ def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folde
 def test_an_example_finds_the_miniatures_beside_it_with_an_installed_package(tmp_path):
     options = ["--model", "llama", "--device", "cpu", "--layers", 99]
     result = run_installed(tmp_path, tmp_path, ROOT / "examples" / "trace.py", *options)
-    assert result.stderr == "trace.py: There is no layer 99: the model has layers 0 to 5.\n"
+    assert result.stderr == "trace.py: Layer 99 has no attention that could be traced: layers 0, 1, 2, 3, 4, 5 have.\n"
 
 
 def test_the_example_of_exact_shows_a_difference_and_none(tmp_path):
@@ -98,7 +98,7 @@ def test_the_example_of_a_trace_writes_a_picture_and_a_table(tmp_path):
 def test_the_example_of_a_trace_refuses_in_a_line(tmp_path):
     result = run("examples/trace.py", "--model", "llama", "--device", "cpu", "--layers", 99)
     assert result.returncode == 2
-    assert result.stderr == "trace.py: There is no layer 99: the model has layers 0 to 5.\n"
+    assert result.stderr == "trace.py: Layer 99 has no attention that could be traced: layers 0, 1, 2, 3, 4, 5 have.\n"
 
 
 def test_the_page_that_explains(tmp_path):
