@@ -160,16 +160,16 @@ class GraphDecoder:
         """The step for this call, made at the first use of its kind."""
         steps = self._steps.setdefault(call.cache, {})
         key = (is_greedy, *call.fingerprint)
-        found = steps.pop(key, None)
-        if found is None:
+        known = steps.pop(key, None)
+        if known is None:
             self._make_room(steps)
-        if not isinstance(found, DecodeStep):
-            found = self._try_new_step(call, is_greedy, found)
-        steps[key] = found  # the newest now
-        if isinstance(found, _Failure):
-            raise NotCaptured(found.reason)
-        debug.logger.debug("a step for %d rows, %s", len(call.origin), "captured" if found.graph else "without a graph")
-        return found
+        step = known if isinstance(known, DecodeStep) else self._try_new_step(call, is_greedy, known)
+        steps[key] = step  # the newest now
+        if isinstance(step, _Failure):
+            raise NotCaptured(step.reason)
+        age, kind = "known" if step is known else "new", "a captured graph" if step.graph else "without a graph"
+        debug.logger.debug("a %s step for %d rows: %s", age, len(call.origin), kind)
+        return step
 
     def _try_new_step(self, call: Call, is_greedy: bool, before: _Failure | None) -> DecodeStep | _Failure:
         try:

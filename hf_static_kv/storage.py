@@ -172,7 +172,8 @@ def allocate_groups(
             groups.append(StorageGroup(len(layers), shape, max_cache_len, batch_size, dtypes, device))
     except RuntimeError as error:
         groups.clear()  # the traceback keeps this frame alive
-        if not isinstance(error, torch.OutOfMemoryError) and "not enough memory" not in str(error):
+        # The CPU's allocator has no exception of its own, and says it in other words on other machines.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
     return groups

@@ -13,7 +13,8 @@ from hf_static_kv.testing import dev_config
 REFUSED = {
     "all layers share": (
         lambda: CONFIG_MAPPING["gemma4_unified_assistant"](),
-        r"All \d+ layers of 'gemma4_unified_text' read the keys and values of another model.*to that model",
+        # transformers 5.17 has no number of layers in this config.
+        r"All \d+ layers of 'gemma4_unified_text' read the keys.*to that model|'gemma4_unified_assistant' does not say",
     ),
     "openai-gpt": (lambda: CONFIG_MAPPING["openai-gpt"](), r"'openai-gpt' takes no cache.*`use_cache=False`"),
     "xlm": (lambda: CONFIG_MAPPING["xlm"](), r"'xlm' takes no cache"),

@@ -162,8 +162,8 @@ def make_case(seed: int) -> Case:
     block = seed // SEEDS_PER_MODEL
     name, variant = names[block * 29 % len(names)], block // len(names) % VARIANTS
     rng = random.Random(seed)
-    pooled = rng.random() < 0.5 and ARCHITECTURES[name].from_model
-    lazy = not ARCHITECTURES[name].from_model or rng.random() < 0.4
+    pooled = rng.random() < 0.5
+    lazy = rng.random() < 0.4
     history = _History(rng, name, fixed_rows=lazy)
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4])):
         history.grow()

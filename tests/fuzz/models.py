@@ -28,9 +28,8 @@ class Architecture:
     """One family: its `model_type` and how its config fields differ from the common ones.
 
     `fields` is called with the random numbers of a variant. `rename` maps common names to those of this config; a
-    name mapped to None is left out. `attention` lists the implementations that the family supports. `from_model` is
-    False where the config does not tell the shapes, so that only a lazily built cache serves. `since`: transformers'
-    version from which the family computes the same with any cache as with none.
+    name mapped to None is left out. `attention` lists the implementations that the family supports. `since`:
+    transformers' version from which the family computes the same with any cache as with none.
     """
 
     model_type: str
@@ -38,7 +37,6 @@ class Architecture:
     rename: dict[str, str | None] | None = None
     attention: tuple[str, ...] = ("eager", "sdpa", ATTENTION_NAME)
     takes_embeds: bool = True
-    from_model: bool = True
     since: str = "5.17"
 
 
@@ -281,9 +279,7 @@ ARCHITECTURES = {
     "cwm": Architecture("cwm", _sliding),
     "modernbert-decoder": Architecture("modernbert-decoder", _sliding, _NO_GROUPS),
     "granite_swa": Architecture("granite_swa", _sliding, {"head_dim": None}, attention=_EAGER_AND_OURS),
-    "mimo_v2_flash": Architecture(
-        "mimo_v2_flash", _both(_experts, _sliding, _mimo), attention=_EAGER_AND_OURS, from_model=False
-    ),
+    "mimo_v2_flash": Architecture("mimo_v2_flash", _both(_experts, _sliding, _mimo), attention=_EAGER_AND_OURS),
 }
 
 
