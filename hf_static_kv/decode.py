@@ -55,10 +55,12 @@ class GraphDecoder:
 
     `compile` is for the captured step on a GPU: "none" captures it with our own kernels for the parts that are known;
     "layers" leaves what lies between the matrices to `torch.compile`, one decoder layer for all that are like it.
-    `streamer`: `generate` hands none to a custom loop, nor an assistant, nor a tokenizer for stop strings (pass
-    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`). `record_steps=k` keeps in `steps` what was chosen and
-    from what in the last call: for each row its steps with token, probability, the k best and the entropy (and their
-    text, with a `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
+    `streamer` is for calls that bring none. `record_steps=k` keeps in `steps` what was chosen and from what in the last
+    call: for each row its steps with token, probability, the k best and the entropy (and their text, with a
+    `tokenizer`). `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
+
+    `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config

@@ -8,6 +8,7 @@ import logging
 import sys
 import weakref
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
 from hf_static_kv.patching import attention_for_a_while
+from hf_static_kv.run import StopFlag
 from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
 
 CAPACITY = 64
@@ -153,6 +155,25 @@ class TestStops:
         expected = model.generate(BATCH, past_key_values=plain, **{**COMMON, "eos_token_id": eos, "pad_token_id": 7})
         assert torch.equal(got, expected)
         assert cache.seq_len == plain.seq_len
+
+
+class TestStopFlag:
+    def test_its_event_is_recorded_on_the_device_of_the_flag(self, monkeypatch):
+        """Not on the current device, where it would come before the flag has been computed."""
+        recorded = []
+        event = SimpleNamespace(record=recorded.append, synchronize=lambda: None)
+        monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+        flag, on_gpu = StopFlag(deferred=True), SimpleNamespace(is_cuda=True, device="cuda:1")
+        flag.on_host = SimpleNamespace(copy_=lambda source, non_blocking: None)
+        flag.was_up(on_gpu)
+        assert recorded == ["the stream of cuda:1"]
+
+    def test_one_that_is_not_deferred_is_read_at_once(self):
+        flag = StopFlag(deferred=False)
+        assert not flag.was_up(torch.tensor(True))
+        assert flag.is_up
+        assert flag.settle()
 
 
 class TestOutputs:

@@ -177,7 +177,7 @@ def test_the_text_is_as_it_was_after_the_trials():
 def test_no_sound_step_is_refused(name, dtype):
     """On every architecture, in the dtypes that round."""
     model = toy_model(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa").to(DEVICE, dtype)
-    for seed in range(3):
+    for seed in range(3 if ON_GPU else 1):  # half precision is slow on a CPU
         ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
         decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40, batch_size=2)
         how = {**COMMON, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
