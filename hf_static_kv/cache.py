@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from threading import Lock, get_ident
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -23,11 +24,12 @@ from hf_static_kv.layout import (
     plan_layers,
     refuse_missing_layers,
 )
-from hf_static_kv.request import Request, check_request, running_request
+from hf_static_kv.request import Request, check_request, is_generating, running_request
 from hf_static_kv.storage import LayerShape
 from hf_static_kv.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
+_PATIENCE = 0.5  # seconds
 _TAKING_OVER = Lock()  # one for all caches: a cache with a lock of its own could not be copied
 
 
@@ -153,12 +155,16 @@ class StaticContiguousCache(AllocatedCache):
             self._take_over("begins a call")
         known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
         check_request(request, self.seq_len, self.max_cache_len, known_ids)
-        if request.is_whole and request.embeds is None:
-            self.remember(request.input_ids)
+        if request.tokens is not None:
+            self.remember(request.tokens, request.past)
 
-    def remember(self, input_ids: torch.Tensor) -> None:
-        """The text begins with these tokens [B, n]; a later prompt that does not is refused."""
-        self._known_ids = input_ids.clone()
+    def remember(self, input_ids: torch.Tensor, start: int = 0) -> None:
+        """The text has these tokens [B, n] from position `start` on; a later prompt that has others is refused."""
+        known = self._known_ids
+        if start == 0:
+            self._known_ids = input_ids.clone()
+        elif known is not None and known.shape[1] >= start and len(known) == len(input_ids):
+            self._known_ids = torch.cat([known[:, :start], input_ids], dim=1)
 
     # --- the step
 
@@ -211,10 +217,20 @@ class StaticContiguousCache(AllocatedCache):
                 f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
                 f"{self._step_kind}. Give every layer the same tokens, or call advance({self._step_kind[1]}) first."
             )
+        if self._step_kind is None and not torch.compiler.is_compiling():
+            self._forget_what_was_not_written(self.layers[layer_idx].length)
         self._step_kind = kind
+
+    def _forget_what_was_not_written(self, length: int) -> None:
+        """Tokens that a call of `generate` has announced belong to its own passes, not to those of anyone else."""
+        known = self._known_ids
+        if known is not None and known.shape[1] > length and not is_generating():
+            self._known_ids = known[:, :length]
 
     def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
         """Another thread used the cache last: let this one use it if that one is through with it."""
+        if not amid_a_step:
+            self._wait_for(self._thread)
         with _TAKING_OVER:
             if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
@@ -223,6 +239,12 @@ class StaticContiguousCache(AllocatedCache):
                     "one call end before the next begins."
                 )
             self._thread = get_ident()
+
+    def _wait_for(self, thread: int) -> None:
+        """A call whose streamer has ended is over, though its thread may take a moment to leave it."""
+        deadline = monotonic() + _PATIENCE
+        while thread and is_in_use(self, thread) and monotonic() < deadline:
+            sleep(0.005)
 
     def _discard_unfinished(self, layer_idx: int) -> None:
         """A layer writes again before its last pass was complete: the pass failed, or the model lacks layers."""

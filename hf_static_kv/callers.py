@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -22,11 +21,11 @@ def running_model() -> PreTrainedModel | None:
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread is inside a call of a module, `generate` or a forward pass, that was given the cache."""
+    """Whether this thread is inside of `generate` or a forward pass of a model that was given the cache."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         names = frame.f_locals
-        if isinstance(names.get("self"), torch.nn.Module):
+        if frame.f_code.co_name in ("generate", "forward") and isinstance(names.get("self"), PreTrainedModel):
             given = [names, *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict))]
             if any(arguments.get("past_key_values") is cache for arguments in given):
                 return True

@@ -126,7 +126,9 @@ class GraphDecoder:
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
         self._warn_once(f"{self.fallback_reason}. This call runs in the loop of `generate`, at its pace")
-        return call.run_in_generate(streamer)
+        output = call.run_in_generate(streamer)
+        call.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+        return output
 
     def _load_compilers(self) -> None:
         load_triton()
@@ -154,8 +156,7 @@ class GraphDecoder:
             _run_on(step, run, call, logits)
         cache.crop(-run.overrun)
         run.refuse_to_be_cut_short(cache)
-        if call.request.is_whole and call.request.embeds is None:
-            cache.remember(run.ids[:, : cache.seq_len])
+        call.remember(run.ids)
         return run.result(cache)
 
     def _step(self, call: Call, is_greedy: bool) -> DecodeStep:

@@ -216,6 +216,12 @@ class Call:
         if length != wanted:
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
 
+    def remember(self, ids: torch.Tensor) -> None:
+        """Tell the cache which tokens it holds now, of `ids` [B, n] that begin as `input_ids` do."""
+        past = self.request.past
+        if isinstance(self.cache, StaticContiguousCache) and self.request.tokens is not None:
+            self.cache.remember(ids[:, : max(0, self.cache.seq_len - past)], past)
+
     def run_in_generate(self, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
         """The same call in transformers' own loop."""
         output: GenerateDecoderOnlyOutput | torch.Tensor = self.model._sample(

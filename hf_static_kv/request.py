@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
 import transformers
 from transformers import GenerationConfig, GenerationMixin
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 # Seen right in 5.22 and wrong in 5.17.
 _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
@@ -33,6 +36,7 @@ class Request:
     assistant_model: Any = None
     synced_gpus: bool | None = None
     custom_generate: Any = None
+    stopping_criteria: Sequence[Any] = ()  # the caller's own
     has_own_limit: bool = True  # False: the length is limited by the defaults of the model alone
 
     @property
@@ -56,6 +60,11 @@ class Request:
         return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
 
     @property
+    def tokens(self) -> torch.Tensor | None:
+        """The ids [B, n] of positions from `past` on; None where the prompt is vectors, whatever ids stand beside."""
+        return self.input_ids if self.embeds is None else None
+
+    @property
     def embeds(self) -> torch.Tensor | None:
         """The prompt as vectors [B, n, hidden], always the whole one."""
         return self.model_kwargs.get("inputs_embeds")
@@ -67,7 +76,8 @@ class Request:
 
     @property
     def max_new_tokens(self) -> int:
-        return max(0, int(self.config.max_length) - self.input_ids.shape[1])
+        own = [criterion.max_length for criterion in self.stopping_criteria if type(criterion) is MaxLengthCriteria]
+        return max(0, min([int(self.config.max_length), *own]) - self.input_ids.shape[1])
 
     @property
     def slots(self) -> int:
@@ -84,9 +94,7 @@ class Request:
 
 def running_request() -> Request | None:
     """The request of the innermost `generate` that is running in this thread; None where there is none to be read."""
-    frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back  # type: ignore[assignment]
+    frame = _generate_frame()
     if frame is None:
         return None
     names = frame.f_locals
@@ -100,16 +108,32 @@ def running_request() -> Request | None:
             assistant_model=names["assistant_model"],
             synced_gpus=names["synced_gpus"],
             custom_generate=names["custom_generate"],
-            has_own_limit=_has_own_limit(names["kwargs"], names["generation_config"], names["self"].generation_config),
+            stopping_criteria=tuple(names["stopping_criteria"] or ()),
+            has_own_limit=_has_own_limit(names),
         )
     except KeyError:  # a version of transformers that names its variables otherwise
         return None
 
 
-def _has_own_limit(kwargs: dict[str, Any], config: GenerationConfig, default: GenerationConfig) -> bool:
-    if {"max_new_tokens", "max_length"} & kwargs.keys() or config.max_new_tokens != default.max_new_tokens:
+def _generate_frame() -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _GENERATE:
+        frame = frame.f_back
+    return frame
+
+
+def is_generating() -> bool:
+    """Whether this thread is inside of `generate`."""
+    return _generate_frame() is not None
+
+
+def _has_own_limit(names: dict[str, Any]) -> bool:
+    config, default = names["generation_config"], names["self"].generation_config
+    if any(names["kwargs"].get(name) is not None for name in ("max_new_tokens", "max_length")):
         return True
-    return config.max_new_tokens is None and config.max_length != default.max_length
+    if config.max_new_tokens is not None:
+        return bool(config.max_new_tokens != default.max_new_tokens)
+    return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
 def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: torch.Tensor | None) -> None:
@@ -118,6 +142,7 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
     `known_ids` [B, k] are the first tokens in the cache, as far as they are known.
     """
     _refuse_to_go_without(request)
+    _refuse_another_past(request, seq_len)
     if seq_len:
         _refuse_to_continue(request, seq_len)
         _refuse_other_tokens(request, seq_len, known_ids)
@@ -136,6 +161,18 @@ def _refuse_to_go_without(request: Request) -> None:
         raise ValueError(
             "A model that trains with gradient checkpointing writes into no cache. Call model.eval() first."
         )
+
+
+def _refuse_another_past(request: Request, seq_len: int) -> None:
+    new = request.input_ids.shape[1]
+    if request.embeds is None and request.past and request.past != seq_len:
+        raise ValueError(
+            f"The attention mask covers {request.past} tokens before the {new} that are passed, and the cache holds "
+            f"{seq_len}. The last token of a generation is not in it: pass that one too, with a mask over "
+            f"{seq_len} + {new + request.past - seq_len} tokens, or pass the whole text."
+        )
+    if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
+        raise ValueError("transformers cuts ids into chunks, and this prompt is vectors: leave prefill_chunk_size out.")
 
 
 def _refuse_to_continue(request: Request, seq_len: int) -> None:
@@ -157,8 +194,10 @@ def _refuse_to_continue(request: Request, seq_len: int) -> None:
 
 
 def _refuse_other_tokens(request: Request, seq_len: int, known_ids: torch.Tensor | None) -> None:
-    ids = request.input_ids
-    if known_ids is None or not request.is_whole or len(ids) != len(known_ids) or ids.device != known_ids.device:
+    ids = request.tokens
+    if ids is None or known_ids is None or not request.is_whole:
+        return
+    if len(ids) != len(known_ids) or ids.device != known_ids.device:
         return
     length = min(known_ids.shape[1], ids.shape[1], seq_len)
     differs = ids[:, :length] != known_ids[:, :length]

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from hf_static_kv import StaticContiguousCache, StaticContiguousLayer, cache_bytes
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer, cache_bytes
 
 PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]])
 NEW_TOKENS = 8
@@ -42,12 +43,12 @@ def fail_once(model, layer_idx, at_call, before_write=False):
     return (layer.self_attn if before_write else layer.mlp).register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def generate(model, ids, cache):
+def generate(model, ids, cache, **kwargs):
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
-    new_tokens = PROMPT.shape[1] + NEW_TOKENS - ids.shape[1]
+    new_tokens = max(3, PROMPT.shape[1] + NEW_TOKENS - ids.shape[1])
     mask = torch.ones_like(ids)
     return model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, **how
+        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, **how, **kwargs
     )
 
 
@@ -451,6 +452,41 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(module, at_call):
     (error,) = refused
     assert isinstance(error, RuntimeError)
     assert "one for each thread" in str(error)
+
+
+@pytest.mark.parametrize("loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
+def test_a_turn_may_begin_as_soon_as_the_stream_of_the_last_one_has_ended(loop):
+    """The thread of a streamed call is still inside of `generate` for a moment."""
+    model, ended = toy_model("llama"), threading.Event()
+    cache = StaticContiguousCache(model.config, 64)
+
+    class Stream:
+        def put(self, value):
+            pass
+
+        def end(self):
+            ended.set()
+            time.sleep(0.1)
+
+    first = threading.Thread(target=lambda: generate(model, PROMPT, cache, streamer=Stream(), **loop))
+    first.start()
+    assert ended.wait(60)
+    cache.reset()
+    assert generate(model, PROMPT, cache, **loop).tolist() == generate(model, PROMPT, None).tolist()
+    first.join()
+
+
+def test_a_method_that_waits_for_the_thread_of_a_call_is_no_second_user():
+    model = toy_model("llama")
+    cache = StaticContiguousCache(model.config, 64)
+    longer = torch.cat([generate(model, PROMPT, cache), PROMPT], dim=1)
+    expected = generate(model, longer, None).tolist()
+
+    class Chat(torch.nn.Module):
+        def stream(self, ids, past_key_values):
+            return in_thread(lambda: generate(model, ids, past_key_values))
+
+    assert Chat().stream(longer, past_key_values=cache).tolist() == expected
 
 
 def test_threads_without_a_model_do_not_share_a_step():

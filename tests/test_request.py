@@ -107,6 +107,72 @@ class TestOtherTexts:
         longer = torch.cat([out[1:], PROMPT], dim=1)
         assert torch.equal(generate(model, cache, longer), model.generate(longer, **ASKED, use_cache=False))
 
+    @BOTH
+    @pytest.mark.parametrize("is_empty", [False, True])
+    def test_new_tokens_behind_a_mask_over_another_past(self, model, loop, is_empty):
+        """The last token of a generation is not in the cache, which is easily forgotten."""
+        cache = StaticContiguousCache(model.config, 64)
+        whole = torch.cat([generate(model, cache, **loop), PROMPT], dim=1)
+        if is_empty:
+            cache.reset()
+        held = cache.seq_len
+        with pytest.raises(
+            ValueError, match=rf"covers 18 tokens before the 13 that are passed, and the cache holds {held}"
+        ):
+            generate(model, cache, PROMPT, attention_mask=torch.ones_like(whole), **loop)
+        if not is_empty:
+            expected = model.generate(whole, **ASKED, use_cache=False)
+            got = generate(model, cache, whole[:, 17:], attention_mask=torch.ones_like(whole), **loop)
+            assert torch.equal(got, expected[:, 17:])
+
+    def test_new_tokens_alone_are_remembered_too(self, model):
+        cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
+        first = generate(model, cache, custom_generate=decoder)
+        whole = torch.cat([first, PROMPT], dim=1)
+        second = generate(model, cache, whole[:, 17:], attention_mask=torch.ones_like(whole), custom_generate=decoder)
+        third = torch.cat([whole[:, :17], second, PROMPT], dim=1)
+        third[0, 20] += 1
+        with pytest.raises(ValueError, match="token 20 of row 0"):
+            generate(model, cache, third, custom_generate=decoder)
+        third[0, 20] -= 1
+        expected = model.generate(third, **ASKED, use_cache=False)
+        assert torch.equal(generate(model, cache, third, custom_generate=decoder), expected)
+
+    def test_a_call_that_fell_back_is_remembered(self, model, monkeypatch):
+        cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
+        monkeypatch.setattr("hf_static_kv.decode.compare", lambda step, call: 1 / 0)
+        tokens = generate(model, cache, custom_generate=decoder)
+        assert "ZeroDivisionError" in decoder.fallback_reason
+        for position in (2, 15):
+            other = torch.cat([tokens, PROMPT], dim=1)
+            other[0, position] += 1
+            with pytest.raises(ValueError, match=f"token {position} of row 0"):
+                generate(model, cache, other, custom_generate=decoder)
+
+    @pytest.mark.parametrize("way", ["a call that never ran", "layers that were cropped", "layers that were emptied"])
+    def test_tokens_that_were_never_written_are_not_known(self, model, way):
+        cache = StaticContiguousCache.from_model(model, 64)
+        if way == "a call that never ran":
+            with pytest.raises(ValueError, match="tokenizer"):
+                generate(model, cache, PROMPT + 1, stop_strings=["x"])
+        else:
+            generate(model, cache, PROMPT + 1)
+            for layer in cache.layers:
+                if way == "layers that were cropped":
+                    layer.crop(-layer.length)
+                else:
+                    layer.keys = layer.values = None
+        with torch.no_grad():
+            model(PROMPT, past_key_values=cache)
+        assert torch.equal(generate(model, cache, WHOLE), model.generate(WHOLE, **ASKED, use_cache=False))
+
+    def test_ids_beside_vectors_are_no_text(self, model):
+        cache = StaticContiguousCache(model.config, 64)
+        whole = torch.cat([generate(model, cache), PROMPT], dim=1)
+        how = {**ASKED, "inputs_embeds": model.get_input_embeddings()(whole), "attention_mask": torch.ones_like(whole)}
+        got = model.generate(PROMPT, **how, past_key_values=cache)
+        assert torch.equal(got, model.generate(PROMPT, **how, past_key_values=DynamicCache(config=model.config)))
+
     def test_a_text_that_was_assigned_is_not_known(self, model):
         first, second = (StaticContiguousCache.from_model(model, 64) for _ in range(2))
         generate(model, first, PROMPT + 1)
@@ -196,6 +262,31 @@ class TestLengths:
         assert torch.equal(model.generate(PROMPT, **asked, **loop, past_key_values=cache), expected)
 
     @BOTH
+    def test_a_limit_that_the_caller_did_not_give_is_not_checked(self, model, loop):
+        eos = int(model.generate(PROMPT, **ASKED, use_cache=False)[0, -2])
+        how = {"eos_token_id": eos, "pad_token_id": 0, "do_sample": False, **loop}
+        expected = model.generate(PROMPT, **{**ASKED, "eos_token_id": eos, "max_new_tokens": 20}, use_cache=False)
+        for config in (GenerationConfig(max_length=500), GenerationConfig()):
+            model.generation_config = config
+            cache = StaticContiguousCache(model.config, 24)
+            assert torch.equal(model.generate(PROMPT, max_new_tokens=None, **how, past_key_values=cache), expected)
+
+    def test_a_length_of_ones_own_criterion_counts(self, model):
+        how = {"max_new_tokens": 100, "stopping_criteria": [MaxLengthCriteria(20)]}
+        got = generate(model, StaticContiguousCache(model.config, 24), **how)
+        assert torch.equal(got, model.generate(PROMPT, **{**ASKED, "max_new_tokens": 7}, use_cache=False))
+
+    def test_vectors_in_chunks_are_refused_with_the_reason(self, model):
+        embeds = model.get_input_embeddings()(PROMPT)
+        with pytest.raises(ValueError, match="this prompt is vectors: leave prefill_chunk_size out"):
+            model.generate(
+                inputs_embeds=embeds,
+                **ASKED,
+                prefill_chunk_size=4,
+                past_key_values=StaticContiguousCache(model.config, 40),
+            )
+
+    @BOTH
     def test_a_long_default_that_does_not_end_is_an_error_and_not_a_shorter_text(self, model, loop):
         model.generation_config = GenerationConfig(max_length=500, pad_token_id=0)
         cache = StaticContiguousCache(model.config, 24)
@@ -224,7 +315,12 @@ class TestWhatGenerateKeepsFromALoop:
 
     def test_synced_gpus_runs_in_the_loop_of_generate(self, model, monkeypatch):
         seen, decoder = [], GraphDecoder()
-        monkeypatch.setattr(type(model), "_sample", lambda self, ids, synced_gpus, **kwargs: seen.append(synced_gpus))
+
+        def sample(self, ids, synced_gpus, **kwargs):
+            seen.append(synced_gpus)
+            return ids
+
+        monkeypatch.setattr(type(model), "_sample", sample)
         generate(model, StaticContiguousCache(model.config, 40), synced_gpus=True, custom_generate=decoder)
         assert seen == [True]
         assert decoder.fallback_reason == "synced_gpus is asked for"
