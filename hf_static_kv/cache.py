@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from threading import Lock, get_ident
-from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import debug
 from hf_static_kv.allocation import AllocatedCache, for_each_layer
-from hf_static_kv.callers import is_in_use, running_model
+from hf_static_kv.callers import is_in_use, running_model, wait_until_left
 from hf_static_kv.layer import StaticContiguousLayer
 from hf_static_kv.layout import (
     LayerPlan,
@@ -29,7 +28,6 @@ from hf_static_kv.storage import LayerShape
 from hf_static_kv.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
-_PATIENCE = 0.5  # seconds
 _TAKING_OVER = Lock()  # one for all caches: a cache with a lock of its own could not be copied
 
 
@@ -230,7 +228,7 @@ class StaticContiguousCache(AllocatedCache):
     def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
         """Another thread used the cache last: let this one use it if that one is through with it."""
         if not amid_a_step:
-            self._wait_for(self._thread)
+            wait_until_left(self, self._thread)
         with _TAKING_OVER:
             if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
@@ -239,12 +237,6 @@ class StaticContiguousCache(AllocatedCache):
                     "one call end before the next begins."
                 )
             self._thread = get_ident()
-
-    def _wait_for(self, thread: int) -> None:
-        """A call whose streamer has ended is over, though its thread may take a moment to leave it."""
-        deadline = monotonic() + _PATIENCE
-        while thread and is_in_use(self, thread) and monotonic() < deadline:
-            sleep(0.005)
 
     def _discard_unfinished(self, layer_idx: int) -> None:
         """A layer writes again before its last pass was complete: the pass failed, or the model lacks layers."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from time import monotonic, sleep
 from types import FrameType
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+
+_PATIENCE = 0.5  # seconds
 
 
 def running_model() -> PreTrainedModel | None:
@@ -31,3 +34,10 @@ def is_in_use(cache: Cache, thread: int) -> bool:
                 return True
         frame = frame.f_back
     return False
+
+
+def wait_until_left(cache: Cache, thread: int) -> None:
+    """A call whose streamer has ended is over, though its thread may take a moment to leave it."""
+    deadline = monotonic() + _PATIENCE
+    while is_in_use(cache, thread) and monotonic() < deadline:
+        sleep(0.005)
