@@ -24,7 +24,7 @@ compare: .venv/.installed
 
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
-	$(PYTHON) -m pytest -rs tests/test_kernels.py tests/test_step_kernels.py tests/test_row_kernels.py tests/test_decode.py tests/test_trace.py
+	$(PYTHON) -m pytest -rs tests/test_kernels.py tests/test_step_kernels.py tests/test_row_kernels.py tests/test_decode.py tests/test_trace.py tests/test_trial.py tests/test_fingerprint.py
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 -m "not slow"
