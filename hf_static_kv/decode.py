@@ -121,10 +121,12 @@ class GraphDecoder:
             streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
         self.fallback_reason = call.why_not() or self._refused(call)
         if self.fallback_reason is None:
+            before = call.cache.seq_len
             try:
                 return self._captured(call, streamer)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
+                call.cache.crop(before - call.cache.seq_len)
         self._warn_once(f"{self.fallback_reason}. This call runs in the loop of `generate`, at its pace")
         output = call.run_in_generate(streamer)
         call.remember(output if isinstance(output, torch.Tensor) else output.sequences)
@@ -136,24 +138,16 @@ class GraphDecoder:
             load_inductor()
 
     def _captured(self, call: Call, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
-        """The whole generation. Raises `NotCaptured`, with the cache as it was, where the step cannot be had."""
-        cache, before = call.cache, call.cache.seq_len
-        try:
-            logits = call.prefill()
-            with call.model._optimize_model_for_decode():
-                is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
-                step = self._step(call, is_greedy) if call.max_length > call.input_ids.shape[1] + 1 else None
-        except NotCaptured:
-            cache.crop(before - cache.seq_len)
-            raise
-        run = Run(call, streamer)
-        # A replay does not look at the model, and to give it another attention takes a millisecond.
-        is_replayed = step is None or step.graph is not None
-        with (
-            call.model._optimize_model_for_decode(),
-            nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention),
-        ):
-            _run_on(step, run, call, logits)
+        """The whole generation. Raises `NotCaptured` before its first token where the step cannot be had."""
+        cache, logits = call.cache, call.prefill()
+        with call.model._optimize_model_for_decode():
+            is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
+            step = self._step(call, is_greedy) if call.max_length > call.input_ids.shape[1] + 1 else None
+            run = Run(call, streamer)
+            # A replay does not look at the model, and to give it another attention takes a millisecond.
+            is_replayed = step is None or step.graph is not None
+            with nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention):
+                _run_on(step, run, call, logits)
         cache.crop(-run.overrun)
         run.refuse_to_be_cut_short(cache)
         call.remember(run.ids)

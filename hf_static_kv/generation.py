@@ -45,7 +45,7 @@ _MEDIA_WORDS = ("pixel", "image", "video", "audio", "mm_encoder", "input_feature
 
 
 class NotCaptured(Exception):
-    """Why a call runs in the loop of `generate`. The cache is as it was before the call."""
+    """Why a call runs in the loop of `generate`."""
 
 
 class Call:

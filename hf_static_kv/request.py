@@ -46,7 +46,7 @@ class Request:
 
     @property
     def mask_length(self) -> int:
-        # transformers from 5.18 on leaves out a mask of ones and records its length.
+        # Newer versions of transformers leave out a mask of ones and record its length.
         return getattr(self.config, "_mask_length", -1) if self.mask is None else self.mask.shape[1]
 
     @property
@@ -168,8 +168,8 @@ def _refuse_another_past(request: Request, seq_len: int) -> None:
     if request.embeds is None and request.past and request.past != seq_len:
         raise ValueError(
             f"The attention mask covers {request.past} tokens before the {new} that are passed, and the cache holds "
-            f"{seq_len}. The last token of a generation is not in it: pass that one too, with a mask over "
-            f"{seq_len} + {new + request.past - seq_len} tokens, or pass the whole text."
+            f"{seq_len}. Pass all tokens from position {seq_len} on (the last one of a generation is not in the cache) "
+            "with a mask over the whole text, or pass the whole text."
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError("transformers cuts ids into chunks, and this prompt is vectors: leave prefill_chunk_size out.")

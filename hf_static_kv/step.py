@@ -188,6 +188,10 @@ class GreedyStep(DecodeStep):
             is_over=torch.zeros((), dtype=torch.bool, device=device),
         )
 
+    @property
+    def kept(self) -> list[torch.Tensor]:
+        return [*super().kept, *self.state]
+
     def start(
         self, tokens: torch.Tensor, unfinished: torch.Tensor, eos: torch.Tensor | None, pad: torch.Tensor | None
     ) -> None:
