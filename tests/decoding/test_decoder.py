@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
@@ -26,12 +25,21 @@ from transformers import (
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
-from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
 from hf_static_kv.patching import attention_for_a_while
 from hf_static_kv.run import StopFlag
-from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
-from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, calls_in
+from hf_static_kv.step import DecodeStep
+from tests.conftest import (
+    ARCHITECTURES,
+    BATCH,
+    COMMON,
+    NEW_TOKENS,
+    PROMPT,
+    Collect,
+    calls_in,
+    shared_toy_model,
+    triton_module,
+)
 from tests.conftest import toy_model as toy_on_cpu
 
 CAPACITY = 64
@@ -89,7 +97,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_tokens_are_those_of_generate(name, mode):
-    model, decoder = toy_model(name, OWN_ATTENTION[name]), GraphDecoder()
+    model, decoder = shared_toy_model(name, OWN_ATTENTION[name], DEVICE), GraphDecoder()
     expected = run(model, **{**MODES[mode], "prefill_chunk_size": None})  # which needs a cache
     assert torch.equal(run(model, decoder=decoder, **MODES[mode]), expected)
     assert decoder.fallback_reason == NOT_CAPTURED.get(name)
@@ -638,7 +646,7 @@ class TestFaults:
             if calls == 4:  # the prompt, then two whole steps
                 raise RuntimeError("out of something")
 
-        hook = model.model.layers[3].mlp.register_forward_hook(fail)
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="out of something"):
             run(model, decoder=decoder, cache=cache)
         hook.remove()
@@ -646,93 +654,11 @@ class TestFaults:
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
 
 
-def test_the_layers_that_are_compiled_are_those_with_a_number():
-    model, others = toy_on_cpu("llama"), torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
-    model._modules = {"vision": others, **model._modules}  # before the layers, and as many
-    assert _decoder_layers(model, 2) == list(model.model.layers)
-    with pytest.raises(ValueError, match="no list of 3 decoder layers was found in LlamaForCausalLM"):
-        _decoder_layers(model, 3)
-
-
-class TestCompiled:
-    """The step with compiled layers, on a CPU without code generation: what is compiled, how often, and the tokens."""
-
-    @pytest.mark.parametrize(
-        ("name", "kinds"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("gpt2", 1), ("gemma3", 2), ("gpt_oss", 2)]
-    )
-    def test_layers_of_one_kind_share_one_compilation(self, name, kinds):
-        torch._dynamo.reset()
-        model = toy_on_cpu(name, ATTENTION_NAME, num_hidden_layers=6)
-        cache, counter = StaticContiguousCache.from_model(model, CAPACITY), CompileCounterWithBackend("aot_eager")
-        origin, token = torch.zeros(1, dtype=torch.long), torch.tensor([5])
-        with torch.no_grad():
-            model(PROMPT.cpu(), past_key_values=cache)
-            step = DecodeStep(model, cache, 1)
-            step.begin(cache.seq_len, origin)
-            expected = step.run(token)
-            with (
-                fused_linears(model, lambda: step.run(token)),
-                compiled(model, "layers", 6, backend=counter),
-            ):
-                step.begin(cache.seq_len, origin)
-                got = [step.run(token), step.run(token)]
-        assert counter.frame_count == kinds
-        assert torch.equal(got[0], expected)
-        assert not torch.equal(got[1], expected)  # the second token stands elsewhere and sees the first
-
-    @pytest.mark.parametrize("what", ["none", "layers"])
-    def test_the_model_has_its_own_forward_back_even_after_an_exception(self, model, what):
-        parts = [model, *model.model.layers]
-        model.model.layers[1].forward = own = model.model.layers[1].forward  # as a hook of accelerate would
-        before = [dict(part.__dict__) for part in parts]
-        changed = []
-
-        def fail_inside():
-            with compiled(model, what, 6):
-                changed.extend(part.__dict__.get("forward") not in (None, own) for part in parts)
-                raise RuntimeError("in the middle")
-
-        with pytest.raises(RuntimeError, match="in the middle"):
-            fail_inside()
-        assert changed == [False, *[what == "layers"] * 6]
-        assert [dict(part.__dict__) for part in parts] == before
-
-    def test_layer_numbers_are_ints_again_after_an_exception(self, model):
-        numbered = [module for module in model.modules() if hasattr(module, "layer_idx")]
-        before = [module.layer_idx for module in numbered]
-        inside = []
-
-        def fail_inside():
-            with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
-                inside.extend(module.layer_idx for module in numbered)
-                raise RuntimeError("in the middle")
-
-        with pytest.raises(RuntimeError, match="in the middle"):
-            fail_inside()
-        assert torch.stack(inside).tolist() == before
-        assert [module.layer_idx for module in numbered] == before
-        assert all(type(number) is int for number in before)
-
-    def test_a_part_with_more_layers_than_the_cache_keeps_its_numbers(self, model):
-        other = torch.nn.Linear(2, 2)
-        other.layer_idx = 40  # a layer of a vision tower, say
-        model.tower = other
-        with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
-            assert other.layer_idx == 40
-            assert isinstance(model.model.layers[3].self_attn.layer_idx, torch.Tensor)
-        assert model.model.layers[3].self_attn.layer_idx == 3
-        del model.tower
-
-    def test_an_unknown_setting(self):
-        with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', got 'max'"):
-            GraphDecoder(compile="max")
-
-
 @needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
-    write = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
-    attend = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed")
+    write = triton_module("hf_static_kv.kernels.write_token_triton")
+    attend = triton_module("hf_static_kv.kernels.decode_attention_triton")
     calls = []
 
     def write_token(*args):
@@ -746,26 +672,27 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
     monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
-        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}
+        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
         assert decoder.fallback_reason is None
         layers = model.config.num_hidden_layers
-        # Four tokens are written and attended to, and three more where the step is compared with an ordinary one.
-        assert calls.count("write") == calls.count("attend") == 7 * layers
+        # Two tokens are written and attended to, and three more where the step is compared with an ordinary one.
+        assert calls.count("write") == calls.count("attend") == 5 * layers
         calls.clear()
 
 
 def test_the_attention_name_serves_generate_by_itself():
     """With our cache and with others, padded or not, on every architecture."""
     assert ATTENTION_NAME in AttentionInterface().valid_keys()
+    few = {"max_new_tokens": 6}
     for name in ARCHITECTURES:
         model = toy_model(name, OWN_ATTENTION[name])
-        expected = [run(model), run(model, **padded())]
+        expected = [run(model, **few), run(model, **padded(), **few)]
         model.set_attn_implementation(ATTENTION_NAME)
         for make in (lambda m: StaticContiguousCache(m.config, CAPACITY), lambda m: DynamicCache(config=m.config)):
-            plain = model.generate(PROMPT, past_key_values=make(model), **COMMON)
+            plain = model.generate(PROMPT, past_key_values=make(model), **COMMON | few)
             ids, mask = padded().values()
-            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON)
+            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON | few)
             assert torch.equal(plain, expected[0]), name
             assert torch.equal(batch, expected[1]), name
 
