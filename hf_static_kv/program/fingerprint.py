@@ -14,7 +14,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from hf_static_kv.fusion.positions import replaced_function
+from hf_static_kv.program.rotary import replaced_function
 
 _FEW = 4096  # numbers, which are read one by one
 _SETTINGS = (bool, int, float, str)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from hf_static_kv.layer import StaticContiguousLayer
-from hf_static_kv.layout import LayerPlan, check_positive
-from hf_static_kv.storage import LayerShape, Members, StorageGroup, allocate_groups
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.storage import LayerShape, Members, StorageGroup, allocate_groups
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Module
 
-from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels import rotary
+from hf_static_kv.patching import is_unmodified, replaced
 
+TRIED_DTYPES = (torch.float32, torch.bfloat16)  # the second shows where numbers are rounded
 _ROTARY_NAME = "apply_rotary_pos_emb"
 # Tables of the modules that steps were captured with, for other steps: at 32k positions one takes some 30 MB.
 _TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, torch.Tensor]] = WeakKeyDictionary()
@@ -28,10 +29,10 @@ def angles_from_tables(model: Module, length: int) -> Iterator[list[torch.Tensor
 
     They are filled at the first pass, and must live as long as a graph that was captured with them.
     """
-    modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_itself(m)]
+    modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
     tables: list[torch.Tensor] = []
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)  # inside `exact` angles have own bits
-    with replaced({module: _Angles(module, length, name, tables).forward for module in modules}):
+    with replaced("forward", {module: _Angles(module, length, name, tables).forward for module in modules}):
         yield tables
 
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
 
-from hf_static_kv.fusion.replacing import StandIn, is_itself, replaced
 from hf_static_kv.kernels import linear
+from hf_static_kv.patching import Computes, is_unmodified, replaced
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
         for group in groups:
             shared = _SharedInput(group)
             forwards.update({module: _Part(shared, i).forward for i, module in enumerate(group)})
-        with replaced(forwards):
+        with replaced("forward", forwards):
             yield groups
 
 
@@ -38,7 +38,7 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
     """The model with each of its linear layers as one operation, for any number of rows; gives those layers."""
     # Not those that another model has replaced with which it shares them.
     layers = [module for module in model.modules() if _is_plain(module) and "forward" not in module.__dict__]
-    with replaced({module: _Single(module).forward for module in layers}):
+    with replaced("forward", {module: _Single(module).forward for module in layers}):
         yield layers
 
 
@@ -46,7 +46,7 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
     """The model with gate, up, activation and product of its MLPs in one operation; gives those MLPs."""
     mlps = {module: activation for module in model.modules() if (activation := mlp_activation(module)) is not None}
-    with replaced({module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
+    with replaced("forward", {module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
         yield list(mlps)
 
 
@@ -57,7 +57,7 @@ def mlp_activation(module: Module) -> str | None:
         return None
     if parts["gate_proj"].weight.stride() != parts["up_proj"].weight.stride():
         return None
-    if not all(is_itself(part) for part in module.modules()):
+    if not all(is_unmodified(part) for part in module.modules()):
         return None
     with torch.device("cpu"):
         return _tried_activation(module, parts)
@@ -84,10 +84,10 @@ def _tried_activation(module: Module, parts: dict[str, Any]) -> str | None:
 
 def _is_plain(module: object) -> TypeGuard[Linear]:
     """A linear layer and nothing more: not an adapter, not a quantised one."""
-    return type(module) is Linear and type(module.weight) is Parameter and is_itself(module)
+    return type(module) is Linear and type(module.weight) is Parameter and is_unmodified(module)
 
 
-class _Single(StandIn):
+class _Single(Computes):
     def __init__(self, module: Linear) -> None:
         self.module = module
 

@@ -23,12 +23,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAMES, without_cudnn
-from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.fingerprint import all_modules, model_fingerprint, without_address
-from hf_static_kv.layout import plan_layers, refuse_missing_layers
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layout import plan_layers, refuse_missing_layers
+from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.patching import attention_of
-from hf_static_kv.request import Request, running_request
-from hf_static_kv.step import GreedyStep
+from hf_static_kv.program.fingerprint import all_modules, model_fingerprint, without_address
+from hf_static_kv.program.step import GreedyStep
 
 # What a prompt and a decode step of a text model need; anything else in the model's keywords (images, other positions)
 # is unknown. A prompt may be given as vectors: what follows are tokens.

@@ -11,8 +11,8 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv.attention import TRACED_ATTENTION_NAME
-from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.generation import Call
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.decoding.call import Call
 
 
 class Run:

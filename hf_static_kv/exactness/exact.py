@@ -28,13 +28,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
-from hf_static_kv.fusion.linears import gated_mlps, single_linears
-from hf_static_kv.fusion.norms import fused_norms
-from hf_static_kv.fusion.positions import fused_rotary
-from hf_static_kv.generation import frequencies_depend_on_length
-from hf_static_kv.patching import attention_for_a_while, attention_of
-from hf_static_kv.row_operations import is_harmless, row_operation
-from hf_static_kv.wrappers import refuse_without_interface, unwrapped
+from hf_static_kv.decoding.call import frequencies_depend_on_length
+from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
+from hf_static_kv.patching import attention_implementation, attention_of, require_attention_interface, unwrapped
+from hf_static_kv.program.linears import gated_mlps, single_linears
+from hf_static_kv.program.norms import fused_norms
+from hf_static_kv.program.rotary import fused_rotary
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +64,7 @@ def exact(model: torch.nn.Module) -> Iterator[None]:
     _refuse_compiled(model, inner)
     _refuse(inner)
     with ExitStack() as changes:
-        changes.enter_context(attention_for_a_while(inner, EXACT_ATTENTION_NAME))
+        changes.enter_context(attention_implementation(inner, EXACT_ATTENTION_NAME))
         changes.enter_context(fused_norms(inner))
         changes.enter_context(fused_rotary(inner))
         changes.enter_context(gated_mlps(inner))
@@ -100,7 +99,7 @@ def _refuse(model: PreTrainedModel) -> None:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):
         raise ValueError("The rotary frequencies of this model depend on the length: what was kept cannot be exact.")
-    refuse_without_interface(model, "Its attention has no kernel by rows: it cannot be exact.")
+    require_attention_interface(model, "Its attention has no kernel by rows: it cannot be exact.")
     if any(hasattr(module, "prepare_dynamic_mask") for module in model.modules()):
         raise ValueError(
             f"The layers of {type(model).__name__} compute attention masks of their own, for which exact has no kernel "

@@ -29,8 +29,7 @@ from hf_static_kv.attention import (
     static_contiguous_attention,
 )
 from hf_static_kv.kernels.decode_attention import decode_attention
-from hf_static_kv.patching import attention_for_a_while, attention_of
-from hf_static_kv.wrappers import refuse_without_interface, unwrapped
+from hf_static_kv.patching import attention_implementation, attention_of, require_attention_interface, unwrapped
 
 _REMEDY = 'Load it with attn_implementation="eager" and call it with output_attentions=True to get its weights.'
 
@@ -104,13 +103,13 @@ def trace_attention(
     [(1, 4, 3), (1, 4, 4), (1, 4, 5), (1, 4, 6)]
     """
     inner = unwrapped(model, "trace_attention")
-    refuse_without_interface(inner, _REMEDY)
+    require_attention_interface(inner, _REMEDY)
     modules = _attention_modules(inner)
     trace = AttentionTrace(_chosen(layers, modules), heads)
     _check_heads(inner, heads)
     if any(name in str(attention_of(inner)) for name in (EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
-    with attention_for_a_while(inner, TRACED_ATTENTION_NAME):
+    with attention_implementation(inner, TRACED_ATTENTION_NAME):
         for layer in trace.layers:
             _TRACES[modules[layer]] = (trace, layer)
         try:

@@ -1,12 +1,10 @@
 """The debug log: what every step does to a cache, at level DEBUG of the logger `hf_static_kv`.
 
-    HF_STATIC_KV_DEBUG=1             turns it on, on standard error
-    HF_STATIC_KV_DEBUG_LAYER=0       and says what layer 0 writes and hands out
+    HF_STATIC_KV_DEBUG=1             logs to standard error
+    HF_STATIC_KV_DEBUG_LAYER=0       adds what layer 0 writes and returns
 
     hf_static_kv: step at 12: 1 new token in 2 rows, 13 of 64 positions filled
-    hf_static_kv: layer 0 wrote [12, 13) and hands out [5, 13)
-
-Off, a step asks once whether it is on.
+    hf_static_kv: layer 0 wrote [12, 13) and returned [5, 13)
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import logging
 import os
 
 logger = logging.getLogger("hf_static_kv")
+traced_layer: int | None = None
 
 
 def turn_on(layer: int | None = None) -> None:
@@ -36,13 +35,11 @@ def log_step(start: int, new: int, rows: int, capacity: int) -> None:
         logger.debug("step at %d: %s, %d of %d positions filled", start, what, start + new, capacity)
 
 
-def log_layer(layer: int, start: int, new: int, view: int) -> None:
-    """What one layer writes, and how many positions it hands out."""
-    end = start + new
-    logger.debug("layer %d wrote [%d, %d) and hands out [%d, %d)", layer, start, end, end - view, end)
+def log_layer(layer: int, end: int, new: int, view: int) -> None:
+    """The `new` positions before `end` that one layer wrote, and the `view` positions that it returned."""
+    logger.debug("layer %d wrote [%d, %d) and returned [%d, %d)", layer, end - new, end, end - view, end)
 
 
-traced_layer: int | None = None
 if os.environ.get("HF_STATIC_KV_DEBUG") == "1":
     named = os.environ.get("HF_STATIC_KV_DEBUG_LAYER")
     turn_on(int(named) if named else None)

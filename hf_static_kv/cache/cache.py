@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_static_kv import debug
-from hf_static_kv.allocation import AllocatedCache, for_each_layer
-from hf_static_kv.callers import is_in_use, running_model, wait_until_left
-from hf_static_kv.layer import StaticContiguousLayer
-from hf_static_kv.layout import (
+from hf_static_kv.cache import debug
+from hf_static_kv.cache.allocation import AllocatedCache, for_each_layer
+from hf_static_kv.cache.callers import is_in_use, running_model, wait_until_left
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import (
     LayerPlan,
     check_positive,
     known_shapes,
@@ -23,9 +23,9 @@ from hf_static_kv.layout import (
     plan_layers,
     refuse_missing_layers,
 )
-from hf_static_kv.request import Request, check_request, is_generating, running_request
-from hf_static_kv.storage import LayerShape
-from hf_static_kv.support import check_positions, warn_use_cache_off
+from hf_static_kv.cache.request import Request, check_request, is_generating, running_request
+from hf_static_kv.cache.storage import LayerShape
+from hf_static_kv.cache.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
 _TAKING_OVER = Lock()  # one for all caches: a cache with a lock of its own could not be copied

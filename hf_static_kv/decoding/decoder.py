@@ -26,16 +26,16 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv import debug
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, trial_pass
-from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.generation import Call, NotCaptured
-from hf_static_kv.loading import load_inductor, load_triton
-from hf_static_kv.patching import attention_for_a_while
-from hf_static_kv.run import Run
-from hf_static_kv.step import COMPILE, DecodeStep, GreedyStep
-from hf_static_kv.steps import StepRecorder
-from hf_static_kv.trial import compare
+from hf_static_kv.cache import debug
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.decoding.call import Call, NotCaptured
+from hf_static_kv.decoding.sampling import Run
+from hf_static_kv.decoding.verification import compare
+from hf_static_kv.inspection.step_recorder import StepRecorder
+from hf_static_kv.kernels.preload import load_inductor, load_triton
+from hf_static_kv.patching import attention_implementation
+from hf_static_kv.program.step import COMPILE, DecodeStep, GreedyStep
 
 logger = logging.getLogger(__name__)
 _MOST_STEPS = 8  # of one cache
@@ -146,7 +146,7 @@ class GraphDecoder:
             run = Run(call, streamer)
             # A replay does not look at the model, and to give it another attention takes a millisecond.
             is_replayed = step is None or step.graph is not None
-            with nullcontext() if is_replayed else attention_for_a_while(call.model, call.own_attention):
+            with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
                 _run_on(step, run, call, logits)
         cache.crop(-run.overrun)
         run.refuse_to_be_cut_short(cache)
@@ -198,7 +198,7 @@ class GraphDecoder:
         """A step, captured on a GPU, and compared with an ordinary one."""
         kind = GreedyStep if is_greedy else DecodeStep
         step = kind(call.model, call.cache, len(call.origin))
-        with attention_for_a_while(call.model, call.own_attention):
+        with attention_implementation(call.model, call.own_attention):
             # A trace takes its rows as they are made, so that its step runs without a graph.
             if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                 step.capture(call.cache.seq_len, call.origin.to(call.device), self.compile)

@@ -14,9 +14,10 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
+from hf_static_kv.patching import is_unmodified, replaced
 
+TRIED_DTYPES = (torch.float32, torch.bfloat16)  # the second shows where numbers are rounded
 _EPS_NAMES = ("variance_epsilon", "eps")
 
 
@@ -34,7 +35,7 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
             styles[kind] = norm_style(module)
         if (style := styles[kind]) is not None:
             norms[module] = _Norm(module, _eps(module), style)
-    with replaced({module: norm.forward for module, norm in norms.items()}):
+    with replaced("forward", {module: norm.forward for module, norm in norms.items()}):
         yield list(norms)
 
 
@@ -113,7 +114,7 @@ def _looks_like_a_norm(module: Module) -> bool:
         and weight.ndim == 1
         and getattr(module, "bias", None) is None
         and any(hasattr(module, name) for name in _EPS_NAMES)
-        and is_itself(module)
+        and is_unmodified(module)
     )
 
 

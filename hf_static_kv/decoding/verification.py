@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 import torch
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, without_cudnn
-from hf_static_kv.generation import Call
-from hf_static_kv.patching import attention_for_a_while
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.patching import attention_implementation
+from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a logit below this one is no result
 _EDGE = 4  # positions before a window, in the trial across it
@@ -116,7 +116,7 @@ def _ordinary(call: Call, trial: Trial, tokens: torch.Tensor) -> torch.Tensor:
     cache.mark_written(trial.slot - length)
     try:
         # Without cuDNN, which would build a plan for this one call.
-        with attention_for_a_while(model, call.attention), without_cudnn():
+        with attention_implementation(model, call.attention), without_cudnn():
             outputs = model(
                 input_ids=tokens[:, None],
                 attention_mask=mask.long(),

@@ -19,14 +19,14 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.fusion.linears import fused_linears
-from hf_static_kv.fusion.norms import FusedSums, fused_norms
-from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.storage import StorageGroup
 from hf_static_kv.kernels.counting import Greedy, choose, count_on
+from hf_static_kv.kernels.preload import wait_for_inductor, wait_for_triton
 from hf_static_kv.kernels.storage_ops import write_token
-from hf_static_kv.loading import wait_for_inductor, wait_for_triton
-from hf_static_kv.storage import StorageGroup
+from hf_static_kv.program.linears import fused_linears
+from hf_static_kv.program.norms import FusedSums, fused_norms
+from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 
 _WARM_UPS = 2
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time

@@ -10,27 +10,24 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_static_kv.storage import LayerShape
-from hf_static_kv.support import WINDOW_FIELDS, refuse_unserved, require_config
+from hf_static_kv import compat
+from hf_static_kv.cache.storage import LayerShape
+from hf_static_kv.cache.support import WINDOW_FIELDS, refuse_unserved, require_config
 
 logger = logging.getLogger(__name__)
 
 # Projections whose output has the keys, alone or beside queries and values.
 _KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
-# Models whose config has a window that their attention mask ignores: without a cache they see the whole text.
+# Models whose config has a window that their attention mask ignores: without a cache they see all tokens.
 _IGNORED_WINDOW_TYPES = {"moshi"}
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer as the config describes it.
+    """One layer as the config describes it."""
 
-    `shape` is None where the config does not tell; `sliding_window` counts the keys that a query may see, its own
-    included, and is None for full attention.
-    """
-
-    shape: LayerShape | None
-    sliding_window: int | None
+    shape: LayerShape | None  # None: the config does not tell
+    sliding_window: int | None  # keys that a query may see, its own included; None: full attention
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -64,7 +61,7 @@ def cache_bytes(
     own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
     dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
     shapes = known_shapes(plan_layers(config), config)
-    return sum([shape.num_bytes(max_cache_len, batch_size, dtype) for shape in shapes])
+    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in shapes])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
@@ -88,8 +85,8 @@ def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[L
     if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
         return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
     logger.warning(
-        "The model is spread over tp_size=%d ranks, and how its KV heads are split is seen in the states alone: the "
-        "first forward pass allocates the cache, for its own batch size.",
+        "The model runs on tp_size=%d ranks and only its states show how KV heads are split: the first forward pass "
+        "allocates the cache, for its own batch size.",
         ranks,
     )
     return None
@@ -115,8 +112,7 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
     """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run.
 
-    [] where the modules do not tell: none has a `layer_idx`, or modules are run several times and write another layer
-    of the cache each time (HRM, whose two stacks both count from 0).
+    [] where the modules do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM).
     """
     modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
     numbers = {layer_idx for layer_idx, _ in modules}
@@ -127,7 +123,7 @@ def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
 
 
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
-    """The modules of the text part that know the number of their layer; a vision tower counts for itself."""
+    """The modules of the text decoder that have a `layer_idx`; a vision tower numbers its own layers."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     numbered = ((getattr(module, "layer_idx", None), module) for module in decoder.modules())
     return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
@@ -144,12 +140,12 @@ def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
     else:
         counts = f"{type(model).__name__} has {num_layers - len(missing)} layers that store keys and the cache has"
         remedy = "Build the cache with the config of the model that runs."
-    words = f"no step would be complete without layer {', '.join(map(str, missing))}"
-    raise ValueError(f"{counts} {num_layers}: {words}. {remedy}")
+    missing_words = ", ".join(map(str, missing))
+    raise ValueError(f"{counts} {num_layers}: no step would be complete without layer {missing_words}. {remedy}")
 
 
 def _edit_for_cut(config: PreTrainedConfig, num_layers: int, missing: Sequence[int]) -> str:
-    """How a model that has lost layers and its config are made to agree."""
+    """The edit that makes a config agree with a model from which layers were removed."""
     text_config, left = config.get_text_config(decoder=True), num_layers - len(missing)
     if getattr(text_config, "num_kv_shared_layers", None):
         return "Build the model from a config that describes the layers it has."
@@ -211,10 +207,7 @@ def _num_kv_heads(layer_config: Any, layer_type: str, num_heads: int | None) -> 
 
 
 def _compute_device(module: torch.nn.Module) -> torch.device | None:
-    hooks = (getattr(part, "_hf_hook", None) for part in module.modules())
-    planned = (getattr(hook, "execution_device", None) for hook in hooks)
+    planned = (compat.planned_device(part) for part in module.modules())
     device = next((device for device in planned if device is not None), None)
-    if device is not None:
-        return torch.device(device)
     parameter = next(module.parameters(), None)
-    return None if parameter is None else parameter.device
+    return device if device is not None or parameter is None else parameter.device

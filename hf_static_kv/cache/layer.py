@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_static_kv.storage import LayerShape, StorageGroup, allocate_groups
+from hf_static_kv.cache.storage import LayerShape, StorageGroup, allocate_groups
 
 
 class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__

@@ -9,14 +9,12 @@ from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
-# From the cache's side a chunk is a window: its queries see at most `attention_chunk_size` keys, and where the chunks
-# begin (left padding shifts it row by row) is said by the mask.
+# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where chunks begin.
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
-# Layers that are not attention and keep nothing from token to token.
-_STATELESS_LAYER_TYPES = {"mlp", "moe"}
+_STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that are not attention and keep nothing from token to token
 
-# What the configs of these types do not say, each the end of a sentence that begins with the type's name.
+# Model types whose config does not tell what they keep: the end of a sentence that begins with the type's name.
 _STATEFUL_TYPES = {
     "blt": "keeps the keys of its byte encoder and of its byte decoder in two caches",
     "recurrent_gemma": "keeps a recurrent state, which a KV cache cannot hold",
@@ -26,56 +24,24 @@ _STATEFUL_TYPES = {
     "xlstm": "keeps a recurrent state, which a KV cache cannot hold",
 }
 _UNCACHED_TYPES = {
-    "cpmant": "puts tokens of its own in front of the text at every step, so a cache does not hold the text alone",
+    "cpmant": "prepends tokens of its own at every step, so a cache does not hold the sequence alone",
     "flaubert": "takes no cache",
     "openai-gpt": "takes no cache",
     "prophetnet": "computes other logits with a cache than without one",
     "xlm": "takes no cache",
 }
 
-# Encoders, unless their config has `is_decoder=True`. By name, since configs of decoders have `is_decoder=False` too.
+# Encoders, unless their config has `is_decoder=True`. By name: configs of decoders have `is_decoder=False` too.
 _ENCODER_TYPES = {
-    "bert",
-    "bert-generation",
-    "big_bird",
-    "camembert",
-    "data2vec-text",
-    "electra",
-    "ernie",
-    "megatron-bert",
-    "rembert",
-    "roberta",
-    "roberta-prelayernorm",
-    "roc_bert",
-    "roformer",
-    "xlm-roberta",
-    "xlm-roberta-xl",
-    "xmod",
-}
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
 
-# Models whose positions, or the attention biases of these, are rows of a table: its length is a hard end of the text.
+# Models with a table of positions, or of attention biases by position: its length is the longest sequence.
 _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
-    "bart",
-    "bigbird_pegasus",
-    "biogpt",
-    "blenderbot",
-    "blenderbot-small",
-    "codegen",
-    "ctrl",
-    "git",
-    "gpt2",
-    "gpt_bigcode",
-    "gpt_neo",
-    "gptj",
-    "marian",
-    "mbart",
-    "mpt",
-    "mvp",
-    "opt",
-    "pegasus",
-    "plbart",
-    "trocr",
-}
+    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
+}  # fmt: skip
 # Rotary scalings whose `max_position_embeddings` may still be the length before the scaling.
 _SCALED_ROPE_TYPES = {"linear", "dynamic", "yarn"}
 
@@ -84,10 +50,10 @@ _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
 
 
 def require_config(config: object) -> None:
-    """Raise a `TypeError` where something else than a config is given, a model most of all."""
+    """Raise a `TypeError` for anything but a config, with a remedy for a model."""
     if isinstance(config, torch.nn.Module):
         raise TypeError(
-            f"This is a model, {type(config).__name__}, in the place of its config: pass `model.config`, or use "
+            f"{type(config).__name__} is a model: pass `model.config`, or use "
             "`StaticContiguousCache.from_model(model, max_cache_len)`."
         )
     if not isinstance(config, PreTrainedConfig):
@@ -108,7 +74,7 @@ def refuse_unserved(config: PreTrainedConfig) -> None:
         reason = f"{name!r} {_UNCACHED_TYPES[name]}. {_NO_CACHE}"
     elif name in _ENCODER_TYPES and not getattr(text_config, "is_decoder", False):
         reason = (
-            f"{name!r} is an encoder, whose tokens see those behind them: a new token changes the keys of all. "
+            f"{name!r} is an encoder, whose tokens attend to later ones: a new token changes the keys of all. "
             f"{_NO_CACHE} As a decoder it needs `is_decoder=True` in its config."
         )
     elif not getattr(text_config, "num_hidden_layers", None):
@@ -143,7 +109,7 @@ def _unserved_layers(text_config: PreTrainedConfig, name: str) -> str | None:
 
 
 def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
-    """Refuse room behind the end of a table of positions, and log a warning of room that was never trained for."""
+    """Refuse a capacity beyond a table of positions; log a warning for one beyond the trained positions."""
     text_config = config.get_text_config(decoder=True)
     name, positions = text_config.model_type, getattr(text_config, "max_position_embeddings", None)
     positions = positions or getattr(text_config, "max_seq_len", None)  # MPT's name for it
@@ -151,14 +117,14 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
         return
     if name in _POSITION_TABLE_TYPES:
         raise ValueError(
-            f"{name!r} has a table of positions 0 to {positions - 1} and no text of max_cache_len={max_cache_len} "
-            f"tokens. Use max_cache_len <= {positions}."
+            f"{name!r} has a table of positions 0 to {positions - 1}, too short for max_cache_len={max_cache_len}. "
+            f"Use max_cache_len <= {positions}."
         )
     trained = _trained_positions(text_config, positions)
     if trained is not None and max_cache_len > trained:
         logger.warning(
-            "max_cache_len=%d is more than the %d positions of %r (max_position_embeddings, rope_parameters): a longer "
-            "text runs, but the model was not trained for it.",
+            "max_cache_len=%d is more than the %d positions that %r was trained for (max_position_embeddings, "
+            "rope_parameters): longer sequences run, untrained.",
             max_cache_len,
             trained,
             name,
@@ -166,7 +132,7 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
 
 
 def _trained_positions(text_config: PreTrainedConfig, positions: int) -> int | None:
-    """Where the training of rotary positions ends, their scaling counted; None for positions of another kind."""
+    """The trained length of rotary positions, after scaling; None for positions of another kind."""
     rope = getattr(text_config, "rope_parameters", None)
     if not rope or getattr(text_config, "alibi", False):
         return None
@@ -181,11 +147,7 @@ def _trained_positions(text_config: PreTrainedConfig, positions: int) -> int | N
 
 
 def warn_use_cache_off(config: PreTrainedConfig, generation_config: object = None) -> None:
-    """Log a warning that `generate` has to be told `use_cache=True`.
-
-    Without a generation config: where the config says `use_cache=False`. With one: where it alone says so, since the
-    cache was built from the config and that has been warned of.
-    """
+    """Log a warning where the config says `use_cache=False`, or, if it is given, the generation config alone does."""
     parts = (config, config.get_text_config(decoder=True))
     in_config = any(getattr(part, "use_cache", None) is False for part in parts)
     in_generation_config = getattr(generation_config, "use_cache", None) is False
