@@ -24,13 +24,13 @@ compare: .venv/.installed
 
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
-	$(PYTHON) -m pytest -rs tests/test_kernels.py tests/test_step_kernels.py tests/test_row_kernels.py tests/test_decode.py tests/test_trace.py tests/test_trial.py tests/test_fingerprint.py
+	$(PYTHON) -m pytest -rs tests/kernels tests/decoding tests/program/test_verification.py tests/program/test_fingerprint.py tests/inspection/test_attention_trace.py
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 -m "not slow"
 
 fuzz: .venv/.installed
-	.venv/bin/python tests/fuzz/fuzz.py --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
+	.venv/bin/python -m tests.fuzz.fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 results: .venv/.installed
 	.venv/bin/python benchmarks/write_results.py

@@ -1,13 +1,13 @@
 """The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
 
 import pytest
-from cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
-from fuzz import main, run_seeds
-from models import available
-from runner import workspace
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
 from hf_static_kv.step import DecodeStep
+from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
+from tests.fuzz.fuzz import main, run_seeds
+from tests.fuzz.models import available
+from tests.fuzz.runner import workspace
 
 TESTS = 8
 SEEDS = len(available()) * SEEDS_PER_MODEL  # every architecture in its first variant
@@ -141,10 +141,10 @@ def test_a_fault_is_found(break_it):
 
 def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
     drop_the_newest_key(monkeypatch)
-    monkeypatch.setattr("fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
+    monkeypatch.setattr("tests.fuzz.fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu"])
     assert main() == 1
     output = capsys.readouterr().out
-    assert "python tests/fuzz/fuzz.py --seed 1 --cases 1 --device cpu" in output
+    assert "python -m tests.fuzz.fuzz --seed 1 --cases 1 --device cpu" in output
     assert "faults: 1" in output
     workspace.cache_clear()

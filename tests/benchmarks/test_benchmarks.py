@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 
 from hf_static_kv.testing import random_model, tiny_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
 
@@ -125,8 +125,9 @@ class TestArithmetic:
         assert limit_ms({"bytes_per_step": 5e9}, {"bandwidth_gb_per_s": 1000.0}) == 5.0
 
     def test_what_cannot_be_known_is_not_counted(self):
-        from architectures import toy_model
         from measure import bytes_per_step
+
+        from tests.conftest import toy_model
 
         assert bytes_per_step(toy_model("mixtral"), 8, 4, 1) is None
 

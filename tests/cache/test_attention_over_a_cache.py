@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from architectures import toy_model
 from torch import nn
 
 from hf_static_kv import StaticContiguousCache
+from tests.conftest import toy_model
 
 # One head, three numbers a token, float32: sums of at most 7 products of numbers below 1 round by less than this.
 CLOSE = {"rtol": 0, "atol": 1e-6}

@@ -10,7 +10,7 @@ import torch
 
 from hf_static_kv import StaticContiguousCache
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

@@ -5,14 +5,13 @@ On a GPU the dev models at their true shapes; elsewhere toys.
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, toy_model
-from test_generate import COMMON, PROMPT
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv import step as step_module
 from hf_static_kv import trial as trial_module
 from hf_static_kv.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
+from tests.conftest import ARCHITECTURES, COMMON, PROMPT, toy_model
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"

@@ -7,7 +7,6 @@ from threading import Thread
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, toy_model
 
 from hf_static_kv.exact import exact
 from hf_static_kv.fusion import norms as fused
@@ -17,6 +16,7 @@ from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
 from hf_static_kv.fusion.replacing import replaced
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
+from tests.conftest import ARCHITECTURES, toy_model
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)
 # Style and number of the norms: two in each of two layers and one at the end; Qwen3 and OLMo 2 have two more in each

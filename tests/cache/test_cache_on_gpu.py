@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, toy_model
 
 from hf_static_kv import StaticContiguousCache
+from tests.conftest import ARCHITECTURES, toy_model
 
 pytestmark = [
     pytest.mark.gpu,

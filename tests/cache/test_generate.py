@@ -8,20 +8,14 @@ import copy
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, toy_model
 from packaging import version
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
-from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import StaticContiguousCache
-
-NEW_TOKENS = 14
-PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5, 64, 77]])
-BATCH = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93], [9, 9, 31, 60, 12, 101, 3, 55, 8, 71]])
-COMMON = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False}
+from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, toy_model
 
 
 def new_cache(model, max_cache_len=64):
@@ -91,17 +85,6 @@ def inputs_embeds(model):
     embeds = model.get_input_embeddings()(PROMPT)
     cached = model.generate(inputs_embeds=embeds, past_key_values=new_cache(model), **COMMON)
     return run(model, PROMPT, None)[:, PROMPT.shape[1] :], cached
-
-
-class Collect(BaseStreamer):
-    def __init__(self):
-        self.tokens = []
-
-    def put(self, value):
-        self.tokens += value.flatten().tolist()
-
-    def end(self):
-        self.ended = True
 
 
 def streamer(model):

@@ -7,14 +7,13 @@ from functools import partial
 
 import pytest
 import torch
-from architectures import toy_model
-from test_generate import COMMON, PROMPT
 from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.fingerprint import _addresses_of, without_address
 from hf_static_kv.generation import has_hooks
+from tests.conftest import COMMON, PROMPT, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = PROMPT.to(DEVICE)

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch
-from architectures import toy_config, toy_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoConfig,
@@ -21,6 +20,7 @@ from transformers import (
 )
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer, cache_bytes
+from tests.conftest import toy_config, toy_model
 
 PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]])
 NEW_TOKENS = 8

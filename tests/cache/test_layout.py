@@ -1,6 +1,5 @@
 """What is read from a config: windows, shapes, bytes. The numbers of the dev models are their published ones."""
 
-import dataclasses
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -8,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from architectures import ARCHITECTURES, toy_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +22,7 @@ from hf_static_kv import StaticContiguousCache, cache_bytes
 from hf_static_kv.layout import local_shapes, missing_layers, plan_layers
 from hf_static_kv.storage import LayerShape
 from hf_static_kv.testing import dev_config
+from tests.conftest import ARCHITECTURES, tiny_model, toy_model
 
 LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
@@ -192,45 +191,6 @@ def test_each_layer_is_placed_where_it_computes():
 # --- families: what the config foretells is what the first forward pass writes
 
 
-def tiny_model(model_type: str, cls=AutoModelForCausalLM, **own) -> PreTrainedModel:
-    """A small model of any type: of the usual sizes those that its config knows, and its own."""
-    config_class = CONFIG_MAPPING[model_type]
-    known = {field.name for field in dataclasses.fields(config_class)}
-    config = config_class(**{key: size for key, size in SIZES.items() if key in known} | own)
-    torch.manual_seed(0)
-    return cls.from_config(config).eval()
-
-
-SIZES = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "intermediate_size": 48,
-    "n_inner": 48,
-    "ffn_dim": 48,
-    "num_hidden_layers": 3,
-    "n_layer": 3,
-    "n_layers": 3,
-    "num_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rotary_dim": 8,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.1,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
-}
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[str, dict]] = {
     # caches its KV heads repeated for every query head

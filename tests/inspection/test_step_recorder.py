@@ -9,10 +9,10 @@ import sys
 
 import pytest
 import torch
-from architectures import toy_model
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, debug
 from hf_static_kv.testing import load_model
+from tests.conftest import toy_model
 
 PROMPT, NEW = torch.tensor([[5, 6, 7, 8], [9, 3, 5, 6]]), 7
 COMMON = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}

@@ -5,12 +5,11 @@ from threading import Event, Thread
 import pytest
 import torch
 import transformers
-from architectures import toy_model
 from packaging.version import Version
-from test_generate import COMMON, PROMPT
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.testing import random_model, tiny_config
+from tests.conftest import COMMON, PROMPT, toy_model
 
 pytestmark = [
     pytest.mark.gpu,

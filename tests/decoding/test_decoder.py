@@ -5,7 +5,6 @@ On a CPU the step runs uncaptured; all else is the same.
 
 import gc
 import logging
-import sys
 import weakref
 from threading import Thread
 from types import SimpleNamespace
@@ -13,9 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from architectures import ARCHITECTURES
-from architectures import toy_model as toy_on_cpu
-from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
@@ -35,6 +31,8 @@ from hf_static_kv.generation import has_hooks
 from hf_static_kv.patching import attention_for_a_while
 from hf_static_kv.run import StopFlag
 from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
+from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, calls_in
+from tests.conftest import toy_model as toy_on_cpu
 
 CAPACITY = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -802,23 +800,6 @@ class TestWithoutCudnn:
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         other.__exit__(None, None, None)
         assert self.allowed() == before
-
-
-def calls_in(function):
-    """How many functions of Python it calls: the host's time, without a clock. The least of three, so nothing once."""
-    counts = []
-
-    def note(frame, event, argument):
-        counts[-1] += event == "call"
-
-    for _ in range(3):
-        counts.append(0)
-        sys.setprofile(note)
-        try:
-            function()
-        finally:
-            sys.setprofile(None)
-    return min(counts)
 
 
 def test_the_first_token_does_not_wait_for_the_decoder():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from architectures import toy_model
-from test_generate import COMMON, PROMPT, Collect
 from transformers import DynamicCache, GenerationConfig, pipeline
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.request import _CHUNKS_CONTINUE, running_request
 from hf_static_kv.testing import load_model
+from tests.conftest import COMMON, PROMPT, Collect, toy_model
 
 BOTH = pytest.mark.parametrize("loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
 ASKED = {**COMMON, "max_new_tokens": 5}

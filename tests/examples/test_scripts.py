@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_layout import GEMMA3, LLAMA, QWEN3
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
+from hf_static_kv.testing import dev_config
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
+LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
 
 def run(*args):
@@ -153,7 +154,7 @@ class TestReadme:
 
     def test_the_eight_lines_run(self, monkeypatch):
         """With a toy model and a tokenizer of numbers in the place of the download."""
-        from architectures import toy_model
+        from tests.conftest import toy_model
 
         model = toy_model("qwen3")
         ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}

@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from architectures import toy_model
-from test_layout import GEMMA3, tiny_model
 from transformers import Gemma3Config, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
 from hf_static_kv.testing import dev_config
+from tests.conftest import tiny_model, toy_model
 
 REFUSED = {
     "all layers share": (
@@ -137,7 +136,7 @@ def test_use_cache_false_is_said_once(part, caplog):
 
 
 def test_use_cache_false_in_the_text_config_is_said(caplog):
-    config = Gemma3Config(text_config=GEMMA3.to_dict())
+    config = Gemma3Config(text_config=dev_config("gemma-3-1b").to_dict())
     StaticContiguousCache(config, 8)
     assert caplog.text == ""
     config.text_config.use_cache = False

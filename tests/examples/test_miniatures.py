@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.testing import MINIATURES, load_model
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
 NEW_TOKENS = 150  # crosses Gemma's window of 32 five times
 

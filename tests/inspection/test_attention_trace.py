@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from architectures import toy_model
-from test_decode import calls_in
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
 from hf_static_kv.generation import attention_of
 from hf_static_kv.testing import random_model
 from hf_static_kv.trace import traced_attention
+from tests.conftest import calls_in, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "phi3"]

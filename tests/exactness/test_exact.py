@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import toy_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import DynamicCache, StaticCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -21,6 +20,7 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.generation import attention_of
 from hf_static_kv.row_operations import is_harmless, row_operation
 from hf_static_kv.testing import dev_config, load_model, random_model
+from tests.conftest import toy_model
 
 # Not the mixtures of experts, and not Llama 4 with its complex numbers: `TestRefusals`.
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
@@ -566,7 +566,7 @@ class TestTrueShapes:
     """On a GPU, past the window of Gemma: 600 tokens and 64 more."""
 
     def test_every_comparison(self, name, dtype, monkeypatch):
-        monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+        monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
         from bench_exact import Comparisons
 
         model = random_model(dev_config(name), device="cuda", dtype=dtype)
