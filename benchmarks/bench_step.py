@@ -31,9 +31,9 @@ from workload import BadArgument, Workload, check_workload_arguments
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.kernels.decode_attention import decode_attention
-from hf_static_kv.layout import known_shapes, plan_layers
+from hf_static_kv.cache.layout import known_shapes, plan_layers
 from hf_static_kv.testing import provenance
-from hf_static_kv.trace import trace_attention
+from hf_static_kv.inspection.attention_trace import trace_attention
 
 Record = dict[str, Any]
 REPLAYS, TRIALS, PROFILED = 50, 3, 10

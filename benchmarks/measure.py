@@ -11,7 +11,7 @@ import torch
 from processes import FreshProcess
 from transformers import PreTrainedModel, StoppingCriteria
 
-from hf_static_kv.layout import known_shapes, plan_layers
+from hf_static_kv.cache.layout import known_shapes, plan_layers
 
 BANDWIDTH_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28}
 

@@ -64,7 +64,7 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact and traces refuse."""
+    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact refuses."""
     is_able = getattr(model, "_can_set_attn_implementation", None)
     return is_able is not None and hasattr(model.config, "_attn_implementation") and bool(is_able())
 

@@ -100,7 +100,7 @@ def _set_attention(model: PreTrainedModel, name: str | Mapping[str, str | None])
         model.set_attn_implementation(name)
         return
     named = {part: own for part, own in name.items() if own is not None}
-    model.set_attn_implementation(named[""] if len(name) == 1 else named)
+    model.set_attn_implementation(name[""] if len(name) == 1 else named)
     for part in name.keys() - named.keys():  # has no attention, and `set_attn_implementation` may have given it one
         compat.clear_attention_name(getattr(model.config, part))
 

@@ -67,7 +67,9 @@ def test_imports_run_downward(name):
 
 
 def test_an_upward_import_would_be_seen():
-    assert upward_imports("layer", "def f():\n    from hf_static_kv.cache import StaticContiguousCache") == ["cache"]
+    assert upward_imports("layer", "def f():\n    from hf_static_kv.cache.cache import StaticContiguousCache") == [
+        "cache"
+    ]
 
 
 def long_functions(source):

@@ -57,8 +57,8 @@ class AllocatedCache(Cache):
         """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         shape, device = LayerShape.of(key_states, value_states), key_states.device
-        self._unsettled.discard(layer_idx)
         if layer.is_initialized and (layer.shape, layer.device) == (shape, device):
+            self._unsettled.discard(layer_idx)
             return
         if layer.is_initialized:
             logger.warning(
@@ -69,11 +69,12 @@ class AllocatedCache(Cache):
                 device,
                 " `from_model` places every layer at once." if shape == layer.shape else "",
             )
-            alike = [layer_idx, *(i for i in sorted(self._unsettled) if self._plans[i] == plan)]
+            alike = [i for i in sorted(self._unsettled) if self._plans[i] == plan]
         else:
             absent = (i for i, other in enumerate(self.layers) if not other.is_initialized)
             alike = [i for i in absent if self._plans[i].shape == plan.shape]
         self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+        self._unsettled.discard(layer_idx)
 
     def early_initialization(
         self,

@@ -37,7 +37,7 @@ def is_in_use(cache: Cache, thread: int) -> bool:
 
 
 def wait_until_left(cache: Cache, thread: int) -> None:
-    """Wait a moment for a thread to leave its call: a call is over when its streamer ends, shortly before it returns."""
+    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
     deadline = monotonic() + _PATIENCE_S
     while is_in_use(cache, thread) and monotonic() < deadline:
         sleep(0.005)

@@ -67,7 +67,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.use_storage(group, index=0)
 
     def used(self) -> tuple[int, int]:
-        """(batch rows, positions) of the storage that hold something: tokens, a step in progress, half an assignment."""
+        """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
         in_use = [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
         return max(rows for rows, _ in in_use), max(length for _, length in in_use)
 
@@ -129,8 +129,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         if tokens == 0:
             raise ValueError(f"There are no new tokens: the cache holds {self.length} already. {CONTINUE_OR_RESET}")
         raise ValueError(
-            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take {tokens} "
-            f"more. This pass needs max_cache_len >= {self.length + tokens}. A generation needs prompt + "
+            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
+            f"{tokens} more. This pass needs max_cache_len >= {self.length + tokens}. A generation needs prompt + "
             "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens - 2. "
             f"`generate` that stops here returns nothing; the cache still holds its {self.length} tokens. Build a "
             "larger cache, or free positions with crop or reset."

@@ -28,12 +28,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
-from hf_static_kv.decoding.call import frequencies_depend_on_length
 from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
 from hf_static_kv.patching import attention_implementation, attention_of, require_attention_interface, unwrapped
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
-from hf_static_kv.program.rotary import fused_rotary
+from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -122,4 +122,11 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
 
 
 def _rotary(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_served(*args) else own(*args, **kwargs)
+    return rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_supported(*args) else own(*args, **kwargs)
+
+
+def frequencies_depend_on_length(config: Any) -> bool:
+    """Whether a longer sequence turns earlier tokens by other angles, so that cached keys would be wrong."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)

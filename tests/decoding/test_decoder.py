@@ -26,11 +26,11 @@ from transformers import (
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
-from hf_static_kv.fusion.linears import fused_linears
-from hf_static_kv.generation import has_hooks
+from hf_static_kv.program.linears import fused_linears
+from hf_static_kv.decoding.call import has_hooks
 from hf_static_kv.patching import attention_for_a_while
-from hf_static_kv.run import StopFlag
-from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
+from hf_static_kv.decoding.sampling import StopFlag
+from hf_static_kv.program.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
 from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, calls_in
 from tests.conftest import toy_model as toy_on_cpu
 
@@ -254,7 +254,7 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # a new one could not be made
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # a new one could not be made
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -537,10 +537,10 @@ class TestRefusals:
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
             return "from those of an ordinary step" in decoder.fallback_reason
 
-        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
+        monkeypatch.setattr("hf_static_kv.program.step.write_token", lambda *args: None)
         assert falls_back()
         assert falls_back()
-        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # it is not tried a third time
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # it is not tried a third time
         assert falls_back()
 
     def test_what_fails_once_is_tried_again(self, model):
@@ -567,7 +567,7 @@ class TestRefusals:
             raise torch.OutOfMemoryError("no memory\nfor a graph")
 
         with monkeypatch.context() as patches:
-            patches.setattr("hf_static_kv.decode.compare", fail)
+            patches.setattr("hf_static_kv.decoding.decoder.compare", fail)
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert decoder.fallback_reason == "the step cannot be captured (OutOfMemoryError: no memory)"
         cache.reset()
@@ -744,7 +744,7 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         return attend.decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
 
     monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
-    monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
+    monkeypatch.setattr("hf_static_kv.program.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
         model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))

@@ -9,7 +9,7 @@ import torch
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv import step as step_module
 from hf_static_kv import trial as trial_module
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
 from tests.conftest import ARCHITECTURES, COMMON, PROMPT, toy_model
 
