@@ -34,8 +34,9 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
         for module, value in values.items():
             if module.__dict__.get(attribute) is not value:
                 continue
-            delattr(module, attribute)
-            if before[module] is not _ABSENT:
+            if before[module] is _ABSENT:
+                delattr(module, attribute)
+            else:
                 setattr(module, attribute, before[module])
 
 

@@ -122,7 +122,9 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
 
 
 def _rotary(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_supported(*args) else own(*args, **kwargs)
+    return (
+        rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_supported(*args) else own(*args, **kwargs)
+    )
 
 
 def frequencies_depend_on_length(config: Any) -> bool:

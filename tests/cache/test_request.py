@@ -139,7 +139,7 @@ class TestOtherTexts:
 
     def test_a_call_that_fell_back_is_remembered(self, model, monkeypatch):
         cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.compare", lambda step, call: 1 / 0)
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: 1 / 0)
         tokens = generate(model, cache, custom_generate=decoder)
         assert "ZeroDivisionError" in decoder.fallback_reason
         for position in (2, 15):
@@ -358,7 +358,7 @@ class TestAModelThatUsesAnotherCache:
 
         model.prepare_inputs_for_generation = prepare
         assert torch.equal(generate(model, cache, custom_generate=decoder), expected)
-        assert decoder.fallback_reason == "the model went on with a DynamicCache of its own in the place of this cache"
+        assert decoder.fallback_reason == "the model replaced the cache by a DynamicCache of its own"
         assert cache.seq_len == 0
 
     def test_layers_that_are_missing_are_named_after_the_prompt(self, model):

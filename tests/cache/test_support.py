@@ -61,9 +61,7 @@ def test_a_model_in_the_place_of_its_config_is_refused(act):
 def test_room_behind_the_end_of_a_table_of_positions_is_refused(model_type, positions, caplog):
     config = CONFIG_MAPPING[model_type](use_cache=True)
     StaticContiguousCache(config, positions)
-    with pytest.raises(
-        ValueError, match=rf"positions 0 to {positions - 1}, .*={positions + 1}\. .* <= {positions}\."
-    ):
+    with pytest.raises(ValueError, match=rf"positions 0 to {positions - 1}, .*={positions + 1}\. .* <= {positions}\."):
         StaticContiguousCache(config, positions + 1)
     assert caplog.text == ""
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import torch
 import triton
+from hf_static_kv.kernels.counting import Greedy
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -22,7 +23,6 @@ from hf_static_kv.kernels import (
     row_sum_triton,
     write_token_triton,
 )
-from hf_static_kv.kernels.counting import Greedy
 from hf_static_kv.kernels.rms_norm import Norm, NormStyle
 
 HOMES = [module for name, module in list(globals().items()) if name.endswith("_triton")]

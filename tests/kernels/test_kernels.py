@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from hf_static_kv.kernels.storage_ops import write_token
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, rms_norm, rms_norm_plain, sum_and_rms_norm
-from hf_static_kv.kernels.storage_ops import write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -3,19 +3,19 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
 from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
 
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
-
 from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
+
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.rotary_triton import rotary_triton
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hf_static_kv.exactness.exact import exact
+from hf_static_kv.kernels import linear
+from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
+from hf_static_kv.patching import replaced
 from hf_static_kv.program import norms as fused
 from hf_static_kv.program.linears import fused_linears, gated_mlps, mlp_activation, single_linears
 from hf_static_kv.program.norms import FusedSums, fused_norms, norm_style
 from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
-from hf_static_kv.patching import replaced
-from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
 from tests.conftest import ARCHITECTURES, toy_model
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)

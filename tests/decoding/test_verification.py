@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv import step as step_module
-from hf_static_kv import trial as trial_module
+from hf_static_kv.decoding import verification
+from hf_static_kv.program import step as step_module
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
 from tests.conftest import ARCHITECTURES, COMMON, PROMPT, toy_model
@@ -28,35 +28,35 @@ def model(request):
     return random_model(config, device=DEVICE, dtype=DTYPE)
 
 
-def lose_the_newest_key(monkeypatch, layer):
+def lose_the_newest_key(monkeypatch, layer, num_layers):
     own, calls = step_module.write_token, []
 
     def write_token(keys, values, *rest):
         calls.append(None)
-        if (len(calls) - 1) % len(keys) != layer:  # each pass writes one layer after the other
+        if (len(calls) - 1) % num_layers != layer:  # each pass writes one layer after the other
             own(keys, values, *rest)
 
     monkeypatch.setattr(step_module, "write_token", write_token)
 
 
-def overlook_the_newest_key(monkeypatch, layer):
-    own = step_module.count_on
+def overlook_the_newest_key(monkeypatch, layer, num_layers):
+    own = step_module.advance
 
-    def count_on(slot, origin, windows, spans, positions):
-        own(slot, origin, windows, spans, positions)
+    def advance(position, seq_start, windows, spans, positions):
+        own(position, seq_start, windows, spans, positions)
         spans[:, layer, 2] -= 1
 
-    monkeypatch.setattr(step_module, "count_on", count_on)
+    monkeypatch.setattr(step_module, "advance", advance)
 
 
-def shift_the_positions(monkeypatch, layer):
-    own = step_module.count_on
+def shift_the_positions(monkeypatch, layer, num_layers):
+    own = step_module.advance
 
-    def count_on(slot, origin, windows, spans, positions):
-        own(slot, origin, windows, spans, positions)
+    def advance(position, seq_start, windows, spans, positions):
+        own(position, seq_start, windows, spans, positions)
         positions += 1
 
-    monkeypatch.setattr(step_module, "count_on", count_on)
+    monkeypatch.setattr(step_module, "advance", advance)
 
 
 def change_the_window(by):
@@ -105,7 +105,7 @@ def test_a_sound_step_is_taken(model, size):
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_caught(model, fault, layer, size, monkeypatch):
     layers = model.config.num_hidden_layers
-    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1}[layer])
+    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1}[layer], layers)
     assert "from those of an ordinary step" in reason_of(model, size)
 
 
@@ -119,15 +119,15 @@ def test_another_window_is_caught(model, fault, which, size, monkeypatch):
     assert "from those of an ordinary step" in reason_of(model, size)
 
 
-def test_an_interrupt_in_a_trial_leaves_the_prompt_and_nothing_else(model, monkeypatch):
-    cache, own, calls = StaticContiguousCache.from_model(model, 40, batch_size=2), trial_module._ordinary, []
+def test_an_interrupt_in_a_verification_leaves_the_prompt_and_nothing_else(model, monkeypatch):
+    cache, own, calls = StaticContiguousCache.from_model(model, 40, batch_size=2), verification._ordinary_logits, []
 
     def interrupted(*args):
         calls.append(None)
         own(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trial_module, "_ordinary", interrupted)
+    monkeypatch.setattr(verification, "_ordinary_logits", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(model, cache, GraphDecoder(), 6)
     assert calls
@@ -157,8 +157,8 @@ def test_an_interrupt_in_the_middle_of_the_ordinary_pass(monkeypatch):
     assert all(torch.equal(a, layer.keys) for a, layer in zip(text, cache.layers, strict=True))
 
 
-def test_the_text_is_as_it_was_after_the_trials():
-    """Positions of the text that a trial across a window changes are put back."""
+def test_the_tokens_are_as_before_after_a_verification():
+    """Positions that the case across a window changes are put back."""
     model = toy_model("gemma3").to(DEVICE)
     ids = torch.randint(3, 128, (1, 30), device=DEVICE)
     plain, ours = (StaticContiguousCache.from_model(model, 40) for _ in range(2))
