@@ -27,7 +27,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import MINIATURES, load_model, provenance
+from hf_static_kv.testing import MINIATURES, load_model
 
 PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}}
@@ -259,7 +259,7 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def as_json(comparisons: list[Comparison], args: argparse.Namespace) -> str:
+def as_json(comparisons: list[Comparison]) -> str:
     rows = []
     for c in comparisons:
         runs = {"theirs": c.theirs, "ours": c.ours}
@@ -273,7 +273,7 @@ def as_json(comparisons: list[Comparison], args: argparse.Namespace) -> str:
         row |= {"difference": c.difference, "speed_up": c.speed_up}
         row |= {name: {**vars(r), "tokens_per_second": r.tokens_per_second} for name, r in runs.items()}
         rows.append(row)
-    return json.dumps({**provenance(args.device), "comparisons": rows}, indent=1) + "\n"
+    return json.dumps({"comparisons": rows}, indent=1) + "\n"
 
 
 def cache_names(text: str) -> list[str]:
@@ -335,7 +335,7 @@ def main() -> int:
         return 2
     print_table(comparisons)
     if args.json:
-        args.json.write_text(as_json(comparisons, args))
+        args.json.write_text(as_json(comparisons))
     if args.plot:
         plot(comparisons, args.plot)
         print(f"{args.plot}: time per token as the text grows")

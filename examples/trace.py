@@ -22,7 +22,7 @@ from compare import BadArgument, encode, read_prompts
 from transformers import PreTrainedModel
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, trace_attention
-from hf_static_kv.testing import load_model, provenance
+from hf_static_kv.testing import load_model
 
 Steps = list[dict[str, Any]]
 
@@ -134,9 +134,7 @@ def main() -> int:
     draw(model, texts, trace, args.plot)
     print(f"\n{args.plot}: layers {', '.join(map(str, trace.layers))} over the text")
     if args.json:
-        args.json.write_text(
-            json.dumps({**provenance(args.device), "model": args.model, "steps": steps}, indent=1) + "\n"
-        )
+        args.json.write_text(json.dumps({"model": args.model, "steps": steps}, indent=1) + "\n")
     return 0
 
 

@@ -22,12 +22,11 @@ import time
 from pathlib import Path
 
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from hf_static_kv.testing import provenance
 
 HERE = Path(__file__).parent
 TEXT = HERE / "data" / "tinyshakespeare.txt"
@@ -256,7 +255,8 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "model")}
     baselines = compressor_bits_per_byte(train, held_out)
-    record = {**provenance(args.device), "settings": settings, "baselines": baselines, "models": {}}
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    record = {**versions, "settings": settings, "baselines": baselines, "models": {}}
     for name in args.model:
         run = Run(name, args, tokenizer)
         run.train()

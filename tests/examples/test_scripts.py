@@ -1,4 +1,4 @@
-"""The scripts under examples/ and benchmarks/ run as a user would run them, at toy size."""
+"""The scripts under examples/ run as a user would run them, at toy size."""
 
 import json
 import os
@@ -11,36 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_static_kv import StaticContiguousCache, cache_bytes
-from hf_static_kv.testing import dev_config
+from hf_static_kv import StaticContiguousCache
 
 ROOT = Path(__file__).parents[2]
-LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
 
 def run(*args):
     return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-def test_bench_update_writes_its_record_and_picture(tmp_path):
-    record, picture = tmp_path / "update.json", tmp_path / "update.png"
-    sizes = ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5]
-    result = run("benchmarks/bench_update.py", *sizes, "--json", record, "--plot", picture)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(record.read_text())
-    assert {"hardware", "threads", "torch", "transformers", "commit", "command"} <= report.keys()
-    assert [(row["cache"], row["length"]) for row in report["updates"]] == [
-        (cache, length) for length in (8, 16) for cache in ("DynamicCache", "StaticCache", "StaticContiguousCache")
-    ]
-    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in report["updates"] + report["model"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "| 16 |" in result.stdout
-
-
-def test_bench_update_refuses_too_small_a_capacity():
-    result = run("benchmarks/bench_update.py", "--capacities", 64)
-    assert result.returncode == 2
-    assert "--capacities must be at least 194" in result.stderr
 
 
 def run_installed(tmp_path, folder, *args):
@@ -127,30 +104,6 @@ def test_the_page_that_explains(tmp_path):
 
 class TestReadme:
     readme = (ROOT / "README.md").read_text()
-
-    def test_the_table_of_bytes(self):
-        for name, config in {"Llama-3.2-1B": LLAMA, "Qwen3-1.7B": QWEN3, "gemma-3-1b": GEMMA3}.items():
-            cells = [f"{cache_bytes(config, n, dtype=torch.bfloat16) >> 20:,} MiB" for n in (1024, 8192, 32768)]
-            row = next(line for line in self.readme.splitlines() if line.startswith(f"| {name}"))
-            assert row.split(" | ")[1:] == [*cells[:2], f"{cells[2]} |"]
-
-    def test_the_figures_are_those_of_the_record(self):
-        rows = json.loads((ROOT / "benchmarks/results/update.json").read_text())["updates"]
-        medians = {(row["cache"], row["length"]): row["median_ms"] for row in rows}
-        words = " ".join(self.readme.split())
-        ours, theirs = "StaticContiguousCache", "DynamicCache"
-        assert (
-            f"takes {medians[ours, 256]:.1f} ms in a text of 256 tokens and {medians[ours, 16384]:.1f} ms in one"
-            in words
-        )
-        assert f"takes {medians[theirs, 256]:.1f} and {medians[theirs, 16384]:.0f} ms" in words
-
-    def test_the_miniatures_figures_are_those_of_the_record(self):
-        record = json.loads((ROOT / "examples/models/training.json").read_text())
-        bits = [f"{record['models'][name]['bits_per_byte']:.2f}" for name in ("llama", "qwen3", "gemma3")]
-        words = " ".join(self.readme.split())
-        assert f"to {bits[0]}, {bits[1]} and {bits[2]} bits per byte of held-out text" in words
-        assert f"bz2 takes {record['baselines']['bz2']:.2f}" in words
 
     def test_the_eight_lines_run(self, monkeypatch):
         """With a toy model and a tokenizer of numbers in the place of the download."""
