@@ -9,10 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from test_layout import GEMMA3, LLAMA, QWEN3
-
-from hf_static_kv import StaticContiguousCache, cache_bytes
 
 ROOT = Path(__file__).parents[1]
 
@@ -122,68 +118,3 @@ def test_the_page_that_explains(tmp_path):
     assert re.search(r"layer 0 window( +\d+)* +32 +32\n", page)
     assert re.search(r"layer 5 full( +\d+)* +120\n", page)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-class TestReadme:
-    readme = (ROOT / "README.md").read_text()
-
-    def test_the_table_of_bytes(self):
-        for name, config in {"Llama-3.2-1B": LLAMA, "Qwen3-1.7B": QWEN3, "gemma-3-1b": GEMMA3}.items():
-            cells = [f"{cache_bytes(config, n, dtype=torch.bfloat16) >> 20:,} MiB" for n in (1024, 8192, 32768)]
-            row = next(line for line in self.readme.splitlines() if line.startswith(f"| {name}"))
-            assert row.split(" | ")[1:] == [*cells[:2], f"{cells[2]} |"]
-
-    def test_the_figures_are_those_of_the_record(self):
-        rows = json.loads((ROOT / "benchmarks/results/update.json").read_text())["updates"]
-        medians = {(row["cache"], row["length"]): row["median_ms"] for row in rows}
-        words = " ".join(self.readme.split())
-        ours, theirs = "StaticContiguousCache", "DynamicCache"
-        assert (
-            f"takes {medians[ours, 256]:.1f} ms in a text of 256 tokens and {medians[ours, 16384]:.1f} ms in one"
-            in words
-        )
-        assert f"takes {medians[theirs, 256]:.1f} and {medians[theirs, 16384]:.0f} ms" in words
-
-    def test_the_miniatures_figures_are_those_of_the_record(self):
-        record = json.loads((ROOT / "examples/models/training.json").read_text())
-        bits = [f"{record['models'][name]['bits_per_byte']:.2f}" for name in ("llama", "qwen3", "gemma3")]
-        words = " ".join(self.readme.split())
-        assert f"to {bits[0]}, {bits[1]} and {bits[2]} bits per byte of held-out text" in words
-        assert f"bz2 takes {record['baselines']['bz2']:.2f}" in words
-
-    def test_the_eight_lines_run(self, monkeypatch):
-        """With a toy model and a tokenizer of numbers in the place of the download."""
-        from architectures import toy_model
-
-        model = toy_model("qwen3")
-        ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-
-        class Inputs(dict):
-            def to(self, device):
-                return self
-
-        loaders = {
-            "AutoTokenizer": lambda *args, **kwargs: lambda text, return_tensors: Inputs(ids),
-            "AutoModelForCausalLM": lambda *args, **kwargs: model,
-        }
-        for name, loader in loaders.items():
-            monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
-        code, *others = re.findall(r"```python\n(.*?)```", self.readme, re.DOTALL)
-        assert len([line for line in code.splitlines() if line]) <= 8
-        names: dict = {}
-        exec(code, names)
-        assert isinstance(names["cache"], StaticContiguousCache)
-        assert names["cache"].seq_len == names["tokens"].shape[1] - 1
-        assert len(others) == 1  # exact, after the eight lines
-        first = names.pop("tokens")
-        for more in others:
-            exec(more, names)
-        assert torch.equal(names["tokens"], first)
-
-
-def test_the_documents_link_to_what_exists():
-    for page in (ROOT / "README.md", ROOT / "docs" / "how-it-works.md", ROOT / "benchmarks" / "RESULTS.md"):
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
-        assert links
-        for link in links:
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
