@@ -32,8 +32,8 @@ from transformers import PreTrainedModel
 from workload import BadArgument, Workload, check_workload_arguments
 
 from hf_static_kv import GraphDecoder, trace_attention
-from hf_static_kv.kernels.decode_attention import decode_attention
 from hf_static_kv.cache.layout import known_shapes, plan_layers
+from hf_static_kv.kernels.decode_attention import decode_attention
 
 Record = dict[str, Any]
 REPLAYS, TRIALS, PROFILED = 50, 3, 10

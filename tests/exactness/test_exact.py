@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
-from hf_static_kv.patching import attention_of
 from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
+from hf_static_kv.patching import attention_of
 from hf_static_kv.testing import dev_config, load_model, random_model
 from tests.conftest import toy_model
 

@@ -9,9 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-from hf_static_kv import StaticContiguousCache
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,44 +97,3 @@ def test_the_page_that_explains(tmp_path):
     assert re.search(r"layer 0 window( +\d+)* +32 +32\n", page)
     assert re.search(r"layer 5 full( +\d+)* +120\n", page)
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-class TestReadme:
-    readme = (ROOT / "README.md").read_text()
-
-    def test_the_eight_lines_run(self, monkeypatch):
-        """With a toy model and a tokenizer of numbers in the place of the download."""
-        from tests.conftest import toy_model
-
-        model = toy_model("qwen3")
-        ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-
-        class Inputs(dict):
-            def to(self, device):
-                return self
-
-        loaders = {
-            "AutoTokenizer": lambda *args, **kwargs: lambda text, return_tensors: Inputs(ids),
-            "AutoModelForCausalLM": lambda *args, **kwargs: model,
-        }
-        for name, loader in loaders.items():
-            monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
-        code, *others = re.findall(r"```python\n(.*?)```", self.readme, re.DOTALL)
-        assert len([line for line in code.splitlines() if line]) <= 8
-        names: dict = {}
-        exec(code, names)
-        assert isinstance(names["cache"], StaticContiguousCache)
-        assert names["cache"].seq_len == names["tokens"].shape[1] - 1
-        assert len(others) == 1  # exact, after the eight lines
-        first = names.pop("tokens")
-        for more in others:
-            exec(more, names)
-        assert torch.equal(names["tokens"], first)
-
-
-def test_the_documents_link_to_what_exists():
-    for page in (ROOT / "README.md", ROOT / "docs" / "how-it-works.md", ROOT / "benchmarks" / "RESULTS.md"):
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
-        assert links
-        for link in links:
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
