@@ -18,6 +18,7 @@ from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -39,7 +40,7 @@ class StepLayer:
     Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
     """
 
-    def __init__(self, index: int, keys: torch.Tensor, values: torch.Tensor, spans: torch.Tensor) -> None:
+    def __init__(self, index: int, keys: Tensor, values: Tensor, spans: Tensor) -> None:
         self.index = index
         self.keys, self.values = keys, values  # [B, H, S, D]
         self.spans = spans  # [B, 3]
@@ -59,16 +60,16 @@ def step_layer(module: torch.nn.Module) -> StepLayer | None:
 
 def static_contiguous_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
 
     query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]   attention_mask: [B, 1, q, n], true where seen
@@ -113,7 +114,7 @@ def without_cudnn() -> Iterator[None]:
                 cuda.enable_cudnn_sdp(_cudnn_before)
 
 
-def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
     """Whether the decode kernel can run: one new token on a GPU, no gradients, one mask for all heads."""
     return (
         query.is_cuda
@@ -128,15 +129,15 @@ def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
 
 
 def one_token_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+    weights: Tensor | None = None,
+) -> Tensor:
     """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n] where given."""
     spans = _whole_spans(query.shape[0], key.shape[2], query.device)
     seen = None if mask is None else mask[:, 0, 0]
@@ -144,20 +145,20 @@ def one_token_attention(
 
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
-def _whole_spans(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
+def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
     """Spans [B, 3] over all keys of a view."""
     return torch.tensor([[0, 0, length]] * batch_size, device=device)
 
 
 def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the kernel computes."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -181,15 +182,15 @@ def plain_attention(
 
 def exact_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
     layer = step_layer(module)
     if layer is not None and query.is_cuda:  # the decode kernel is batch-invariant
@@ -204,7 +205,7 @@ def exact_attention(
     return invariant_attention(query, key, value, spans, scale, softcap, s_aux), None
 
 
-def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
     """The span of every query, packed as a mask.
 
     Positions count from the first key of the cache's view, so `seq_start` may be negative.
@@ -227,12 +228,12 @@ def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None
 _SPANS_DTYPE = torch.int64  # masks of transformers are bool or floating
 
 
-def _pack_spans(spans: torch.Tensor) -> torch.Tensor:
+def _pack_spans(spans: Tensor) -> Tensor:
     """Spans [B, q, 3] in the form of a mask, [B, 3, q, 1]."""
     return spans.transpose(1, 2)[..., None]
 
 
-def _unpack_spans(mask: Any) -> torch.Tensor:
+def _unpack_spans(mask: Any) -> Tensor:
     """Spans [B, q, 3] from a mask [B, 3, q, 1]."""
     return mask[..., 0].transpose(1, 2)  # type: ignore[no-any-return]
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
@@ -33,7 +34,7 @@ class Call:
     def __init__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         processors: LogitsProcessorList,
         criteria: StoppingCriteriaList,
         config: GenerationConfig,
@@ -55,11 +56,11 @@ class Call:
         return compat.all_modules(self.model)
 
     @cached_property
-    def parameters(self) -> list[torch.Tensor]:
-        return [parameter for module in self.modules for parameter in compat.own_parameters(module)]
+    def parameters(self) -> list[Tensor]:
+        return [parameter for module in self.modules for parameter in compat.own_parts(module, "parameters")]
 
     @cached_property
-    def seq_start(self) -> torch.Tensor:
+    def seq_start(self) -> Tensor:
         """Where the sequence of each batch row begins, [B]: after its left padding."""
         if self.mask is None:
             return self.input_ids.new_zeros(len(self.input_ids))
@@ -81,7 +82,7 @@ class Call:
         return int(self.cache.max_cache_len) - before + 1  # the last token is not written
 
     @property
-    def last_tokens(self) -> torch.Tensor:
+    def last_tokens(self) -> Tensor:
         """Of each batch row, [B]; zeros where the prompt is `inputs_embeds`."""
         return self.input_ids[:, -1] if self.input_ids.shape[1] else self.input_ids.new_zeros(len(self.input_ids))
 
@@ -100,7 +101,7 @@ class Call:
         return not (config.do_sample or self.processors or keeps or others) and len(ends) <= 1 and few
 
     @property
-    def eos(self) -> torch.Tensor | None:
+    def eos(self) -> Tensor | None:
         """The end tokens of a plain greedy call, [n]."""
         found = [c.eos_token_id for c in self.criteria if type(c) is EosTokenCriteria]
         return found[0].reshape(-1) if found else None
@@ -115,7 +116,7 @@ class Call:
         if isinstance(self.cache, StaticContiguousCache):
             self.cache.begin_call(self.request)
 
-    def prefill(self) -> torch.Tensor:
+    def prefill(self) -> Tensor:
         """The logits [B, V] after the prompt, which the model computes as in any other loop."""
         prefill = compat.prefill(self.model)
         assert prefill is not None, "eligibility.py has looked"
@@ -123,7 +124,7 @@ class Call:
             # A copy: chunked prefill writes into it, and transformers' loop may still need it.
             outputs = prefill(self.input_ids, self.config, {**self.model_kwargs}, is_first_iteration=True)
         self._check_that_the_cache_was_used(outputs.get("past_key_values"))
-        logits: torch.Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
+        logits: Tensor = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         return logits
 
     def _check_that_the_cache_was_used(self, returned: Any) -> None:
@@ -135,15 +136,15 @@ class Call:
         if length != wanted:
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
 
-    def remember(self, ids: torch.Tensor) -> None:
+    def remember(self, ids: Tensor) -> None:
         """Tell the cache which tokens it holds, of `ids` [B, n] that begin with `input_ids`."""
         past = self.request.past
         if isinstance(self.cache, StaticContiguousCache) and self.request.tokens is not None:
             self.cache.remember(ids[:, : max(0, self.cache.seq_len - past)], past)
 
-    def run_eagerly(self, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def run_eagerly(self, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | Tensor:
         """The same call in transformers' own loop."""
-        output: GenerateDecoderOnlyOutput | torch.Tensor = compat.sampling_loop(self.model)(
+        output: GenerateDecoderOnlyOutput | Tensor = compat.sampling_loop(self.model)(
             self.input_ids,
             logits_processor=self.processors,
             stopping_criteria=self.criteria,
@@ -152,11 +153,11 @@ class Call:
             streamer=streamer,
             **self.model_kwargs,
         )
-        self.remember(output if isinstance(output, torch.Tensor) else output.sequences)
+        self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output
 
 
-def _request(model: Any, input_ids: torch.Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Request:
+def _request(model: Any, input_ids: Tensor, config: GenerationConfig, model_kwargs: dict[str, Any]) -> Request:
     """What was asked for, with what `generate` does not pass on where its frame can be read."""
     running = running_request()
     if running is None or running.input_ids is not input_ids:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -28,7 +29,7 @@ from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.verification import verify
-from hf_static_kv.kernels.preload import load_inductor, load_triton
+from hf_static_kv.kernels.preload import INDUCTOR, TRITON, load
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.step import COMPILE, DecodeStep, GreedyStep
 
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 _MAX_STEPS = 8  # captured for one cache
 _MAX_ATTEMPTS = 2  # to capture one step: the first failure may be temporary
 _LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
-_Output = GenerateDecoderOnlyOutput | torch.Tensor
+_Output = GenerateDecoderOnlyOutput | Tensor
 
 
 class _Failure(NamedTuple):
@@ -77,7 +78,7 @@ class GraphDecoder:
     def __call__(
         self,
         model: PreTrainedModel,
-        input_ids: torch.Tensor,
+        input_ids: Tensor,
         logits_processor: LogitsProcessorList,
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
@@ -93,9 +94,7 @@ class GraphDecoder:
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         if call.device.type == "cuda" and not self._steps:
-            load_triton()
-            if self.compile == "layers":
-                load_inductor()
+            load(TRITON if self.compile == "none" else TRITON + INDUCTOR)
         streamer = call.request.streamer
         if streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
             streamer = self.streamer
@@ -211,7 +210,7 @@ class GraphDecoder:
             logger.warning("GraphDecoder: %s.", message)
 
 
-def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: torch.Tensor) -> None:
+def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: Tensor) -> None:
     """From the logits after the prompt to the last token; `step` is None where one token is all."""
     if step is not None:
         step.begin(call.cache.seq_len, call.seq_start)
@@ -223,7 +222,7 @@ def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: torch.
         _mark_written(call)
 
 
-def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: torch.Tensor) -> None:
+def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tensor) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
     if sampling.append(logits):
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -36,19 +37,19 @@ class Sampling:
         synchronizes = streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         self.finished = StopFlag(deferred=not synchronizes)
         self.overrun = 0
-        self.rng_state: torch.Tensor | None = None
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
+        self.rng_state: Tensor | None = None
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
 
     @property
-    def sequences(self) -> torch.Tensor:
+    def sequences(self) -> Tensor:
         return self.ids[:, : self.length].contiguous()
 
     @property
-    def last_tokens(self) -> torch.Tensor:
+    def last_tokens(self) -> Tensor:
         return self.ids[:, self.length - 1]
 
-    def append(self, logits: torch.Tensor) -> bool:
+    def append(self, logits: Tensor) -> bool:
         """Select and append one token for each batch row; whether the call is over."""
         logits = logits.to(self.ids.device)
         scores = self.processors(self.sequences, logits) if self.processors else logits
@@ -68,7 +69,7 @@ class Sampling:
             self.streamer.put(tokens.cpu())  # type: ignore[no-untyped-call]
         return self._is_over()
 
-    def _keep(self, scores: torch.Tensor, logits: torch.Tensor) -> None:
+    def _keep(self, scores: Tensor, logits: Tensor) -> None:
         # Copies: the step's logits are a buffer that the next step overwrites.
         if self.config.output_scores:
             self.scores.append(scores.clone())
@@ -84,14 +85,14 @@ class Sampling:
                     torch.cuda.set_rng_state(self.rng_state, self.ids.device)
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
-    def advance(self, is_over: torch.Tensor) -> bool:
+    def advance(self, is_over: Tensor) -> bool:
         """Count one more token, selected on the device; whether the call is over."""
         self.length += 1
         if self.criteria and self.finished.was_set(is_over):
             self.overrun = 1
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
-    def take(self, tokens: torch.Tensor) -> None:
+    def take(self, tokens: Tensor) -> None:
         """The last tokens [B, n], selected on the device."""
         self.ids[:, self.length - tokens.shape[1] : self.length] = tokens
 
@@ -103,7 +104,7 @@ class Sampling:
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."
             )
 
-    def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | torch.Tensor:
+    def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | Tensor:
         if self.streamer is not None:
             self.streamer.end()  # type: ignore[no-untyped-call]
         sequences = self.ids[:, : self.length - self.overrun].clone()
@@ -124,10 +125,10 @@ class StopFlag:
     def __init__(self, deferred: bool) -> None:
         self.deferred = deferred  # for flags on a GPU
         self.is_set = False
-        self.on_host: torch.Tensor | None = None
+        self.on_host: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
 
-    def was_set(self, flag: torch.Tensor) -> bool:
+    def was_set(self, flag: Tensor) -> bool:
         """Take this step's flag; whether the one before was set. Not deferred: `is_set` is this step's, at once."""
         if not (self.deferred and flag.is_cuda):
             self.is_set = bool(flag)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, verification_pass, without_cudnn
@@ -39,7 +40,7 @@ class Case(NamedTuple):
     """
 
     position: int
-    seq_start: torch.Tensor
+    seq_start: Tensor
     loud: range
     scale: float
 
@@ -85,7 +86,7 @@ def _verify(step: DecodeStep, call: Call, case: Case) -> None:
         raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
 
 
-def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: torch.Tensor) -> tuple[float, float]:
+def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
     step.begin(case.position, case.seq_start)
     got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
@@ -104,13 +105,13 @@ def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: torc
     return float(rms[worst]), float(bounds[worst])
 
 
-def _difference(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+def _difference(logits: Tensor, expected: Tensor) -> Tensor:
     # Some models write a large negative number or -inf for tokens that are never selected.
     both_masked = (expected < _MASKED) & (logits < _MASKED)
     return (logits - expected).masked_fill(both_masked, 0.0)
 
 
-def _ordinary_logits(call: Call, case: Case, tokens: torch.Tensor) -> torch.Tensor:
+def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
     cache, model = call.cache, call.model
     length = cache.seq_len
@@ -128,7 +129,7 @@ def _ordinary_logits(call: Call, case: Case, tokens: torch.Tensor) -> torch.Tens
             )
     finally:
         cache.crop(length - cache.seq_len)
-    logits: torch.Tensor = outputs.logits[:, -1].float()
+    logits: Tensor = outputs.logits[:, -1].float()
     return logits
 
 
@@ -163,13 +164,13 @@ def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
     """
 
     def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        if not isinstance(output, Tensor) or not output.is_floating_point():
             return output
         noise = torch.rand(output.shape, device=output.device, generator=generator) * 2 - 1
         return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
 
-    weighted = [module for module in modules if compat.own_parameters(module)]
-    generator = torch.Generator(compat.own_parameters(weighted[0])[0].device).manual_seed(0)
+    weighted = [module for module in modules if compat.own_parts(module, "parameters")]
+    generator = torch.Generator(next(weighted[0].parameters()).device).manual_seed(0)
     handles = [module.register_forward_hook(move) for module in weighted]
     try:
         yield

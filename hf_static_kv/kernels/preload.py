@@ -9,27 +9,19 @@ from threading import Thread
 
 from hf_static_kv import compat
 
-_TRITON = (compat.build_triton_driver, compat.hash_triton, compat.import_gluon)
+TRITON = (compat.load_triton_driver, compat.hash_triton, compat.load_gluon)
+INDUCTOR = (compat.load_inductor,)
 
 
-def load_triton() -> None:
-    """Begin to load Triton, once per process; does nothing where it is not installed."""
-    for part in _TRITON:
+def load(parts: tuple[Callable[[], None], ...]) -> None:
+    """Begin to load these, once per process; what is not installed is left out."""
+    for part in parts:
         _thread(part)
 
 
-def load_inductor() -> None:
-    """Begin to load the compiler of `torch.compile`, once per process."""
-    _thread(compat.load_inductor)
-
-
-def wait_for_triton() -> None:
-    for part in _TRITON:
+def wait_for(parts: tuple[Callable[[], None], ...]) -> None:
+    for part in parts:
         _thread(part).join()
-
-
-def wait_for_inductor() -> None:
-    _thread(compat.load_inductor).join()
 
 
 @lru_cache
@@ -40,5 +32,5 @@ def _thread(part: Callable[[], None]) -> Thread:
 
 
 def _without_errors(part: Callable[[], None]) -> None:
-    with suppress(Exception):  # what is wrong here is raised where it is used
+    with suppress(Exception):  # an error is raised again where the compiler is used
         part()

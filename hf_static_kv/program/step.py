@@ -16,6 +16,7 @@ from threading import Lock, get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -25,7 +26,7 @@ from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.kernels.advance import advance
 from hf_static_kv.kernels.greedy import GreedyState, select_greedy
-from hf_static_kv.kernels.preload import wait_for_inductor, wait_for_triton
+from hf_static_kv.kernels.preload import INDUCTOR, TRITON, wait_for
 from hf_static_kv.kernels.write_token import write_token
 from hf_static_kv.patching import replaced
 from hf_static_kv.program.linears import fused_linears
@@ -67,9 +68,9 @@ class DecodeStep:
         ]
         self.cache = _StepCache(self.cache_position, cache.max_cache_len)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         self._around_a_pass: AbstractContextManager[object] = nullcontext()
-        self._tables: list[torch.Tensor] = []  # which the graph reads
+        self._tables: list[Tensor] = []  # which the graph reads
 
     @property
     def model(self) -> PreTrainedModel:
@@ -84,19 +85,19 @@ class DecodeStep:
         return self._model() is None
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
-        own = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+        own = [value for value in self.__dict__.values() if isinstance(value, Tensor)]
         return [*own, *self._tables]
 
-    def begin(self, length: int, seq_start: torch.Tensor) -> None:
+    def begin(self, length: int, seq_start: Tensor) -> None:
         """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
         if length >= self.max_cache_len:
             raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
 
-    def run(self, tokens: torch.Tensor) -> torch.Tensor:
+    def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
         self.token.copy_(tokens[:, None])
         self._replay_or_forward()
@@ -109,12 +110,12 @@ class DecodeStep:
         else:
             self.graph.replay()
 
-    def capture(self, length: int, seq_start: torch.Tensor, compile: str = "none") -> None:
+    def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
         """Capture the step as a graph. Writes at position `length`, which the first `run` overwrites.
 
         Fused and compiled parts stay in the graph only: the model has its own `forward` when this returns.
         """
-        wait_for_triton()
+        wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
         with _CAPTURING, torch.cuda.device(self.token.device), ExitStack() as changes:
@@ -128,15 +129,15 @@ class DecodeStep:
             # Kernels must run to fill a table, so not inside `compile_only`.
             self._tables = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "layers":
-                wait_for_inductor()
+                wait_for(INDUCTOR)
                 changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
             self._capture(length, seq_start)
 
-    def _run_once(self, length: int, seq_start: torch.Tensor) -> None:
+    def _run_once(self, length: int, seq_start: Tensor) -> None:
         self.begin(length, seq_start)
         self._forward()
 
-    def _capture(self, length: int, seq_start: torch.Tensor) -> None:
+    def _capture(self, length: int, seq_start: Tensor) -> None:
         self._warm_up(length, seq_start)
         self.begin(length, seq_start)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
@@ -149,7 +150,7 @@ class DecodeStep:
         self.graph = graph
         self._around_a_pass = nullcontext()  # it holds norms of the model
 
-    def _warm_up(self, length: int, seq_start: torch.Tensor) -> None:
+    def _warm_up(self, length: int, seq_start: Tensor) -> None:
         """Passes before the capture: they compile kernels and let libraries allocate.
 
         The last one must not synchronize. In a capture that is an error too, and one that leaves the allocator unusable
@@ -163,7 +164,7 @@ class DecodeStep:
                     self._run_once(length, seq_start)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _forward(self) -> torch.Tensor:
+    def _forward(self) -> Tensor:
         with replaced("layer_idx", self._layers_by_module()), self._around_a_pass:
             return self._advance_and_run()
 
@@ -173,7 +174,7 @@ class DecodeStep:
         own = {module: i for module, i in indices.items() if isinstance(i, int) and i < len(self.layers)}
         return {module: self.layers[i] for module, i in own.items()}
 
-    def _advance_and_run(self) -> torch.Tensor:
+    def _advance_and_run(self) -> Tensor:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.positions)
         output = self.model(
             input_ids=self.token,
@@ -182,7 +183,7 @@ class DecodeStep:
             past_key_values=self.cache,
             use_cache=True,
         )
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
         return logits
 
 
@@ -208,12 +209,10 @@ class GreedyStep(DecodeStep):
         )
 
     @property
-    def buffers(self) -> list[torch.Tensor]:
+    def buffers(self) -> list[Tensor]:
         return [*super().buffers, *self.state]
 
-    def start(
-        self, tokens: torch.Tensor, unfinished: torch.Tensor, eos: torch.Tensor | None, pad: torch.Tensor | None
-    ) -> None:
+    def start(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
         """Set the state after the first tokens [B]: unfinished rows [B], end tokens, the token after an end."""
         self.token.copy_(tokens[:, None])
         self.state.unfinished.copy_(unfinished[:, None])
@@ -223,12 +222,12 @@ class GreedyStep(DecodeStep):
         if pad is not None:
             self.state.pad.copy_(pad.reshape(1))
 
-    def advance(self) -> torch.Tensor:
+    def advance(self) -> Tensor:
         """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
         self._replay_or_forward()
         return self.state.is_over
 
-    def _advance_and_run(self) -> torch.Tensor:
+    def _advance_and_run(self) -> Tensor:
         logits = super()._advance_and_run()
         select_greedy(logits, self.cache_position, self.state)
         return logits
@@ -290,13 +289,13 @@ class _StepCache(Cache):
     when the captured step is verified.
     """
 
-    def __init__(self, cache_position: torch.Tensor, max_cache_len: int) -> None:
+    def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
         super().__init__(layers=[])
         self.cache_position, self.capacity = cache_position, max_cache_len
 
     def update(  # type: ignore[override]  # a layer in place of its index
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
         return layer_idx.keys, layer_idx.values
 

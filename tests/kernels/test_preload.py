@@ -33,14 +33,13 @@ def test_an_error_is_left_to_the_place_of_use(monkeypatch):
     assert said == []
 
 
-def test_triton_is_loaded_in_threads_and_complete_after_the_wait(monkeypatch):
+def test_parts_are_loaded_in_threads_and_complete_after_the_wait():
     goes_on, done = Event(), []
     parts = [lambda n=n: (goes_on.wait(60), done.append(n)) for n in range(3)]
-    monkeypatch.setattr(preload, "_TRITON", parts)
-    preload.load_triton()
+    preload.load(parts)
     assert done == []
     Timer(0.2, goes_on.set).start()
-    preload.wait_for_triton()
+    preload.wait_for(parts)
     assert sorted(done) == [0, 1, 2]
 
 
@@ -50,9 +49,9 @@ def test_without_triton_nothing_is_logged(monkeypatch):
     monkeypatch.setitem(sys.modules, "triton.runtime", None)
     preload._thread.cache_clear()  # it may be loaded in this process
     try:
-        preload.load_triton()
-        preload.wait_for_triton()
-        assert not any(preload._thread(part).is_alive() for part in preload._TRITON)
+        preload.load(preload.TRITON)
+        preload.wait_for(preload.TRITON)
+        assert not any(preload._thread(part).is_alive() for part in preload.TRITON)
         assert said == []
     finally:
         preload._thread.cache_clear()
