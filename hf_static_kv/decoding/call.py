@@ -67,19 +67,12 @@ class Call:
         return self.mask.shape[1] - self.mask.sum(dim=1)
 
     @property
-    def max_length(self) -> int:
-        """How long `input_ids` may become: what the call asks for, or what fits into the cache."""
-        return min(self.asked_length, self.fitting_length)
-
-    @property
-    def asked_length(self) -> int:
-        limits = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
-        return min(limits, default=self.fitting_length)
-
-    @property
-    def fitting_length(self) -> int:
+    def lengths(self) -> tuple[int, int]:
+        """How long `input_ids` may become: (what the call asks for, what fits into the cache)."""
         before = self.request.prompt_length - self.input_ids.shape[1]  # positions that are not part of `input_ids`
-        return int(self.cache.max_cache_len) - before + 1  # the last token is not written
+        fitting = int(self.cache.max_cache_len) - before + 1  # the last token is not written
+        limits = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
+        return min(limits, default=fitting), fitting
 
     @property
     def last_tokens(self) -> Tensor:

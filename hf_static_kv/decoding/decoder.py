@@ -115,7 +115,7 @@ class GraphDecoder:
         cache, logits = call.cache, call.prefill()
         with compat.optimized_for_decode(call.model):
             is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
-            step = self._step(call, is_greedy) if call.max_length > call.input_ids.shape[1] + 1 else None
+            step = self._step(call, is_greedy) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
             sampling = Sampling(call, streamer)
             # A replay does not use the model, and changing its attention takes a millisecond.
             is_replayed = step is None or step.graph is not None

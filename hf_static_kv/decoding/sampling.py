@@ -24,7 +24,8 @@ class Sampling:
         self.config, self.streamer = call.config, streamer
         self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
-        self.max_length, self.is_cut_short = call.max_length, call.fitting_length < call.asked_length
+        asked, fitting = call.lengths
+        self.max_length, self.is_cut_short = min(asked, fitting), fitting < asked
         self.ids = call.input_ids.new_zeros(batch_size, self.max_length)
         self.ids[:, : self.length] = call.input_ids
         # The loop counts the length itself; the other criteria look at the tokens.
