@@ -1,4 +1,4 @@
-"""The scripts under examples/ and the code in the README run as a user would run them, at toy size."""
+"""The scripts under examples/ run as a user would run them, at toy size."""
 
 import importlib
 import json
@@ -12,9 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 
-from hf_static_kv import StaticContiguousCache, testing
+from hf_static_kv import testing
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,14 +23,8 @@ def run(monkeypatch, capsys):
     """Run a script's `main` in this process: a new one takes seconds to import torch and transformers."""
 
     def run_main(script, *args):
-        path = ROOT / script
-        monkeypatch.syspath_prepend(path.parent)
-        monkeypatch.setattr(sys, "argv", [script, *map(str, args)])
-        capsys.readouterr()
-        try:
-            status = importlib.import_module(path.stem).main() or 0
-        except SystemExit as leaving:  # argparse
-            status = leaving.code
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        status = importlib.import_module(script).main([str(arg) for arg in args])
         printed = capsys.readouterr()
         return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
 
@@ -55,27 +48,6 @@ def test_short_example(script, monkeypatch, capsys):
     assert SHORT_EXAMPLES[script] in capsys.readouterr().out
 
 
-def test_bench_update_writes_its_record_and_picture(run, tmp_path):
-    record, picture = tmp_path / "update.json", tmp_path / "update.png"
-    sizes = ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5]
-    result = run("benchmarks/bench_update.py", *sizes, "--json", record, "--plot", picture)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(record.read_text())
-    assert {"hardware", "threads", "torch", "transformers", "commit", "command"} <= report.keys()
-    assert [(row["cache"], row["length"]) for row in report["updates"]] == [
-        (cache, length) for length in (8, 16) for cache in ("DynamicCache", "StaticCache", "StaticContiguousCache")
-    ]
-    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in report["updates"] + report["model"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "| 16 |" in result.stdout
-
-
-def test_bench_update_refuses_too_small_a_capacity(run):
-    result = run("benchmarks/bench_update.py", "--capacities", 64)
-    assert result.returncode == 2
-    assert "--capacities must be at least 194" in result.stderr
-
-
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["root", "docs"])
 def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folder, tmp_path, monkeypatch):
     """After `pip install .` examples/models is not beside the package."""
@@ -92,15 +64,14 @@ def test_an_example_runs_in_its_own_process_with_an_installed_package(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "draw_attention.py"), "--model", "llama", "--layers", "99"]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
-    message = "Layer 99 has no attention that could be traced: layers 0, 1, 2, 3, 4, 5 have."
-    assert result.stderr == f"draw_attention.py: {message}\n"
+    assert re.fullmatch(r"draw_attention.py: Layer 99 .*\n", result.stderr)
     assert result.returncode == 2
 
 
 def test_measure_exact_shows_a_difference_outside_and_none_inside(run, tmp_path):
     record = tmp_path / "exact.json"
     options = ["--model", "qwen3", "--device", "cpu", "--max-new-tokens", 6, "--json", record]
-    result = run("examples/measure_exact.py", *options)
+    result = run("measure_exact", *options)
     assert result.returncode == 0, result.stderr
     outside, inside = json.loads(record.read_text())["results"]
     assert outside["difference"] > 0
@@ -109,7 +80,7 @@ def test_measure_exact_shows_a_difference_outside_and_none_inside(run, tmp_path)
 
 
 def test_measure_exact_refuses_in_a_line(run):
-    result = run("examples/measure_exact.py", "--model", "llama", "--max-new-tokens", 1)
+    result = run("measure_exact", "--model", "llama", "--max-new-tokens", 1)
     assert result.returncode == 2
     assert result.stderr == "measure_exact.py: --max-new-tokens must be at least 2, got 1\n"
 
@@ -117,7 +88,7 @@ def test_measure_exact_refuses_in_a_line(run):
 def test_draw_attention_writes_a_picture_and_a_table(run, tmp_path):
     picture, record = tmp_path / "attention.png", tmp_path / "attention.json"
     options = ["--model", "gemma3", "--device", "cpu", "--max-new-tokens", 6, "--decoder", "graph"]
-    result = run("examples/draw_attention.py", *options, "--plot", picture, "--json", record)
+    result = run("draw_attention", *options, "--plot", picture, "--json", record)
     assert result.returncode == 0, result.stderr
     steps = json.loads(record.read_text())["steps"]
     assert len(steps) == 6
@@ -131,7 +102,7 @@ def test_explain(run, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "examples")
     monkeypatch.setattr("explain.NEW_TOKENS", [4, 8])
     picture = tmp_path / "explain.png"
-    result = run("examples/explain.py", "--plot", picture)
+    result = run("explain", "--plot", picture)
     assert result.returncode == 0, result.stderr
     page = result.stdout
     assert "inside exact(model): largest difference 0e+00" in page
@@ -151,41 +122,13 @@ def test_explain(run, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_code_in_the_readme_runs(monkeypatch):
-    """With a toy model and a tokenizer of fixed ids in place of the download."""
-    model = testing.random_model(testing.tiny_config("qwen3"))
-    ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-
-    class Inputs(dict):
-        def to(self, device):
-            return self
-
-    loaders = {
-        "AutoTokenizer": lambda *args, **kwargs: lambda text, return_tensors: Inputs(ids),
-        "AutoModelForCausalLM": lambda *args, **kwargs: model,
-    }
-    for name, loader in loaders.items():
-        monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
-    readme = re.sub(r"max_new_tokens=\d+", "max_new_tokens=20", (ROOT / "README.md").read_text())
-    first, *others = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
-    names: dict = {}
-    exec(first, names)
-    assert isinstance(names["cache"], StaticContiguousCache)
-    assert names["cache"].seq_len == names["tokens"].shape[1] - 1
-    tokens = names.pop("tokens")
-    for code in others:
-        exec(code, names)
-    assert torch.equal(names["tokens"], tokens)
-
-
-PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks/RESULTS.md", ROOT / "examples/README.md"]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_the_documents_name_files_that_exist(page):
-    """Links, and scripts of the repository wherever they are named."""
+def test_the_documents_name_scripts_that_exist(page):
     text = page.read_text()
-    for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
-        assert (page.parent / link).exists(), link
     for script in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/.]+\.py\b", text):
         assert (ROOT / script).exists(), script
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / link).exists(), link
