@@ -17,17 +17,17 @@ test: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pytest -n 2 -m "not slow"
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 compare: .venv/.installed
 	.venv/bin/python examples/compare.py --plot compare.png
 
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
-	$(PYTHON) -m pytest -rs tests/kernels tests/decoding tests/program/test_verification.py tests/program/test_fingerprint.py tests/inspection/test_attention_trace.py
+	$(PYTHON) -m pytest -m "not slow and not gpu" -rs tests/kernels tests/program tests/decoding tests/inspection
 
 test-5.17: .venv-5.17/.installed
-	.venv-5.17/bin/pytest -n 2 -m "not slow"
+	.venv-5.17/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 fuzz: .venv/.installed
 	.venv/bin/python -m tests.fuzz.fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)

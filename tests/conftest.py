@@ -1,8 +1,10 @@
 """What the tests share: toy models, prompts and small helpers."""
 
 import dataclasses
-import os
+import importlib
 import sys
+from functools import cache
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -13,9 +15,18 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv.testing import random_model
 
-# Read when a kernel is defined: without a GPU, Triton's interpreter runs it.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+try:
+    from hypothesis import given, settings
+    from hypothesis import strategies as st
+except ImportError:  # on a machine with a GPU there may be no more than the package needs
+
+    def given(*args, **kwargs):
+        return pytest.mark.skip(reason="hypothesis is not installed")
+
+    def settings(**kwargs):
+        return lambda test: test
+
+    st = MagicMock()
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -65,6 +76,12 @@ def calls_in(function):
     return min(counts)
 
 
+def triton_module(name):
+    """One of our kernel files. Only a missing Triton is a reason to skip; a file that is not there is an error."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    return importlib.import_module(name)
+
+
 # --- toy models of the architectures in the generate matrix; windows and chunks are shorter than every prompt
 
 WINDOW = 8
@@ -90,7 +107,11 @@ _MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": WINDOW, "num_key_value_heads": 1}),
+    # Two sliding layers and a full one.
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": WINDOW, "num_key_value_heads": 1},
+    ),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
     "gpt2": ("gpt2", {}),
@@ -126,6 +147,12 @@ def toy_config(name: str, **overrides) -> PreTrainedConfig:
 
 def toy_model(name: str, attn: str = "sdpa", seed: int = 0, **overrides) -> PreTrainedModel:
     return random_model(toy_config(name, **overrides), seed=seed, attn_implementation=attn)
+
+
+@cache
+def shared_toy_model(name: str, attn: str = "sdpa", device: str = "cpu") -> PreTrainedModel:
+    """For tests that leave the model as it is: built once in a process."""
+    return toy_model(name, attn).to(device)
 
 
 # --- tiny models of any other type

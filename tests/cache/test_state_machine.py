@@ -1,12 +1,14 @@
 """Random sequences of every operation against a naive cache: one Python list of tokens for each layer."""
 
-import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_static_kv import StaticContiguousCache
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 LAYERS, HEADS, DIM, ROOM, ROWS = 3, 2, 2, 9, 4
 WINDOWS = [None, 2, 4]

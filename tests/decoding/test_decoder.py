@@ -12,7 +12,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
@@ -31,7 +30,17 @@ from hf_static_kv.decoding.sampling import StopFlag
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.step import DecodeStep, _decoder_layers, compiled_layers
-from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, calls_in
+from tests.conftest import (
+    ARCHITECTURES,
+    BATCH,
+    COMMON,
+    NEW_TOKENS,
+    PROMPT,
+    Collect,
+    calls_in,
+    shared_toy_model,
+    triton_module,
+)
 from tests.conftest import toy_model as toy_on_cpu
 
 CAPACITY = 64
@@ -89,7 +98,7 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_tokens_are_those_of_generate(name, mode):
-    model, decoder = toy_model(name, OWN_ATTENTION[name]), GraphDecoder()
+    model, decoder = shared_toy_model(name, OWN_ATTENTION[name], DEVICE), GraphDecoder()
     expected = run(model, **{**MODES[mode], "prefill_chunk_size": None})  # which needs a cache
     assert torch.equal(run(model, decoder=decoder, **MODES[mode]), expected)
     assert decoder.fallback_reason == NOT_CAPTURED.get(name)
@@ -638,7 +647,7 @@ class TestFaults:
             if calls == 4:  # the prompt, then two whole steps
                 raise RuntimeError("out of something")
 
-        hook = model.model.layers[3].mlp.register_forward_hook(fail)
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)
         with pytest.raises(RuntimeError, match="out of something"):
             run(model, decoder=decoder, cache=cache)
         hook.remove()
@@ -730,8 +739,8 @@ class TestCompiled:
 @needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
-    write = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
-    attend = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed")
+    write = triton_module("hf_static_kv.kernels.write_token_triton")
+    attend = triton_module("hf_static_kv.kernels.decode_attention_triton")
     calls = []
 
     def write_token(*args):
@@ -747,26 +756,27 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", decode)
     monkeypatch.setattr("hf_static_kv.program.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
-        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}
+        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
         assert decoder.fallback_reason is None
         layers = model.config.num_hidden_layers
-        # Four tokens are written and attended to, and three more where the step is compared with an ordinary one.
-        assert calls.count("write") == calls.count("attend") == 7 * layers
+        # Two tokens are written and attended to, and three more where the step is compared with an ordinary one.
+        assert calls.count("write") == calls.count("attend") == 5 * layers
         calls.clear()
 
 
 def test_the_attention_name_serves_generate_by_itself():
     """With our cache and with others, padded or not, on every architecture."""
     assert ATTENTION_NAME in AttentionInterface().valid_keys()
+    few = {"max_new_tokens": 6}
     for name in ARCHITECTURES:
         model = toy_model(name, OWN_ATTENTION[name])
-        expected = [run(model), run(model, **padded())]
+        expected = [run(model, **few), run(model, **padded(), **few)]
         model.set_attn_implementation(ATTENTION_NAME)
         for make in (lambda m: StaticContiguousCache(m.config, CAPACITY), lambda m: DynamicCache(config=m.config)):
-            plain = model.generate(PROMPT, past_key_values=make(model), **COMMON)
+            plain = model.generate(PROMPT, past_key_values=make(model), **COMMON | few)
             ids, mask = padded().values()
-            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON)
+            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON | few)
             assert torch.equal(plain, expected[0]), name
             assert torch.equal(batch, expected[1]), name
 

@@ -3,6 +3,8 @@
 On a GPU the dev models at their true shapes; elsewhere toys.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -101,11 +103,16 @@ def test_a_sound_step_is_taken(model, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("layer", ["first", "middle", "last"])
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    ("fault", "layer"),
+    [
+        *itertools.product(["a lost key", "an overlooked key"], ["first", "middle", "last"]),
+        ("a wrong position", "every"),
+    ],
+)
 def test_a_fault_is_caught(model, fault, layer, size, monkeypatch):
     layers = model.config.num_hidden_layers
-    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1}[layer], layers)
+    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1, "every": None}[layer], layers)
     assert "from those of an ordinary step" in reason_of(model, size)
 
 

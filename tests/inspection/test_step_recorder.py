@@ -1,11 +1,9 @@
 """What was chosen at each step, and the debug log."""
 
+import importlib
 import json
 import logging
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -233,19 +231,14 @@ class TestDebugLog:
             f"layer 0 wrote [30, 31) and hands out [{31 - window}, 31)",
         ]
 
-    def test_the_environment_turns_it_on(self):
-        code = (
-            "import torch\n"
-            "from hf_static_kv import StaticContiguousCache\n"
-            "cache = StaticContiguousCache.allocate(2, 1, 4, 8, batch_size=1, dtype=torch.float32, device='cpu')\n"
-            "for layer in range(2):\n"
-            "    cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), layer)\n"
-        )
-        environment = {**os.environ, "HF_STATIC_KV_DEBUG": "1", "HF_STATIC_KV_DEBUG_LAYER": "1"}
-        result = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
-        )
-        assert result.stderr.splitlines() == [
+    def test_the_environment_turns_it_on(self, monkeypatch, capsys, clean_logger):
+        monkeypatch.setenv("HF_STATIC_KV_DEBUG", "1")
+        monkeypatch.setenv("HF_STATIC_KV_DEBUG_LAYER", "1")
+        importlib.reload(debug)
+        cache = StaticContiguousCache.allocate(2, 1, 4, 8, batch_size=1, dtype=torch.float32, device="cpu")
+        for layer in range(2):
+            cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), layer)
+        assert capsys.readouterr().err.splitlines() == [
             "hf_static_kv: layer 1 wrote [0, 3) and hands out [0, 3)",
             "hf_static_kv: step at 0: 3 new tokens in 1 row, 3 of 8 positions filled",
         ]

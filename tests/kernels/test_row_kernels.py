@@ -5,10 +5,9 @@ import torch
 from hf_static_kv.kernels.row_attention import row_attention, row_attention_plain
 from hf_static_kv.kernels.row_linear import padded_tiles, row_linear, row_linear_plain
 from hf_static_kv.kernels.row_sum import row_sum, row_sum_plain
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_static_kv.kernels.linear import ACTIVATIONS
+from tests.conftest import given, settings, st
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])

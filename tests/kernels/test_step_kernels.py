@@ -3,13 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
+from tests.conftest import given, settings, st
 
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
