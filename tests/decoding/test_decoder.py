@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
