@@ -50,7 +50,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "linear layers and gated MLPs in our kernels": {"step.fused_linears": _nothing},
     "RMS norms with the sums around them": {"step.fused_norms": _nothing, "step.FusedSums": nullcontext},
     "rotary positions, angles from tables": {"step.fused_rotary": _nothing, "step.angles_from_tables": _nothing},
-    "kernels that begin early": {"kernels.launch_triton._knows_early_launch": lambda device: False},
+    "kernels that begin early": {"kernels.launch_triton._supports_pdl": lambda device: False},
 }
 
 

@@ -6,9 +6,8 @@ A prompt runs in SDPA without cuDNN, which would build a plan for every length t
 GPU runs in the decode kernel, over the cache's own memory. Where neither serves (a soft cap or sinks over a prompt) the
 same is computed in plain PyTorch.
 
-A captured step (step.py) passes the spans of every layer in the place of the mask, int64 of [B, 3 L, 1, 1]:
-transformers hands a mask of four dims to every layer as it is. Then keys and values are the storage of all layers, and
-the layer's number is on the device.
+A captured step (step.py) passes the spans of every layer in the place of the mask, int64 of [B, 4 L, 1, 1]:
+transformers hands a mask of four dims to every layer as it is.
 """
 
 from __future__ import annotations
@@ -25,9 +24,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_static_kv.kernels.decode_attention import decode_attention
-from hf_static_kv.kernels.row_attention import row_attention
-from hf_static_kv.kernels.storage_ops import attend
+from hf_static_kv.kernels.decode_attention import SPAN, decode_attention
+from hf_static_kv.kernels.invariant_attention import invariant_attention
 
 ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
@@ -55,9 +53,14 @@ def static_contiguous_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dtype == torch.int64:
-        spans = attention_mask.view(query.shape[0], -1, 3)
-        window = kwargs.get("sliding_window") or key.shape[3]
-        return attend(query, key, value, spans, module.layer_idx, scale, window, softcap, s_aux), None
+        options: Any = {
+            "softcap": softcap,
+            "sinks": s_aux,
+            "max_span": kwargs.get("sliding_window"),
+            "spans_ready": True,
+        }
+        spans = step_spans(attention_mask)[:, module.layer_idx]
+        return decode_attention(query, key, value, spans, scale=scale, **options), None
     if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
         return one_token_attention(query, key, value, attention_mask, scale, softcap, s_aux), None
     if softcap is not None or s_aux is not None:
@@ -67,6 +70,11 @@ def static_contiguous_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
         )
     return output, None
+
+
+def step_spans(mask: torch.Tensor) -> Any:
+    """The spans [B, L, 3] of a captured step, which stand in the place of its mask [B, 4 L, 1, 1]."""
+    return mask.view(len(mask), -1, 4)[..., : len(SPAN)]
 
 
 _TRIAL_PASS: ContextVar[bool] = ContextVar("trial_pass", default=False)
@@ -192,17 +200,13 @@ def exact_attention(
         raise ValueError(
             "Inside exact the mask is made from attention_mask [B, n] alone: no mask or bias of one's own."
         )
-    if key.ndim == 5 and query.is_cuda:  # a captured step, whose kernel is the same
+    is_step = attention_mask.shape[1] != len(SPAN)
+    if is_step and query.is_cuda:  # a captured step, whose kernel is the same
         return static_contiguous_attention(
             module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
-    if key.ndim == 5:
-        number, batch = int(module.layer_idx), query.shape[0]  # type: ignore[arg-type]
-        spans = attention_mask.view(batch, -1, 3)[:, number : number + 1]
-        key, value = key[number, :batch], value[number, :batch]
-    else:
-        spans = attention_mask[..., 0].transpose(1, 2)
-    return row_attention(query, key, value, spans, scale, softcap, s_aux), None
+    spans = step_spans(attention_mask)[:, module.layer_idx, None] if is_step else attention_mask[..., 0].mT
+    return invariant_attention(query, key, value, spans, scale, softcap, s_aux), None
 
 
 def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:

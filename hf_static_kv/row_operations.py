@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from hf_static_kv.kernels.invariant_linear import invariant_linear
+from hf_static_kv.kernels.invariant_sum import invariant_sum
 from hf_static_kv.kernels.linear import activate, check_gated, check_linears
-from hf_static_kv.kernels.row_linear import row_linear
-from hf_static_kv.kernels.row_sum import row_sum
 
 aten = torch.ops.aten
 _BLOCK = 1 << 14  # below the size from which torch deals elements out to threads
@@ -33,7 +33,7 @@ _ROUNDED_ONCE = {
     "sub_", "trunc",
 }  # fmt: skip
 _WRITES_BY_INDEX = {"index_put", "index_put_"}
-_OURS = {"write_token", "attend", "row_attention"}
+_OURS = {"invariant_attention"}
 
 _NO_KERNEL = (
     "this could give a row other bits when other rows are computed with it, and exact has no kernel by rows for it. A "
@@ -116,19 +116,19 @@ def _in_blocks(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.T
 
 
 def _mm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return row_linear(x, other.t())
+    return invariant_linear(x, other.t())
 
 
 def _addmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     if bias.ndim != 1 or beta != 1 or alpha != 1:
         raise RuntimeError(f"aten.addmm with a matrix, beta or alpha: {_NO_KERNEL}")
-    return row_linear(x, other.t(), bias)
+    return invariant_linear(x, other.t(), bias)
 
 
 def _bmm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     one_for_all = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
     if one_for_all:  # a transposed weight: a linear layer whose input is not contiguous
-        return row_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
+        return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         words = "experts, or attention outside of transformers' interface"
         raise RuntimeError(f"aten.bmm over {x.shape[2]} ({words}): {_NO_KERNEL}")
@@ -142,7 +142,7 @@ def _sum(
         return x.sum(list(dim or ()), keepdim, dtype=dtype)
     if [d % x.ndim for d in dim or ()] != [x.ndim - 1]:
         raise RuntimeError(f"aten.sum over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
-    total = row_sum(x).to(dtype or x.dtype)
+    total = invariant_sum(x).to(dtype or x.dtype)
     return total[..., None] if keepdim else total
 
 
@@ -169,7 +169,7 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
         raise RuntimeError(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
     numbers = x.float()
     powers = _in_blocks(aten.exp.default, numbers - numbers.amax(dim=-1, keepdim=True))
-    return (powers / row_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
+    return (powers / invariant_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _layer_norm(
@@ -178,9 +178,9 @@ def _layer_norm(
     if len(shape) != 1:
         raise RuntimeError(f"aten.layer_norm over {list(shape)}, not over the last dim alone: {_NO_KERNEL}")
     numbers = x.float()
-    mean = (row_sum(numbers) / shape[0])[..., None]
+    mean = (invariant_sum(numbers) / shape[0])[..., None]
     centred = numbers - mean
-    inverse = 1 / (row_sum(centred * centred)[..., None] / shape[0] + eps).sqrt()
+    inverse = 1 / (invariant_sum(centred * centred)[..., None] / shape[0] + eps).sqrt()
     y = centred * inverse
     y = y if weight is None else y * weight.float()
     y = y if bias is None else y + bias.float()
@@ -190,20 +190,20 @@ def _layer_norm(
 def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
     check_linears(x, weights, biases)
     if x.is_cuda:
-        from hf_static_kv.kernels.row_linear_triton import row_linears_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        return row_linears_triton(x, weights, biases)
+        return invariant_linears_triton(x, weights, biases)
     rows = x.reshape(-1, x.shape[-1])
-    parts = [row_linear(rows, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    parts = [invariant_linear(rows, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
 
 
 def _gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
-        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
 
-        return row_gated_triton(x, gate, up, activation)
+        return invariant_gated_linear_triton(x, gate, up, activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 

@@ -23,8 +23,9 @@ from hf_static_kv.cache import StaticContiguousCache
 from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.fusion.norms import FusedSums, fused_norms
 from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
-from hf_static_kv.kernels.counting import Greedy, choose, count_on
-from hf_static_kv.kernels.storage_ops import write_token
+from hf_static_kv.kernels.advance import advance
+from hf_static_kv.kernels.greedy import GreedyState, select_greedy
+from hf_static_kv.kernels.write_token import write_token
 from hf_static_kv.loading import wait_for_inductor, wait_for_triton
 from hf_static_kv.storage import StorageGroup
 
@@ -48,13 +49,13 @@ class DecodeStep:
         device, num_layers = cache.layers[0].device, len(cache.layers)
         whole = torch.iinfo(torch.int64).max // 2
         self.windows = torch.tensor([layer.sliding_window or whole for layer in cache.layers], device=device)  # [L]
-        # Two to a row: each number is then aligned as the first one is, and kernels are not compiled for two cases.
-        self.numbers = torch.arange(num_layers, device=device)[:, None].repeat(1, 2)
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.origin = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
         self.positions = torch.zeros_like(self.origin)
-        self.spans = torch.zeros(batch_size, num_layers, 3, dtype=torch.int64, device=device)
+        # Padded to four columns so that the spans of every layer are 32-byte aligned and Triton compiles one variant.
+        self.padded_spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)
+        self.spans = self.padded_spans[..., :3]
         self.cache = _StepCache(cache.storage_groups[0], self.slot)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: torch.Tensor | None = None
@@ -151,15 +152,15 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> torch.Tensor:
-        with _layer_numbers_on_device(self.model, self.numbers), self._around_a_pass:
+        with self._around_a_pass:
             return self._count_on_and_run()
 
     def _count_on_and_run(self) -> torch.Tensor:
-        count_on(self.slot, self.origin, self.windows, self.spans, self.positions)
+        advance(self.slot, self.origin, self.windows, self.spans, self.positions)
         output = self.model(
             input_ids=self.token,
             position_ids=self.positions,
-            attention_mask=self.spans.view(self.batch_size, -1, 1, 1),
+            attention_mask=self.padded_spans.view(self.batch_size, -1, 1, 1),
             past_key_values=self.cache,
             use_cache=True,
         )
@@ -179,8 +180,8 @@ class GreedyStep(DecodeStep):
         super().__init__(model, cache, batch_size)
         device = self.slot.device
         # By position. The last token of a text is chosen and not written into the cache: one place more.
-        self.state = Greedy(
-            text=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
+        self.state = GreedyState(
+            sequences=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
             token=self.token,
             unfinished=torch.ones(batch_size, 1, dtype=torch.bool, device=device),
             eos=torch.full((1, self.MAX_EOS), -1, device=device),
@@ -214,7 +215,7 @@ class GreedyStep(DecodeStep):
 
     def _count_on_and_run(self) -> torch.Tensor:
         logits = super()._count_on_and_run()
-        choose(logits, self.slot, self.state)
+        select_greedy(logits, self.slot, self.state)
         return logits
 
 
@@ -288,25 +289,6 @@ def _synchronizing_is_an_error() -> Iterator[None]:
         raise RuntimeError("a pass waits for the device: it called a synchronizing CUDA operation")
 
 
-@contextmanager
-def _layer_numbers_on_device(model: PreTrainedModel, numbers: torch.Tensor) -> Iterator[None]:
-    """Every `layer_idx` as a tensor while the step runs, and as the int that it was afterwards.
-
-    To `torch.compile` an int is a constant, and every layer with another one is compiled again.
-    """
-    found = {module: getattr(module, "layer_idx", None) for module in model.modules()}
-    # A module of another part, a vision tower say, may have a number that no layer of the cache has.
-    own = {module: n for module, n in found.items() if isinstance(n, int) and n < len(numbers)}
-    numbered, before = list(own), list[Any](own.values())
-    try:
-        for module, layer_idx in zip(numbered, before, strict=True):
-            module.layer_idx = numbers[layer_idx, 0]
-        yield
-    finally:
-        for module, layer_idx in zip(numbered, before, strict=True):
-            module.layer_idx = layer_idx
-
-
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
@@ -318,11 +300,13 @@ class _StepCache(Cache):
         super().__init__(layers=[])
         self.keys, self.values, self.slot = group.keys, group.values, slot
 
-    def update(  # type: ignore[override]  # the number is a tensor here
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: torch.Tensor, *args: Any, **kwargs: Any
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        write_token(self.keys, self.values, key_states, value_states, self.slot, layer_idx)
-        return self.keys, self.values
+        batch = len(key_states)
+        keys, values = self.keys[layer_idx, :batch], self.values[layer_idx, :batch]
+        write_token(keys, values, key_states, value_states, self.slot)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

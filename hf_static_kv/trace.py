@@ -27,6 +27,7 @@ from hf_static_kv.attention import (
     one_token_attention,
     plain_attention,
     static_contiguous_attention,
+    step_spans,
 )
 from hf_static_kv.kernels.decode_attention import decode_attention
 from hf_static_kv.patching import attention_for_a_while, attention_of
@@ -158,8 +159,8 @@ def traced_attention(
     trace, layer = _TRACES[module]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if key.ndim == 5:  # a step of GraphDecoder, whose keys are those of all layers
-        return _traced_step(trace, layer, module, query, key, value, attention_mask, scale, softcap, sinks), None
+    if attention_mask is not None and attention_mask.dtype == torch.int64:  # a step of GraphDecoder
+        return _traced_step(trace, layer, query, key, value, attention_mask, scale, softcap, sinks), None
     first = getattr(attention_mask, "first_key", 0)
     if kernel_serves(query, key, value, attention_mask):
         weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
@@ -176,22 +177,19 @@ def traced_attention(
 def _traced_step(
     trace: AttentionTrace,
     layer: int,
-    module: Any,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
+    mask: torch.Tensor,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    assert mask is not None
-    batch, room = query.shape[0], keys.shape[3]
-    spans, weights = mask.view(batch, -1, 3), torch.zeros(*query.shape[:2], room, device=query.device)
+    spans, weights = step_spans(mask)[:, layer], torch.zeros(*query.shape[:2], keys.shape[2], device=query.device)
     output = decode_attention(
-        query, keys, values, spans, None, module.layer_idx, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+        query, keys, values, spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights, spans_ready=True
     )
-    first, end = int(spans[:, layer, 1].min()), int(spans[0, layer, 2])
+    first, end = int(spans[:, 1].min()), int(spans[0, 2])
     trace.record(layer, first, weights[..., first:end])
     return output
 

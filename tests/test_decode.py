@@ -16,7 +16,6 @@ from accelerate import cpu_offload
 from architectures import ARCHITECTURES
 from architectures import toy_model as toy_on_cpu
 from test_generate import BATCH, COMMON, NEW_TOKENS, PROMPT, Collect
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
@@ -30,11 +29,10 @@ from transformers import (
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
-from hf_static_kv.fusion.linears import fused_linears
 from hf_static_kv.generation import has_hooks
 from hf_static_kv.patching import attention_for_a_while
 from hf_static_kv.run import StopFlag
-from hf_static_kv.step import DecodeStep, _decoder_layers, _layer_numbers_on_device, compiled
+from hf_static_kv.step import DecodeStep, _decoder_layers, compiled
 
 CAPACITY = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -659,29 +657,6 @@ def test_the_layers_that_are_compiled_are_those_with_a_number():
 class TestCompiled:
     """The step with compiled layers, on a CPU without code generation: what is compiled, how often, and the tokens."""
 
-    @pytest.mark.parametrize(
-        ("name", "kinds"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("gpt2", 1), ("gemma3", 2), ("gpt_oss", 2)]
-    )
-    def test_layers_of_one_kind_share_one_compilation(self, name, kinds):
-        torch._dynamo.reset()
-        model = toy_on_cpu(name, ATTENTION_NAME, num_hidden_layers=6)
-        cache, counter = StaticContiguousCache.from_model(model, CAPACITY), CompileCounterWithBackend("aot_eager")
-        origin, token = torch.zeros(1, dtype=torch.long), torch.tensor([5])
-        with torch.no_grad():
-            model(PROMPT.cpu(), past_key_values=cache)
-            step = DecodeStep(model, cache, 1)
-            step.begin(cache.seq_len, origin)
-            expected = step.run(token)
-            with (
-                fused_linears(model, lambda: step.run(token)),
-                compiled(model, "layers", 6, backend=counter),
-            ):
-                step.begin(cache.seq_len, origin)
-                got = [step.run(token), step.run(token)]
-        assert counter.frame_count == kinds
-        assert torch.equal(got[0], expected)
-        assert not torch.equal(got[1], expected)  # the second token stands elsewhere and sees the first
-
     @pytest.mark.parametrize("what", ["none", "layers"])
     def test_the_model_has_its_own_forward_back_even_after_an_exception(self, model, what):
         parts = [model, *model.model.layers]
@@ -699,32 +674,6 @@ class TestCompiled:
         assert changed == [False, *[what == "layers"] * 6]
         assert [dict(part.__dict__) for part in parts] == before
 
-    def test_layer_numbers_are_ints_again_after_an_exception(self, model):
-        numbered = [module for module in model.modules() if hasattr(module, "layer_idx")]
-        before = [module.layer_idx for module in numbered]
-        inside = []
-
-        def fail_inside():
-            with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
-                inside.extend(module.layer_idx for module in numbered)
-                raise RuntimeError("in the middle")
-
-        with pytest.raises(RuntimeError, match="in the middle"):
-            fail_inside()
-        assert torch.stack(inside).tolist() == before
-        assert [module.layer_idx for module in numbered] == before
-        assert all(type(number) is int for number in before)
-
-    def test_a_part_with_more_layers_than_the_cache_keeps_its_numbers(self, model):
-        other = torch.nn.Linear(2, 2)
-        other.layer_idx = 40  # a layer of a vision tower, say
-        model.tower = other
-        with _layer_numbers_on_device(model, torch.arange(6)[:, None]):
-            assert other.layer_idx == 40
-            assert isinstance(model.model.layers[3].self_attn.layer_idx, torch.Tensor)
-        assert model.model.layers[3].self_attn.layer_idx == 3
-        del model.tower
-
     def test_an_unknown_setting(self):
         with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', got 'max'"):
             GraphDecoder(compile="max")
@@ -741,11 +690,14 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         calls.append("write")
         write.write_token_triton(*args)
 
-    def decode(query, keys, values, spans, seen, layer, *, scale, max_span, softcap, sinks):
+    def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, spans_ready):
         calls.append("attend")
-        return attend.decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
+        span = min(max_span or keys.shape[2], keys.shape[2])
+        return attend.decode_attention_triton(
+            query, keys, values, spans, None, scale, span, softcap, sinks, spans_ready=spans_ready
+        )
 
-    monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
+    monkeypatch.setattr("hf_static_kv.attention.decode_attention", decode)
     monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
         model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 5}

@@ -175,7 +175,7 @@ class _Part:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shared, module = self.shared, self.shared.group[self.i]
-        if self.i == 0 and x.numel() <= linear.MAX_ROWS * x.shape[-1]:
+        if self.i == 0 and x.numel() <= linear.MAX_TOKENS * x.shape[-1]:
             shared.compute(x)
         if shared.x is not x:  # another input than in the pass that was watched, or too many rows
             return F.linear(x, module.weight, module.bias)

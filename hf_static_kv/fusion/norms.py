@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_static_kv.fusion.replacing import TRIED_DTYPES, is_itself, replaced
-from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, add_rms_norm, rms_norm, rms_norm_plain
 
 _EPS_NAMES = ("variance_epsilon", "eps")
 
@@ -66,7 +66,7 @@ class _Norm:
         return output if known and output is not None else sums.norm_of(hidden_states, self)
 
     def of_sum(self, x: torch.Tensor, other: torch.Tensor, first: Norm | None = None) -> torch.Tensor:
-        self.sum, self.output = sum_and_rms_norm(x, other, *self.parts, first)
+        self.sum, self.output = add_rms_norm(x, other, *self.parts, first)
         self.version = _version(self.sum)
         return self.sum
 

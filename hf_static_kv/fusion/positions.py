@@ -121,4 +121,6 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
 
 
 def _rotary(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_served(*args) else own(*args, **kwargs)
+    return (
+        rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_supported(*args) else own(*args, **kwargs)
+    )
