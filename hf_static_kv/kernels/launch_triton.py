@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+from hf_static_kv import compat
 
 # Compiling holds the GIL for half of its time, so few threads compile. Loading waits for a C compiler in Triton 3.6:
 # 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 16
+gdc_wait, gdc_launch_dependents = compat.pdl_instructions()
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
@@ -46,11 +47,10 @@ def compile_only() -> Iterator[None]:
     """
     token = _COMPILE_ONLY.set(True)
     try:
-        with _CompileAndLoad(torch.cuda.current_device()) as pool, AsyncCompileMode(pool):
+        with _CompileAndLoad(torch.cuda.current_device()) as pool, compat.parallel_compiling(pool):
             yield
     finally:
         _COMPILE_ONLY.reset(token)
-        active_mode.set(None)  # Triton does not reset it after a failed compilation
 
 
 class _CompileAndLoad(ThreadPoolExecutor):
@@ -67,13 +67,13 @@ class _CompileAndLoad(ThreadPoolExecutor):
         with self.may_compile:
             kernel = compile()
         with torch.cuda.device(self.device):
-            kernel._init_handles()  # some versions compile a C function in it
+            compat.load_kernel(kernel)
         return kernel
 
 
 @lru_cache
 def _supports_pdl(device: torch.device) -> bool:
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return gdc_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit

@@ -42,39 +42,48 @@ def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr)
 @triton.jit
 def _linear(
     x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, K,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    GATED: tl.constexpr = ACTIVATION != ""  # w0 is gate and w1 is up
-    w, b, N, n_start, y_start = w0, b0, n0, tl.program_id(0) * TILE_N, 0
-    if not GATED:
-        w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
     n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     tile = _load_weight(w, n, k, N, K, EVEN)
-    up_tile = _load_weight(w1, n, k, N, K, EVEN) if GATED else tile
     pdl_sync(PDL)
-    total, up = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
+    total = tl.zeros((TILE_N, TILE_K), tl.float32)
     for k_start in range(0, K - TILE_K, TILE_K):
         next_tile = _load_weight(w, n, k_start + TILE_K + k, N, K, EVEN)
-        next_up_tile = _load_weight(w1, n, k_start + TILE_K + k, N, K, EVEN) if GATED else next_tile
-        x_tile = tl.load(x + k_start + k).to(tl.float32)[None, :]
-        total += tile.to(tl.float32) * x_tile
-        if GATED:
-            up += up_tile.to(tl.float32) * x_tile
-        tile, up_tile = next_tile, next_up_tile
+        total += tile.to(tl.float32) * tl.load(x + k_start + k).to(tl.float32)[None, :]
+        tile = next_tile
     k += (K - 1) // TILE_K * TILE_K
-    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    total += tile.to(tl.float32) * x_tile
-    if GATED:
-        up += up_tile.to(tl.float32) * x_tile
+    total += tile.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     result = tl.sum(total, 1)
-    dtype = y.dtype.element_ty
     if HAS_BIAS:
         result += tl.load(b + n, mask=n < N, other=0.0).to(tl.float32)
-    if GATED:
-        result = activate(result.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-        result *= tl.sum(up, 1).to(dtype).to(tl.float32)
-    tl.store(y + y_start + n, result.to(dtype), mask=n < N)
+    tl.store(y + y_start + n, result.to(y.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _gated_linear(
+    x, y, gate, up, N, K,
+    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    g_tile, u_tile = _load_weight(gate, n, k, N, K, EVEN), _load_weight(up, n, k, N, K, EVEN)
+    pdl_sync(PDL)
+    g, u = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
+    for k_start in range(0, K - TILE_K, TILE_K):
+        next_g_tile = _load_weight(gate, n, k_start + TILE_K + k, N, K, EVEN)
+        next_u_tile = _load_weight(up, n, k_start + TILE_K + k, N, K, EVEN)
+        x_tile = tl.load(x + k_start + k).to(tl.float32)[None, :]
+        g += g_tile.to(tl.float32) * x_tile
+        u += u_tile.to(tl.float32) * x_tile
+        g_tile, u_tile = next_g_tile, next_u_tile
+    k += (K - 1) // TILE_K * TILE_K
+    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    g += g_tile.to(tl.float32) * x_tile
+    u += u_tile.to(tl.float32) * x_tile
+    dtype = y.dtype.element_ty
+    a = activate(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    tl.store(y + n, (a * tl.sum(u, 1).to(dtype).to(tl.float32)).to(dtype), mask=n < N)
 
 
 @triton.jit
@@ -88,30 +97,24 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 
 def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    sizes = [weight.shape[0] for weight in weights]
-    return _launch(x, weights, biases, sizes, "", _tiles(sum(sizes), x.shape[-1]))
-
-
-def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    tiles = (1, 1024, 2) if x.shape[-1] >= 2048 else (4, 128, 2)  # chosen as in `_tiles`
-    return _launch(x, [gate, up], [], [gate.shape[0]], activation, tiles)
-
-
-def _launch(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    sizes: list[int],
-    activation: str,
-    tiles: tuple[int, int, int],
-) -> Tensor:
-    x, dim, (tile_n, tile_k, warps) = x.contiguous(), x.shape[-1], tiles
+    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
     y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
+    tile_n, tile_k, warps = _tiles(sum(sizes), dim)
     launch(
         _linear, (sum(triton.cdiv(size, tile_n) for size in sizes),), x,
         x, y, *padded_arguments(x, weights), *padded_arguments(x, biases), *padded_arguments(0, sizes), dim,
-        TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), ACTIVATION=activation,
-        num_warps=warps,
+        TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    x, (size, dim) = x.contiguous(), gate.shape
+    y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
+    tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)  # chosen as in `_tiles`
+    launch(
+        _gated_linear, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
+        ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, num_warps=warps,
     )  # fmt: skip
     return y
 

@@ -263,13 +263,13 @@ class TestSums:
     @pytest.mark.parametrize(("name", "number", "has_first"), [("llama", 4, False), ("gemma3", 6, True)])
     def test_a_sum_is_computed_with_the_norms_around_it(self, monkeypatch, name, number, has_first):
         model, calls = toy_model(name), []
-        own = fused.sum_and_rms_norm
+        own = fused.add_rms_norm
 
         def count(*args):
             calls.append(args[-1] is not None)
             return own(*args)
 
-        monkeypatch.setattr(fused, "sum_and_rms_norm", count)
+        monkeypatch.setattr(fused, "add_rms_norm", count)
         sums = FusedSums()
         with torch.no_grad(), fused_norms(model):
             with sums:
