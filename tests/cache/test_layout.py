@@ -19,8 +19,8 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
-from hf_static_kv.layout import local_shapes, missing_layers, plan_layers
-from hf_static_kv.storage import LayerShape
+from hf_static_kv.cache.layout import local_shapes, missing_layers, plan_layers
+from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.testing import dev_config
 from tests.conftest import ARCHITECTURES, tiny_model, toy_model
 

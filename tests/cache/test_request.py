@@ -6,7 +6,7 @@ from transformers import DynamicCache, GenerationConfig, pipeline
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.request import _CHUNKS_CONTINUE, running_request
+from hf_static_kv.cache.request import _CHUNKS_CONTINUE, running_request
 from hf_static_kv.testing import load_model
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
 
@@ -56,7 +56,7 @@ class TestOtherTexts:
         cache = StaticContiguousCache(model.config, 64)
         first = generate(model, cache, **loop)
         assert cache.seq_len == 17
-        with pytest.raises(ValueError, match=r"A prompt of 13 has no new tokens: the cache holds 17 already. Call res"):
+        with pytest.raises(ValueError, match=r"A prompt of 13 has no new tokens: the cache already holds 17. Call res"):
             generate(model, cache, **loop)
         assert cache.seq_len == 17
         cache.reset()
@@ -139,7 +139,7 @@ class TestOtherTexts:
 
     def test_a_call_that_fell_back_is_remembered(self, model, monkeypatch):
         cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.decode.compare", lambda step, call: 1 / 0)
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: 1 / 0)
         tokens = generate(model, cache, custom_generate=decoder)
         assert "ZeroDivisionError" in decoder.fallback_reason
         for position in (2, 15):
@@ -195,14 +195,14 @@ class TestOtherTexts:
     def test_vectors_that_bring_nothing_new(self, model):
         cache, embeds = StaticContiguousCache(model.config, 64), model.get_input_embeddings()(PROMPT)
         model.generate(inputs_embeds=embeds, **ASKED, past_key_values=cache)
-        with pytest.raises(ValueError, match="A prompt of 13 has no new tokens: the cache holds 17"):
+        with pytest.raises(ValueError, match="A prompt of 13 has no new tokens: the cache already holds 17"):
             model.generate(inputs_embeds=embeds, **ASKED, past_key_values=cache)
 
     def test_a_pipeline_with_two_texts_and_one_cache(self):
         model, tokenizer = load_model("llama")
         cache = StaticContiguousCache(model.config, 128)
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
-        with pytest.raises(ValueError, match=r"Call reset\(\) before another text"):
+        with pytest.raises(ValueError, match=r"Call reset\(\) before another sequence"):
             pipe(["To be, or not", "Now is the winter of our discontent"], past_key_values=cache, max_new_tokens=8)
 
     @BOTH
@@ -219,7 +219,7 @@ class TestOtherTexts:
     def test_prompt_lookup_wants_an_empty_cache(self, model):
         cache = StaticContiguousCache(model.config, 64)
         generate(model, cache)
-        with pytest.raises(ValueError, match=r"read the whole prompt, and the cache holds 17 tokens already"):
+        with pytest.raises(ValueError, match=r"compute the whole prompt, and the cache already holds 17 tokens"):
             generate(model, cache, WHOLE, prompt_lookup_num_tokens=3)
 
 
@@ -277,7 +277,7 @@ class TestLengths:
 
     def test_vectors_in_chunks_are_refused_with_the_reason(self, model):
         embeds = model.get_input_embeddings()(PROMPT)
-        with pytest.raises(ValueError, match="this prompt is vectors: leave prefill_chunk_size out"):
+        with pytest.raises(ValueError, match="the prompt is inputs_embeds: omit prefill_chunk_size"):
             model.generate(
                 inputs_embeds=embeds,
                 **ASKED,
@@ -358,7 +358,7 @@ class TestAModelThatUsesAnotherCache:
 
         model.prepare_inputs_for_generation = prepare
         assert torch.equal(generate(model, cache, custom_generate=decoder), expected)
-        assert decoder.fallback_reason == "the model went on with a DynamicCache of its own in the place of this cache"
+        assert decoder.fallback_reason == "the model replaced the cache by a DynamicCache of its own"
         assert cache.seq_len == 0
 
     def test_layers_that_are_missing_are_named_after_the_prompt(self, model):
@@ -372,5 +372,5 @@ class TestAModelThatUsesAnotherCache:
     def test_gradient_checkpointing_while_training_is_refused(self, model, loop):
         model.gradient_checkpointing_enable()
         model.train()
-        with pytest.raises(ValueError, match=r"gradient checkpointing writes into no cache. Call model.eval\(\)"):
+        with pytest.raises(ValueError, match=r"gradient checkpointing writes to no cache. Call model.eval\(\)"):
             generate(model, StaticContiguousCache(model.config, 40), **loop)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import cpu_offload
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AttentionInterface,
@@ -23,12 +24,13 @@ from transformers import (
     StoppingCriteria,
 )
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
 from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
-from hf_static_kv.generation import has_hooks
-from hf_static_kv.patching import attention_for_a_while
-from hf_static_kv.run import StopFlag
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.decoding.eligibility import has_hooks
+from hf_static_kv.decoding.sampling import StopFlag
+from hf_static_kv.patching import attention_implementation
+from hf_static_kv.program.linears import fused_linears
+from hf_static_kv.program.step import DecodeStep, _decoder_layers, compiled_layers
 from tests.conftest import (
     ARCHITECTURES,
     BATCH,
@@ -173,13 +175,13 @@ class TestStopFlag:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
         flag, on_gpu = StopFlag(deferred=True), SimpleNamespace(is_cuda=True, device="cuda:1")
         flag.on_host = SimpleNamespace(copy_=lambda source, non_blocking: None)
-        flag.was_up(on_gpu)
+        flag.was_set(on_gpu)
         assert recorded == ["the stream of cuda:1"]
 
     def test_one_that_is_not_deferred_is_read_at_once(self):
         flag = StopFlag(deferred=False)
-        assert not flag.was_up(torch.tensor(True))
-        assert flag.is_up
+        assert not flag.was_set(torch.tensor(True))
+        assert flag.is_set
         assert flag.settle()
 
 
@@ -239,16 +241,16 @@ class TestVectors:
         assert decoder.fallback_reason is None
 
     def test_with_the_tokens_beside_them_and_steps_recorded(self, model):
-        embeds, decoder = model.get_input_embeddings()(PROMPT), GraphDecoder(record_steps=2)
+        embeds, decoder, recorder = model.get_input_embeddings()(PROMPT), GraphDecoder(), StepRecorder(best=2)
         cache = StaticContiguousCache(model.config, CAPACITY)
         keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "inputs_embeds": embeds}
         got = model.generate(PROMPT, **keywords, past_key_values=cache, custom_generate=decoder)
         assert torch.equal(got, run(model))
         assert decoder.fallback_reason is None
         cache.reset()
-        alone = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+        alone = model.generate(**keywords, past_key_values=cache, custom_generate=decoder, logits_processor=[recorder])
         assert torch.equal(alone, got[:, PROMPT.shape[1] :])
-        assert [step["token"] for step in decoder.steps[0]] == alone[0].tolist()
+        assert [step["token"] for step in recorder.steps(alone)[0]] == alone[0].tolist()
 
     def test_what_cannot_fit(self, model):
         embeds, cache = model.get_input_embeddings()(PROMPT), StaticContiguousCache(model.config, 20)
@@ -263,7 +265,7 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # a new one could not be made
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # a new one could not be made
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -355,7 +357,7 @@ class TestReuse:
             cache.reset()
             run(model, decoder=decoder, cache=cache, max_new_tokens=3)
         assert len(decoder._steps[cache]) == 8
-        assert caplog.text.count("more than 8 kinds of steps") == 1
+        assert caplog.text.count("has more than 8 kinds of steps") == 1
         oldest = next(iter(decoder._steps[cache]))
         model.eps_of_today = 4.0
         cache.reset()
@@ -389,7 +391,7 @@ class TestReuse:
         config = model.config
         model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "eager"})
         before = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
-        with attention_for_a_while(model, ATTENTION_NAME):
+        with attention_implementation(model, ATTENTION_NAME):
             assert config.text_config._attn_implementation == ATTENTION_NAME
         assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == before
 
@@ -397,7 +399,7 @@ class TestReuse:
         with torch.device("meta"):
             model = IdeficsForVisionText2Text(IdeficsConfig(num_hidden_layers=1))
         assert model.config.perceiver_config._attn_implementation is None
-        with attention_for_a_while(model, ATTENTION_NAME):
+        with attention_implementation(model, ATTENTION_NAME):
             assert model.config._attn_implementation == ATTENTION_NAME
         assert model.config.perceiver_config._attn_implementation is None
         assert model.config._attn_implementation == "sdpa"
@@ -440,7 +442,7 @@ class TestRefusals:
         keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "past_key_values": cache, **keywords}
         first = model.generate(PROMPT, **keywords)
         length = cache.seq_len
-        with pytest.raises(ValueError, match=f"no new tokens: the cache holds {length} already. Call reset"):
+        with pytest.raises(ValueError, match=f"no new tokens: the cache already holds {length}. Call reset"):
             model.generate(PROMPT, **keywords)
         assert cache.seq_len == length
         cache.reset()
@@ -477,7 +479,7 @@ class TestRefusals:
         cache = StaticContiguousCache(model.config, CAPACITY)
         expected = model.generate(PROMPT, position_ids=positions, past_key_values=cache, **COMMON)
         assert torch.equal(run(model, decoder=decoder, position_ids=positions), expected)
-        assert decoder.fallback_reason == "position_ids do not count from where the text begins"
+        assert decoder.fallback_reason == "position_ids do not count from the first token"
 
     def test_a_cache_with_other_windows(self, model):
         decoder, sizes = GraphDecoder(), model.config
@@ -546,10 +548,10 @@ class TestRefusals:
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
             return "from those of an ordinary step" in decoder.fallback_reason
 
-        monkeypatch.setattr("hf_static_kv.step.write_token", lambda *args: None)
+        monkeypatch.setattr("hf_static_kv.program.step.write_token", lambda *args: None)
         assert falls_back()
         assert falls_back()
-        monkeypatch.setattr("hf_static_kv.decode.GreedyStep", int)  # it is not tried a third time
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # it is not tried a third time
         assert falls_back()
 
     def test_what_fails_once_is_tried_again(self, model):
@@ -576,7 +578,7 @@ class TestRefusals:
             raise torch.OutOfMemoryError("no memory\nfor a graph")
 
         with monkeypatch.context() as patches:
-            patches.setattr("hf_static_kv.decode.compare", fail)
+            patches.setattr("hf_static_kv.decoding.decoder.verify", fail)
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert decoder.fallback_reason == "the step cannot be captured (OutOfMemoryError: no memory)"
         cache.reset()
@@ -655,6 +657,87 @@ class TestFaults:
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
 
 
+def test_the_layers_that_are_compiled_are_those_with_a_number():
+    model, others = toy_on_cpu("llama"), torch.nn.ModuleList(torch.nn.Identity() for _ in range(2))
+    model._modules = {"vision": others, **model._modules}  # before the layers, and as many
+    assert _decoder_layers(model, 2) == list(model.model.layers)
+    with pytest.raises(ValueError, match="no list of 3 decoder layers was found in LlamaForCausalLM"):
+        _decoder_layers(model, 3)
+
+
+class TestCompiled:
+    """The step with compiled layers, on a CPU without code generation: what is compiled, how often, and the tokens."""
+
+    @pytest.mark.parametrize(
+        ("name", "kinds"), [("llama", 1), ("qwen3", 1), ("mixtral", 1), ("gpt2", 1), ("gemma3", 2), ("gpt_oss", 2)]
+    )
+    def test_layers_of_one_kind_share_one_compilation(self, name, kinds):
+        torch._dynamo.reset()
+        model = toy_on_cpu(name, ATTENTION_NAME, num_hidden_layers=6)
+        cache, counter = StaticContiguousCache.from_model(model, CAPACITY), CompileCounterWithBackend("aot_eager")
+        origin, token = torch.zeros(1, dtype=torch.long), torch.tensor([5])
+        with torch.no_grad():
+            model(PROMPT.cpu(), past_key_values=cache)
+            step = DecodeStep(model, cache, 1)
+            step.begin(cache.seq_len, origin)
+            expected = step.run(token)
+            with (
+                fused_linears(model, lambda: step.run(token)),
+                compiled_layers(model, 6, backend=counter),
+            ):
+                step.begin(cache.seq_len, origin)
+                got = [step.run(token), step.run(token)]
+        assert counter.frame_count == kinds
+        assert torch.equal(got[0], expected)
+        assert not torch.equal(got[1], expected)  # the second token stands elsewhere and sees the first
+
+    def test_the_model_has_its_own_forward_back_even_after_an_exception(self, model):
+        parts = [model, *model.model.layers]
+        model.model.layers[1].forward = own = model.model.layers[1].forward  # as a hook of accelerate would
+        before = [dict(part.__dict__) for part in parts]
+        changed = []
+
+        def fail_inside():
+            with compiled_layers(model, 6):
+                changed.extend(part.__dict__.get("forward") not in (None, own) for part in parts)
+                raise RuntimeError("in the middle")
+
+        with pytest.raises(RuntimeError, match="in the middle"):
+            fail_inside()
+        assert changed == [False, *[True] * 6]
+        assert [dict(part.__dict__) for part in parts] == before
+
+    def test_layer_indices_are_ints_again_after_an_exception(self, model):
+        numbered = [module for module in model.modules() if hasattr(module, "layer_idx")]
+        before = [module.layer_idx for module in numbered]
+        step, inside = DecodeStep(model, StaticContiguousCache.from_model(model, CAPACITY), 1), []
+
+        def fail(module, args):
+            inside.extend(module.layer_idx for module in numbered)
+            raise RuntimeError("in the middle")
+
+        hook = model.model.layers[2].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            step.run(torch.tensor([5]))
+        hook.remove()
+        assert [layer.index for layer in inside] == before
+        assert [module.layer_idx for module in numbered] == before
+        assert all(type(index) is int for index in before)
+
+    def test_a_part_with_more_layers_than_the_cache_keeps_its_indices(self, model):
+        other = torch.nn.Linear(2, 2)
+        other.layer_idx = 40  # a layer of a vision tower, say
+        model.tower = other
+        layers = DecodeStep(model, StaticContiguousCache.from_model(model, CAPACITY), 1)._layers_by_module()
+        del model.tower
+        assert other not in layers
+        assert layers[model.model.layers[3].self_attn].index == 3
+
+    def test_an_unknown_setting(self):
+        with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', got 'max'"):
+            GraphDecoder(compile="max")
+
+
 @needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
@@ -666,12 +749,14 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         calls.append("write")
         write.write_token_triton(*args)
 
-    def decode(query, keys, values, spans, seen, layer, *, scale, max_span, softcap, sinks):
+    def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, spans_ready):
         calls.append("attend")
-        return attend.decode_attention_triton(query, keys, values, spans, seen, layer, scale, max_span, softcap, sinks)
+        return attend.decode_attention_triton(
+            query, keys, values, spans, None, scale, max_span, softcap, sinks, None, spans_ready
+        )
 
-    monkeypatch.setattr("hf_static_kv.kernels.storage_ops.decode_attention", decode)
-    monkeypatch.setattr("hf_static_kv.step.write_token", write_token)
+    monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", decode)
+    monkeypatch.setattr("hf_static_kv.program.step.write_token", write_token)
     for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
         model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
         assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))

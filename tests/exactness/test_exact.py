@@ -17,8 +17,8 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
-from hf_static_kv.generation import attention_of
-from hf_static_kv.row_operations import is_harmless, row_operation
+from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
+from hf_static_kv.patching import attention_of
 from hf_static_kv.testing import dev_config, load_model, random_model
 from tests.conftest import toy_model
 
@@ -421,7 +421,7 @@ class TestWrappers:
 def test_a_linear_layer_is_one_operation(monkeypatch):
     """As torch dispatches it by itself it is four, and each takes its time."""
     model, ids, names = toy_model("llama", "eager"), tokens(), []
-    home = sys.modules["hf_static_kv.exact"]  # the package has a function of that name
+    home = sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
     monkeypatch.setattr(home, "row_operation", lambda func: names.append(str(func)) or row_operation(func))
     with exact(model):
         model(ids)

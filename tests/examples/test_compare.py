@@ -2,7 +2,6 @@
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,23 +20,22 @@ def compare(monkeypatch):
     return compare
 
 
-def run(compare, monkeypatch, *args):
-    monkeypatch.setattr(sys, "argv", ["compare.py", *map(str, args)])
-    return compare.main()
+def run(compare, *args):
+    return compare.main([str(arg) for arg in args])
 
 
-def test_equal_on_all_miniatures_and_against_every_cache(compare, monkeypatch, capsys, tmp_path):
+def test_equal_on_all_miniatures_and_against_every_cache(compare, capsys, tmp_path):
     record, picture = tmp_path / "compare.json", tmp_path / "compare.png"
-    options = ["--max-new-tokens", 20, "--against", "no-cache,dynamic,static", "--json", record, "--plot", picture]
-    assert run(compare, monkeypatch, *options, "--prompt", "ROMEO:\n") == 0
+    options = ["--max-new-tokens", 10, "--against", "no-cache,dynamic,static", "--json", record, "--plot", picture]
+    assert run(compare, *options, "--prompt", "ROMEO:\n") == 0
     report = json.loads(record.read_text())
     cases = [(c["model"], c["mode"], c["against"]) for c in report["comparisons"]]
     modes, caches = ("greedy", "sampled"), ("no-cache", "dynamic", "static")
     assert cases == [(m, mode, c) for m in ("llama", "qwen3", "gemma3") for mode in modes for c in caches]
     for comparison in report["comparisons"]:
         assert comparison["equal"]
-        assert comparison["common_prefix"] == 20
-        assert len(comparison["ours"]["tokens"]) == len(comparison["ours"]["seconds"]) == 20
+        assert comparison["common_prefix"] == 10
+        assert len(comparison["ours"]["tokens"]) == len(comparison["ours"]["seconds"]) == 10
         rate = 1 / statistics.median(comparison["ours"]["seconds"][1:])
         assert comparison["ours"]["tokens_per_second"] == pytest.approx(rate)
         assert comparison["speed_up"] == pytest.approx(rate / comparison["theirs"]["tokens_per_second"])
@@ -58,7 +56,7 @@ def test_a_wrong_cache_is_found_out(compare, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(compare.CACHES, compare.OURS, WrongCache.from_model)
     record = tmp_path / "compare.json"
     options = ["--model", "llama", "--max-new-tokens", 40, "--prompt", "JULIET:\nO Romeo", "--json", record]
-    assert run(compare, monkeypatch, *options) == 1
+    assert run(compare, *options) == 1
     comparison = json.loads(record.read_text())["comparisons"][0]
     assert not comparison["equal"]
     at, difference = comparison["common_prefix"], comparison["difference"]
@@ -96,8 +94,8 @@ def test_a_near_tie_is_called_rounding(compare):
         (["--model", "llama", "--prompt", ""], "the prompt is empty"),
     ],
 )
-def test_bad_arguments_are_one_line_and_status_2(compare, monkeypatch, capsys, options, message):
-    assert run(compare, monkeypatch, *options) == 2
+def test_bad_arguments_are_one_line_and_status_2(compare, capsys, options, message):
+    assert run(compare, *options) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
@@ -110,9 +108,9 @@ def test_bad_arguments_are_one_line_and_status_2(compare, monkeypatch, capsys, o
         (["--against", "paged"], "unknown paged: choose from no-cache, dynamic, static"),
     ],
 )
-def test_bad_options_are_status_2(compare, monkeypatch, capsys, options, message):
+def test_bad_options_are_status_2(compare, capsys, options, message):
     with pytest.raises(SystemExit) as exit_info:
-        run(compare, monkeypatch, *options)
+        run(compare, *options)
     assert exit_info.value.code == 2
     assert message in capsys.readouterr().err
 

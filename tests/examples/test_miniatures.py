@@ -1,8 +1,6 @@
 """The trained miniatures: they have learned, they are what they claim, and the cache is exact on them."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from hf_static_kv.testing import MINIATURES, load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
-NEW_TOKENS = 150  # crosses Gemma's window of 32 five times
+NEW_TOKENS = 70  # more than twice the window of the Gemma 3 miniature
 
 
 @pytest.mark.parametrize(
@@ -34,23 +32,12 @@ def test_tokens_and_text_equal_use_cache_false(name, mode):
     assert cache.seq_len == inputs["input_ids"].shape[1] + NEW_TOKENS - 1
 
 
-def test_they_load_with_no_code_of_ours():
-    code = (
-        "import sys; from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        "model = AutoModelForCausalLM.from_pretrained('models/gemma3')\n"
-        "ids = AutoTokenizer.from_pretrained('models/gemma3')('ROMEO:', return_tensors='pt')\n"
-        "print(model.generate(**ids, max_new_tokens=4).shape[1] - ids['input_ids'].shape[1])\n"
-        "assert not [name for name in sys.modules if name.startswith('hf_static_kv')]\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES, capture_output=True, text=True, timeout=120)
-    assert result.stdout == "4\n", result.stderr
-
-
 @pytest.mark.parametrize("name", MINIATURES)
 def test_size_and_architecture(name):
     folder = EXAMPLES / "models" / name
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
     model = AutoModelForCausalLM.from_pretrained(folder)
+    assert not hasattr(model.config, "auto_map")  # a plain transformers model: no code comes with it
     assert 1_000_000 <= model.num_parameters() <= 2_000_000
     config = model.config
     assert config.num_key_value_heads < config.num_attention_heads
@@ -60,20 +47,33 @@ def test_size_and_architecture(name):
         assert config.sliding_window * 8 <= config.max_position_embeddings
 
 
-@pytest.mark.parametrize("name", MINIATURES)
-def test_they_have_learned(name, monkeypatch):
-    """The whole held-out text, scored anew: the record's figure, and fewer bits per byte than bz2 and xz take."""
+@pytest.fixture
+def held_out_score(monkeypatch):
+    """A model's bits per byte on the first characters of the held-out text."""
     monkeypatch.syspath_prepend(EXAMPLES)
     from train_miniatures import bits_per_byte, split_text
 
-    record = json.loads((EXAMPLES / "models" / "training.json").read_text())
-    _, held_out = split_text()
-    model, tokenizer = load_model(name)
-    ids = torch.tensor(tokenizer(held_out)["input_ids"])
-    score = bits_per_byte(model, ids, len(held_out.encode()))
-    assert score < min(record["baselines"].values())
+    def score(name, characters=None):
+        held_out = split_text()[1][:characters]
+        model, tokenizer = load_model(name)
+        return bits_per_byte(model, torch.tensor(tokenizer(held_out)["input_ids"]), len(held_out.encode()))
+
+    return score
+
+
+RECORD = json.loads((EXAMPLES / "models" / "training.json").read_text())
+
+
+@pytest.mark.parametrize("name", MINIATURES)
+def test_fewer_bits_per_byte_than_compressors(name, held_out_score):
+    assert held_out_score(name, 8_000) < min(RECORD["baselines"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MINIATURES)
+def test_the_score_is_that_of_the_record(name, held_out_score):
     # The record was scored with TF32, which rounds logits by about 1e-3.
-    assert score == pytest.approx(record["models"][name]["bits_per_byte"], abs=1e-3)
+    assert held_out_score(name) == pytest.approx(RECORD["models"][name]["bits_per_byte"], abs=1e-3)
 
 
 def test_the_tokenizer_gives_every_text_back():

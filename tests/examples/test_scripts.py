@@ -1,93 +1,94 @@
-"""The scripts under examples/ and benchmarks/ run as a user would run them, at toy size."""
+"""The scripts under examples/ run as a user would run them, at toy size."""
 
+import importlib
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-import torch
 
-from hf_static_kv import StaticContiguousCache, cache_bytes
-from hf_static_kv.testing import dev_config
+from hf_static_kv import testing
 
 ROOT = Path(__file__).parents[2]
-LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
 
-def run(*args):
-    return subprocess.run([sys.executable, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Run a script's `main` in this process: a new one takes seconds to import torch and transformers."""
+
+    def run_main(script, *args):
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        status = importlib.import_module(script).main([str(arg) for arg in args])
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
+
+    return run_main
 
 
-def test_bench_update_writes_its_record_and_picture(tmp_path):
-    record, picture = tmp_path / "update.json", tmp_path / "update.png"
-    sizes = ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5]
-    result = run("benchmarks/bench_update.py", *sizes, "--json", record, "--plot", picture)
-    assert result.returncode == 0, result.stderr
-    report = json.loads(record.read_text())
-    assert {"hardware", "threads", "torch", "transformers", "commit", "command"} <= report.keys()
-    assert [(row["cache"], row["length"]) for row in report["updates"]] == [
-        (cache, length) for length in (8, 16) for cache in ("DynamicCache", "StaticCache", "StaticContiguousCache")
-    ]
-    assert all(0 < row["p10_ms"] <= row["median_ms"] <= row["p90_ms"] for row in report["updates"] + report["model"])
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert "| 16 |" in result.stdout
+SHORT_EXAMPLES = {
+    "1_drop_in": "same tokens as without a cache: True",
+    "2_decoder": "fallback reason: None",
+    "3_exact_logits": "inside exact: largest difference of logits 0.0",
+    "4_attention_trace": "'urse'",
+}
 
 
-def test_bench_update_refuses_too_small_a_capacity():
-    result = run("benchmarks/bench_update.py", "--capacities", 64)
-    assert result.returncode == 2
-    assert "--capacities must be at least 194" in result.stderr
-
-
-def run_installed(tmp_path, folder, *args):
-    """As after `pip install .`: the package is a copy, and examples/models is not beside it."""
-    shutil.copytree(ROOT / "hf_static_kv", tmp_path / "site" / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc"))
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    command = [sys.executable, *map(str, args)]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("script", SHORT_EXAMPLES)
+def test_short_example(script, monkeypatch, capsys):
+    path = ROOT / "examples" / f"{script}.py"
+    assert len(path.read_text().splitlines()) < 40
+    monkeypatch.setattr(sys, "argv", [str(path)])
+    runpy.run_path(str(path), run_name="__main__")
+    assert SHORT_EXAMPLES[script] in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["root", "docs"])
-def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folder, tmp_path):
-    code = "from hf_static_kv import testing; print(testing.__file__); "
-    code += "print(*(testing.find_source(name).location for name in testing.MINIATURES))"
-    result = run_installed(tmp_path, folder, "-P", "-c", code)
-    assert result.returncode == 0, result.stderr
-    package, found = result.stdout.splitlines()
-    assert package.startswith(str(tmp_path))
-    assert found.split() == [str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")]
+def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folder, tmp_path, monkeypatch):
+    """After `pip install .` examples/models is not beside the package."""
+    monkeypatch.setattr(testing, "__file__", str(tmp_path / "hf_static_kv" / "testing.py"))
+    monkeypatch.setattr(sys, "argv", ["-c"])
+    monkeypatch.chdir(folder)
+    found = [testing.find_source(name).location for name in testing.MINIATURES]
+    assert found == [str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")]
 
 
-def test_an_example_finds_the_miniatures_beside_it_with_an_installed_package(tmp_path):
-    options = ["--model", "llama", "--device", "cpu", "--layers", 99]
-    result = run_installed(tmp_path, tmp_path, ROOT / "examples" / "trace.py", *options)
-    assert result.stderr == "trace.py: Layer 99 has no attention that could be traced: layers 0, 1, 2, 3, 4, 5 have.\n"
-
-
-def test_the_example_of_exact_shows_a_difference_and_none(tmp_path):
-    record = tmp_path / "exact.json"
-    result = run("examples/exact.py", "--model", "qwen3", "--device", "cpu", "--max-new-tokens", 24, "--json", record)
-    assert result.returncode == 0, result.stderr
-    usual, inside = json.loads(record.read_text())["rows"]
-    assert usual["difference"] > 0
-    assert inside["difference"] == 0
-    assert "| qwen3 | **exact** | 0 | never |" in result.stdout
-
-
-def test_the_example_of_exact_refuses_in_a_line():
-    result = run("examples/exact.py", "--model", "llama", "--max-new-tokens", 1)
+def test_an_example_runs_in_its_own_process_with_an_installed_package(tmp_path):
+    """The package is a copy, the current folder is another one, and the miniatures are found beside the script."""
+    shutil.copytree(ROOT / "hf_static_kv", tmp_path / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc"))
+    command = [sys.executable, str(ROOT / "examples" / "draw_attention.py"), "--model", "llama", "--layers", "99"]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert re.fullmatch(r"draw_attention.py: Layer 99 .*\n", result.stderr)
     assert result.returncode == 2
-    assert result.stderr == "exact.py: --max-new-tokens must be at least 2, got 1\n"
 
 
-def test_the_example_of_a_trace_writes_a_picture_and_a_table(tmp_path):
-    picture, record = tmp_path / "trace.png", tmp_path / "trace.json"
+def test_measure_exact_shows_a_difference_outside_and_none_inside(run, tmp_path):
+    record = tmp_path / "exact.json"
+    options = ["--model", "qwen3", "--device", "cpu", "--max-new-tokens", 6, "--json", record]
+    result = run("measure_exact", *options)
+    assert result.returncode == 0, result.stderr
+    outside, inside = json.loads(record.read_text())["results"]
+    assert outside["difference"] > 0
+    assert inside["difference"] == 0
+    assert "| qwen3 | **inside** | 0 | none |" in result.stdout
+
+
+def test_measure_exact_refuses_in_a_line(run):
+    result = run("measure_exact", "--model", "llama", "--max-new-tokens", 1)
+    assert result.returncode == 2
+    assert result.stderr == "measure_exact.py: --max-new-tokens must be at least 2, got 1\n"
+
+
+def test_draw_attention_writes_a_picture_and_a_table(run, tmp_path):
+    picture, record = tmp_path / "attention.png", tmp_path / "attention.json"
     options = ["--model", "gemma3", "--device", "cpu", "--max-new-tokens", 6, "--decoder", "graph"]
-    result = run("examples/trace.py", *options, "--plot", picture, "--json", record)
+    result = run("draw_attention", *options, "--plot", picture, "--json", record)
     assert result.returncode == 0, result.stderr
     steps = json.loads(record.read_text())["steps"]
     assert len(steps) == 6
@@ -96,23 +97,19 @@ def test_the_example_of_a_trace_writes_a_picture_and_a_table(tmp_path):
     assert "| 6 | `" in result.stdout
 
 
-def test_the_example_of_a_trace_refuses_in_a_line(tmp_path):
-    result = run("examples/trace.py", "--model", "llama", "--device", "cpu", "--layers", 99)
-    assert result.returncode == 2
-    assert result.stderr == "trace.py: Layer 99 has no attention that could be traced: layers 0, 1, 2, 3, 4, 5 have.\n"
-
-
-def test_the_page_that_explains(tmp_path):
+def test_explain(run, tmp_path, monkeypatch):
     """Each claim of the page is a number on it."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.setattr("explain.NEW_TOKENS", [4, 8])
     picture = tmp_path / "explain.png"
-    result = run("examples/explain.py", "--plot", picture)
+    result = run("explain", "--plot", picture)
     assert result.returncode == 0, result.stderr
     page = result.stdout
-    assert "inside exact(model): 0e+00" in page
+    assert "inside exact(model): largest difference 0e+00" in page
     assert "76 positions in all" in page  # 6 + 7 + ... + 13
     assert "13 positions in all" in page
     counts = [line.split() for line in page.splitlines() if re.fullmatch(r"(\s+\d+){5}\s+[\d.]+x", line)]
-    assert [int(row[0]) for row in counts] == [8, 16, 32, 64]
+    assert [int(row[0]) for row in counts] == [4, 8]
     assert all(row[1] == row[2] and row[3] == row[4] for row in counts)  # counted, and by the formula
     slid = [
         [float(n) for n in re.findall(r"\d\.\de[+-]\d\d", line)] for line in page.splitlines() if "positions (" in line
@@ -120,71 +117,18 @@ def test_the_page_that_explains(tmp_path):
     (learned_logits, learned_values), (rotary_logits, rotary_values) = slid
     assert learned_logits > 0.1 < rotary_logits
     assert rotary_values < 1e-5 < 0.1 < learned_values
-    assert re.search(r"layer 0 window( +\d+)* +32 +32\n", page)
+    assert re.search(r"layer 0 sliding( +\d+)* +32 +32\n", page)
     assert re.search(r"layer 5 full( +\d+)* +120\n", page)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-class TestReadme:
-    readme = (ROOT / "README.md").read_text()
-
-    def test_the_table_of_bytes(self):
-        for name, config in {"Llama-3.2-1B": LLAMA, "Qwen3-1.7B": QWEN3, "gemma-3-1b": GEMMA3}.items():
-            cells = [f"{cache_bytes(config, n, dtype=torch.bfloat16) >> 20:,} MiB" for n in (1024, 8192, 32768)]
-            row = next(line for line in self.readme.splitlines() if line.startswith(f"| {name}"))
-            assert row.split(" | ")[1:] == [*cells[:2], f"{cells[2]} |"]
-
-    def test_the_figures_are_those_of_the_record(self):
-        rows = json.loads((ROOT / "benchmarks/results/update.json").read_text())["updates"]
-        medians = {(row["cache"], row["length"]): row["median_ms"] for row in rows}
-        words = " ".join(self.readme.split())
-        ours, theirs = "StaticContiguousCache", "DynamicCache"
-        assert (
-            f"takes {medians[ours, 256]:.1f} ms in a text of 256 tokens and {medians[ours, 16384]:.1f} ms in one"
-            in words
-        )
-        assert f"takes {medians[theirs, 256]:.1f} and {medians[theirs, 16384]:.0f} ms" in words
-
-    def test_the_miniatures_figures_are_those_of_the_record(self):
-        record = json.loads((ROOT / "examples/models/training.json").read_text())
-        bits = [f"{record['models'][name]['bits_per_byte']:.2f}" for name in ("llama", "qwen3", "gemma3")]
-        words = " ".join(self.readme.split())
-        assert f"to {bits[0]}, {bits[1]} and {bits[2]} bits per byte of held-out text" in words
-        assert f"bz2 takes {record['baselines']['bz2']:.2f}" in words
-
-    def test_the_eight_lines_run(self, monkeypatch):
-        """With a toy model and a tokenizer of numbers in the place of the download."""
-        from tests.conftest import toy_model
-
-        model = toy_model("qwen3")
-        ids = {"input_ids": torch.tensor([[5, 6, 7]]), "attention_mask": torch.ones(1, 3, dtype=torch.long)}
-
-        class Inputs(dict):
-            def to(self, device):
-                return self
-
-        loaders = {
-            "AutoTokenizer": lambda *args, **kwargs: lambda text, return_tensors: Inputs(ids),
-            "AutoModelForCausalLM": lambda *args, **kwargs: model,
-        }
-        for name, loader in loaders.items():
-            monkeypatch.setattr(f"transformers.{name}.from_pretrained", loader)
-        code, *others = re.findall(r"```python\n(.*?)```", self.readme, re.DOTALL)
-        assert len([line for line in code.splitlines() if line]) <= 8
-        names: dict = {}
-        exec(code, names)
-        assert isinstance(names["cache"], StaticContiguousCache)
-        assert names["cache"].seq_len == names["tokens"].shape[1] - 1
-        assert len(others) == 1  # exact, after the eight lines
-        first = names.pop("tokens")
-        for more in others:
-            exec(more, names)
-        assert torch.equal(names["tokens"], first)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
 
 
-def test_the_documents_link_to_what_exists():
-    for page in (ROOT / "README.md", ROOT / "docs" / "how-it-works.md", ROOT / "benchmarks" / "RESULTS.md"):
-        links = re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text())
-        assert links
-        for link in links:
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_the_documents_name_scripts_that_exist(page):
+    text = page.read_text()
+    for script in re.findall(r"\b(?:examples|benchmarks|tests)/[\w/.]+\.py\b", text):
+        assert (ROOT / script).exists(), script
+    for link in re.findall(r"\]\((?!http)([^)#]+)", text):
+        assert (page.parent / link).exists(), link

@@ -3,7 +3,7 @@
 import pytest
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
 from tests.fuzz.fuzz import main, run_seeds
 from tests.fuzz.models import available
@@ -64,7 +64,7 @@ def keep_the_rows_in_their_order(monkeypatch):
     def broken(layer, indices):
         layer.batch_size = len(indices)
 
-    monkeypatch.setattr(StaticContiguousLayer, "take_rows", broken)
+    monkeypatch.setattr(StaticContiguousLayer, "select_rows", broken)
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
@@ -84,7 +84,7 @@ def begin_the_text_of_a_step_one_position_late(monkeypatch):
         step.origin += 1
 
     monkeypatch.setattr(DecodeStep, "begin", broken)
-    monkeypatch.setattr("hf_static_kv.decode.compare", lambda step, call: None)  # it would refuse the step
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.compare", lambda step, call: None)  # it would refuse the step
 
 
 def forget_the_streamer(monkeypatch):

@@ -7,9 +7,9 @@ import torch
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
-from hf_static_kv.generation import attention_of
+from hf_static_kv.inspection.attention_trace import traced_attention
+from hf_static_kv.patching import attention_of
 from hf_static_kv.testing import random_model
-from hf_static_kv.trace import traced_attention
 from tests.conftest import calls_in, shared_toy_model, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -13,19 +13,18 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
-    counting_triton,
+    advance_triton,
     decode_attention_triton,
+    greedy_triton,
+    invariant_linear_triton,
+    invariant_sum_triton,
     linear_triton,
     rms_norm_triton,
     rotary_triton,
-    row_linear_triton,
-    row_sum_triton,
     write_token_triton,
 )
-from hf_static_kv.kernels.counting import Greedy
-from hf_static_kv.kernels.rms_norm import Norm, NormStyle
 
-HOMES = [module for name, module in list(globals().items()) if name.endswith("_triton")]
+LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
 POINTERS |= {torch.bool: "*i1", torch.int32: "*i32"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -33,8 +32,8 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 def compile_for(capability, kernel, args, options):
     """As Triton specialises it: what is 1 or named a constexpr is a constant, what 16 divides is known to be so."""
-    early = capability >= 90
-    constants = {k: v for k, v in options.items() if k not in _OPTIONS} | {"EARLY": early}
+    pdl = capability >= 90
+    constants = {k: v for k, v in options.items() if k not in _OPTIONS} | {"PDL": pdl}
     types, aligned = {}, {}
     for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
         if isinstance(value, torch.Tensor):
@@ -51,7 +50,7 @@ def compile_for(capability, kernel, args, options):
     types |= dict.fromkeys(constants, "constexpr")
     at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, at, aligned)
-    chosen = {k: v for k, v in options.items() if k in _OPTIONS} | ({"launch_pdl": True} if early else {})
+    chosen = {k: v for k, v in options.items() if k in _OPTIONS} | ({"launch_pdl": True} if pdl else {})
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     print(kernel.__name__, compiled.metadata.shared, flush=True)
 
@@ -61,35 +60,35 @@ def launch_linears(dtype):
     large, bias = torch.empty(5000, 512, dtype=dtype), torch.empty(300, dtype=dtype)
     linear_triton.linears_triton(x, [gate, up], [bias, bias])
     linear_triton.gated_linear_triton(x, gate, up, "gelu_tanh")
-    for rows in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
-        row_linear_triton.row_linears_triton(rows, [gate], [bias])
-        row_linear_triton.row_linears_triton(rows, [large], [])
-        row_linear_triton.row_gated_triton(rows, gate, up, "silu")
+    for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
+        invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
+        invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
+        invariant_linear_triton.invariant_gated_linear_triton(tokens, gate, up, "silu")
 
 
 def launch_attention(dtype, dim, heads):
-    keys, spans = torch.empty(2, 1, 4, 400, dim, dtype=dtype), torch.zeros(1, 2, 3, dtype=torch.int64)
-    query, number = torch.empty(1, heads, 1, dim, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    keys, query = torch.empty(1, 4, 400, dim, dtype=dtype), torch.empty(1, heads, 1, dim, dtype=dtype)
+    spans = torch.zeros(1, 2, 4, dtype=torch.int64)[:, 1, :3]  # of a layer of a captured step
     attend = decode_attention_triton.decode_attention_triton
-    attend(query, keys, keys, spans, None, number, 0.1, 400, None, None)
+    attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True)
     prompt, sinks = torch.empty(1, heads, 40, dim, dtype=dtype), torch.empty(heads, dtype=dtype)
-    attend(prompt, keys[0], keys[0], torch.zeros(40, 3, dtype=torch.int64), None, None, 0.1, 400, 50.0, sinks)
+    attend(prompt, keys, keys, torch.zeros(40, 3, dtype=torch.int64), None, 0.1, 400, 50.0, sinks)
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
-    attend(query, keys[0], keys[0], spans[:, 0], seen, None, 0.1, 400, None, None, weights)
+    attend(query, keys, keys, torch.zeros(1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights)
 
 
 def launch_small(dtype):
     x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
     rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True)
-    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True, Norm(x[0], 1e-6, NormStyle(1.0, False)))
-    row_sum_triton.row_sum_triton(torch.empty(3, 512))
+    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True, (x[0], 1e-6, (1.0, False)))
+    invariant_sum_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
-    keys, new = torch.empty(2, 1, 4, 400, 64, dtype=dtype), states[:, :, :1]
-    write_token_triton.write_token_triton(keys, keys, new, new, number, number)
-    column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 3).long()
-    counting_triton.count_on_triton(number, column, torch.zeros(5).long(), spans, column)
-    state = Greedy(column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False))
-    counting_triton.choose_triton(torch.empty(2, 9000, dtype=dtype), number, state)
+    keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
+    write_token_triton.write_token_triton(keys, keys, new, new, number)
+    column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
+    advance_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
+    state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
+    greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
 
 
 if __name__ == "__main__":
@@ -98,8 +97,8 @@ if __name__ == "__main__":
     def launch(kernel, grid, on, *args, **options):
         compile_for(capability, kernel, args, options)
 
-    for home in HOMES:
-        patch.object(home, "launch", launch).start()
+    for module in LAUNCHERS:
+        patch.object(module, "launch", launch).start()
     launch_linears(torch.bfloat16)
     launch_attention(torch.bfloat16, 64, 32)
     if capability >= 90:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
-from hf_static_kv.kernels.rms_norm import STYLES, Norm, rms_norm, rms_norm_plain, sum_and_rms_norm
-from hf_static_kv.kernels.storage_ops import write_token
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, add_rms_norm, rms_norm, rms_norm_plain
+from hf_static_kv.kernels.write_token import write_token
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,9 +22,7 @@ def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span
     )
     skip_bfloat16_on_a_cpu(query)
     span = min(max_span or keys.shape[2], keys.shape[2])
-    return triton_kernel.decode_attention_triton(
-        query, keys, values, spans, seen, None, scale, span, softcap, sinks, weights
-    )
+    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights)
 
 
 def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
@@ -175,13 +173,15 @@ class TestDecodeAttention:
             keys[:, :, unread], values[:, :, unread] = torch.nan, torch.inf
         assert torch.equal(implementation(query, keys, values, spans, 0.25), expected)
 
-    def test_a_view_of_a_larger_storage(self, implementation):
+    def test_views_of_the_storage_of_all_layers(self, implementation):
+        """As a captured step passes them: one layer of the storage, and spans padded to four columns."""
         query, keys, values = tensors(4, 2, 16, room=50, batch=2)
-        storage = torch.full((2, 3, 2, 80, 16), torch.nan, device=DEVICE)
-        storage[0, :2, :, :50], storage[1, :2, :, :50] = keys, values
-        spans = spans_of([0, 0, 50], [10, 10, 50])
-        got = implementation(query, storage[0, :2], storage[1, :2], spans, 0.25)
-        assert torch.equal(got, implementation(query, keys, values, spans, 0.25))
+        storage = torch.full((2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE)  # keys and values of [L, B, H, S, D]
+        storage[0, 1, :2, :, :50], storage[1, 1, :2, :, :50] = keys, values
+        spans = torch.full((2, 3, 4), 99, device=DEVICE)
+        spans[:, 1, :3] = spans_of([0, 0, 50], [10, 10, 50])
+        got = implementation(query, storage[0, 1, :2], storage[1, 1, :2], spans[:, 1, :3], 0.25)
+        assert torch.equal(got, implementation(query, keys, values, spans[:, 1, :3].contiguous(), 0.25))
 
 
 class TestBits:
@@ -208,10 +208,10 @@ class TestBits:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one new token in each row, got 2"),
+        (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one query per batch row, got 2"),
         (lambda q, k, v, s: (q[:, :3], k, v, s), "Hq a multiple of H"),
         (lambda q, k, v, s: (q, k, v[:, :, :9], s), "do not fit"),
-        (lambda q, k, v, s: (q, k, v, s[:, :2]), r"spans must be \[1, 3\], origin first end"),
+        (lambda q, k, v, s: (q, k, v, s[:, :2]), r"spans must be \[1, 3\] of seq_start, first, end, got \[1, 2\]"),
         (lambda q, k, v, s: (q, k, v.half(), s), "must have one dtype"),
     ],
 )
@@ -219,6 +219,31 @@ def test_what_does_not_fit_is_refused(change, message):
     query, keys, values = tensors(4, 2, 16, room=10)
     with pytest.raises(ValueError, match=message):
         decode_attention(*change(query, keys, values, spans_of([0, 0, 5])), scale=0.25)
+
+
+@pytest.mark.parametrize("case", ["alone", "sinks", "weights"])
+def test_spans_that_are_ready_change_no_bit(case):
+    """They are read before the wait for the previous kernel, and the result is the same."""
+    module = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed")
+    query, keys, values = tensors(4, 2, 16, room=300, batch=2)
+    spans, results = spans_of([0, 0, 290], [17, 160, 300]), []
+    for spans_ready in (False, True):
+        sinks = torch.ones(4, device=DEVICE) if case == "sinks" else None
+        weights = torch.zeros(2, 4, 300, device=DEVICE) if case == "weights" else None
+        got = module.decode_attention_triton(
+            query, keys, values, spans, None, 0.25, 300, None, sinks, weights, spans_ready=spans_ready
+        )
+        results.append((got, weights if weights is not None else got))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_last_dim_with_a_stride_is_refused():
+    module = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton", reason="triton is not installed")
+    query, keys, values = tensors(4, 2, 16, room=10)
+    spans = spans_of([0, 0], [0, 0], [5, 5]).t()[:1]
+    with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
+        module.decode_attention_triton(query, keys, values, spans, None, 0.25, 10)
 
 
 def test_the_choice_follows_the_device():
@@ -292,7 +317,7 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
     total, normed = module.rms_norm_triton(x, other, weight, 1e-6, *STYLES[0])
     assert torch.equal(total, x + other)
     assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
-    plain = sum_and_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
+    plain = add_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
     assert torch.equal(plain[0], total.cpu())
     assert torch.equal(plain[1], rms_norm_plain(total.cpu(), weight.cpu(), 1e-6, STYLES[0]))
 
@@ -304,26 +329,26 @@ def test_a_norm_before_the_sum_has_the_bits_of_one_by_itself(dtype, style, dim):
     x, other, *weights = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 3, dim), (2, 3, dim), (dim,), (dim,)))
     module = pytest.importorskip("hf_static_kv.kernels.rms_norm_triton", reason="triton is not installed")
     skip_bfloat16_on_a_cpu(x)
-    first = Norm(weights[1], 1e-5, style)
-    expected = x + norm_kernel(other, *first)
-    total, normed = module.rms_norm_triton(x, other, weights[0], 1e-6, *STYLES[0], first)
+    pre_norm = Norm(weights[1], 1e-5, style)
+    expected = x + norm_kernel(other, *pre_norm)
+    total, normed = module.rms_norm_triton(x, other, weights[0], 1e-6, *STYLES[0], pre_norm)
     assert torch.equal(total, expected)
     assert torch.equal(normed, norm_kernel(expected, weights[0], 1e-6, STYLES[0]))
-    plain = sum_and_rms_norm(
-        x.cpu(), other.cpu(), weights[0].cpu(), 1e-6, STYLES[0], Norm(first.weight.cpu(), *first[1:])
+    plain = add_rms_norm(
+        x.cpu(), other.cpu(), weights[0].cpu(), 1e-6, STYLES[0], Norm(pre_norm.weight.cpu(), *pre_norm[1:])
     )
-    assert torch.equal(plain[0], x.cpu() + rms_norm_plain(other.cpu(), first.weight.cpu(), *first[1:]))
+    assert torch.equal(plain[0], x.cpu() + rms_norm_plain(other.cpu(), pre_norm.weight.cpu(), *pre_norm[1:]))
     assert torch.equal(plain[1], rms_norm_plain(plain[0], weights[0].cpu(), 1e-6, STYLES[0]))
 
 
 def test_a_sum_of_unlike_tensors_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"):
-        sum_and_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
+        add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
 
 
 def test_a_norm_of_another_dim_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
-        sum_and_rms_norm(
+        add_rms_norm(
             torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, STYLES[0], Norm(torch.ones(4), 1e-6, STYLES[0])
         )
     with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
@@ -332,30 +357,39 @@ def test_a_norm_of_another_dim_is_refused():
 
 class TestWriteToken:
     @pytest.mark.parametrize("implementation", ["triton", "as the device chooses"])
-    def test_one_slot_of_one_layer_and_nothing_else(self, implementation):
+    def test_one_position_of_one_layer_and_nothing_else(self, implementation):
         keys, values = torch.zeros(3, 4, 2, 10, 24, device=DEVICE), torch.zeros(3, 4, 2, 10, 16, device=DEVICE)
-        # As a projection leaves them: heads and tokens transposed. Two of four rows are in use.
+        # As a projection leaves them: heads and tokens transposed. Two of four batch rows are in use.
         key_states = torch.randn(2, 1, 2, 24, device=DEVICE).transpose(1, 2)
         value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
-        slot, layer = torch.tensor([7], device=DEVICE), torch.tensor(1, device=DEVICE)
+        arguments = keys[1, :2], values[1, :2], key_states, value_states, torch.tensor([7], device=DEVICE)
         if implementation == "triton":
             module = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
-            module.write_token_triton(keys, values, key_states, value_states, slot, layer)
+            module.write_token_triton(*arguments)
         else:
-            write_token(keys, values, key_states, value_states, slot, layer)
+            write_token(*arguments)
         expected = torch.zeros_like(keys), torch.zeros_like(values)
         expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = key_states[:, :, 0], value_states[:, :, 0]
         assert torch.equal(keys, expected[0])
         assert torch.equal(values, expected[1])
 
-    def test_a_slot_beyond_the_room_is_not_written(self):
+    def test_a_position_beyond_the_capacity_is_not_written(self):
         module = pytest.importorskip("hf_static_kv.kernels.write_token_triton", reason="triton is not installed")
-        storage = torch.zeros(2, 2, 1, 2, 4, 8, device=DEVICE)
-        states, slot = torch.ones(2, 1, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
-        module.write_token_triton(storage[0], storage[1], states, states, slot, torch.tensor(0, device=DEVICE))
+        storage = torch.zeros(2, 2, 2, 4, 8, device=DEVICE)
+        states, position = torch.ones(1, 2, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
+        module.write_token_triton(storage[0, :1], storage[1, :1], states, states, position)
         assert storage.abs().sum() == 0
 
-    def test_another_dtype_is_refused(self):
-        storage, states = torch.zeros(1, 1, 1, 4, 8), torch.zeros(1, 1, 1, 8, dtype=torch.bfloat16)
-        with pytest.raises(ValueError, match=r"storage is torch.float32 and the states are torch.bfloat16"):
-            write_token(storage, storage.clone(), states, states, torch.tensor([0]), torch.tensor(0))
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "message"),
+        [
+            ((1, 1, 1, 8), torch.bfloat16, "storage is torch.float32 and the states are torch.bfloat16"),
+            ((2, 1, 1, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[2, 1, 1, 8\]"),
+            ((1, 1, 2, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[1, 1, 2, 8\]"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, shape, dtype, message):
+        storage, states = torch.zeros(1, 1, 4, 8), torch.zeros(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=message):
+            write_token(storage, storage.clone(), states, states, torch.tensor([0]))
+        assert storage.abs().sum() == 0

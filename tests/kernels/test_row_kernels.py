@@ -1,12 +1,12 @@
-"""Kernels by rows: against float64, and a row with others against the same row alone. On a CPU both twins run."""
+"""Batch-invariant kernels: against float64, and a token with others against the same token alone."""
 
 import pytest
 import torch
 
+from hf_static_kv.kernels.invariant_attention import invariant_attention, invariant_attention_plain
+from hf_static_kv.kernels.invariant_linear import invariant_linear, invariant_linear_plain, padded_tiles
+from hf_static_kv.kernels.invariant_sum import invariant_sum, invariant_sum_plain
 from hf_static_kv.kernels.linear import ACTIVATIONS
-from hf_static_kv.kernels.row_attention import row_attention, row_attention_plain
-from hf_static_kv.kernels.row_linear import padded_tiles, row_linear, row_linear_plain
-from hf_static_kv.kernels.row_sum import row_sum, row_sum_plain
 from tests.conftest import given, settings, st
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -18,19 +18,24 @@ def normal(*shape, dtype=torch.float32, seed=0):
 
 
 def linear_kernel(x, weight, bias=None):
-    return pytest.importorskip("hf_static_kv.kernels.row_linear_triton").row_linear_triton(x, weight, bias)
+    module = pytest.importorskip("hf_static_kv.kernels.invariant_linear_triton")
+    return module.invariant_linears_triton(x, [weight], [] if bias is None else [bias])
 
 
 def sum_kernel(rows):
-    return pytest.importorskip("hf_static_kv.kernels.row_sum_triton").row_sum_triton(rows)
+    return pytest.importorskip("hf_static_kv.kernels.invariant_sum_triton").invariant_sum_triton(rows)
 
 
 def attention_kernel(query, keys, values, spans, scale):
     kernel = pytest.importorskip("hf_static_kv.kernels.decode_attention_triton").decode_attention_triton
-    return kernel(query, keys, values, spans.reshape(-1, 3), None, None, scale, keys.shape[2], None, None)
+    return kernel(query, keys, values, spans.reshape(-1, 3), None, scale, keys.shape[2])
 
 
-@pytest.mark.parametrize("implementation", [linear_kernel, row_linear_plain], ids=["triton", "plain"])
+def attention_plain(query, keys, values, spans, scale):
+    return invariant_attention_plain(query, keys, values, spans, scale, None, None)
+
+
+@pytest.mark.parametrize("implementation", [linear_kernel, invariant_linear_plain], ids=["triton", "plain"])
 class TestLinear:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("transposed", [False, True])  # as GPT-2 keeps its weights
@@ -89,16 +94,16 @@ class TestManyRowsAndFew:
             assert torch.equal(linear_kernel(x[rows], weight, bias), many[rows])
 
     def test_gated_linear(self, dim, size, dtype):
-        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
 
         x, gate, up = normal(150, dim, dtype=dtype), *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2))
         activation = ACTIVATIONS[dim % 3]
-        many = row_gated_triton(x, gate, up, activation)
+        many = invariant_gated_linear_triton(x, gate, up, activation)
         for rows in self.ROWS:
-            assert torch.equal(row_gated_triton(x[rows], gate, up, activation), many[rows])
+            assert torch.equal(invariant_gated_linear_triton(x[rows], gate, up, activation), many[rows])
 
 
-@pytest.mark.parametrize("implementation", [sum_kernel, row_sum_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("implementation", [sum_kernel, invariant_sum_plain], ids=["triton", "plain"])
 @pytest.mark.parametrize(("rows", "dim"), [(1, 5), (20, 300), (3, 5000)])
 def test_sums(implementation, rows, dim):
     x = normal(rows, dim)
@@ -106,16 +111,16 @@ def test_sums(implementation, rows, dim):
     bound = dim * torch.finfo(torch.float32).eps * x.double().abs().sum(-1)
     assert ((got.double() - x.double().sum(-1)).abs() <= bound).all()
     assert torch.equal(implementation(x[-1:]), got[-1:])
-    assert torch.equal(row_sum(x[None])[0], row_sum(x))
+    assert torch.equal(invariant_sum(x[None])[0], invariant_sum(x))
 
 
-def spans_of(batch, queries, keys, origin=0, window=None):
+def spans_of(batch, queries, keys, seq_start=0, window=None):
     end = torch.arange(keys - queries + 1, keys + 1)
-    first = (end - window).clamp(min=origin) if window else torch.full_like(end, origin)
-    return torch.stack([torch.full_like(end, origin), first, end], dim=-1).expand(batch, -1, -1).to(DEVICE)
+    first = (end - window).clamp(min=seq_start) if window else torch.full_like(end, seq_start)
+    return torch.stack([torch.full_like(end, seq_start), first, end], dim=-1).expand(batch, -1, -1).to(DEVICE)
 
 
-@pytest.mark.parametrize("implementation", [attention_kernel, row_attention_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize("implementation", [attention_kernel, attention_plain], ids=["triton", "plain"])
 class TestAttention:
     @pytest.mark.parametrize("window", [None, 70])
     @pytest.mark.parametrize(("queries", "keys"), [(1, 200), (9, 150), (5, 5)])
@@ -143,12 +148,12 @@ class TestAttention:
 
     @pytest.mark.parametrize("groups", [1, 3, 17])
     def test_queries_of_one_program_that_begin_with_unlike_pieces(self, implementation, groups):
-        """A window over a border between pieces, rows of unlike origin, and one row that begins inside."""
+        """A window over a border between pieces, rows of unlike seq_start, and one row that begins inside."""
         query, key, value = normal(2, 2 * groups, 9, 20), normal(2, 2, 300, 20), normal(2, 2, 300, 20, seed=1)
-        spans = torch.cat([spans_of(1, 9, 261, window=133), spans_of(1, 9, 300, origin=295)])
+        spans = torch.cat([spans_of(1, 9, 261, window=133), spans_of(1, 9, 300, seq_start=295)])
         spans[1, :4] = 295  # padding: these see nothing
         whole = implementation(query, key, value, spans, 0.25)
-        expected = row_attention_plain(query, key, value, spans, 0.25)
+        expected = attention_plain(query, key, value, spans, 0.25)
         torch.testing.assert_close(whole, expected, rtol=0, atol=2e-6)
         for t in (0, 4, 8):
             one = implementation(query[:, :, t : t + 1], key, value, spans[:, t : t + 1], 0.25)
@@ -158,7 +163,7 @@ class TestAttention:
         query, key, value = normal(1, 4, 3, 16), normal(1, 2, 90, 16), normal(1, 2, 90, 16, seed=1)
         padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], dim=2) for t in (key, value)]
         bare = implementation(query, key, value, spans_of(1, 3, 90), 0.25)
-        assert torch.equal(implementation(query, *padded, spans_of(1, 3, 97, origin=7), 0.25), bare)
+        assert torch.equal(implementation(query, *padded, spans_of(1, 3, 97, seq_start=7), 0.25), bare)
 
     def test_a_query_that_sees_nothing_gives_zeros(self, implementation):
         query, key = normal(1, 2, 1, 16), normal(1, 2, 8, 16)
@@ -178,9 +183,11 @@ def test_tiles_have_one_shape_and_memory_of_their_own():
 
 def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\) do not fit"):
-        row_linear(torch.ones(2, 3), torch.ones(4, 5))
+        invariant_linear(torch.ones(2, 3), torch.ones(4, 5))
     states, spans = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"spans must be \[1, 3, 3\], origin first end, got \[1, 2, 3\]"):
-        row_attention(states, states, states, spans, 1.0, None, None)
+    with pytest.raises(ValueError, match=r"spans must be \[1, 3, 3\] of seq_start, first, end, got \[1, 2, 3\]"):
+        invariant_attention(states, states, states, spans, 1.0, None, None)
     with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"):
-        row_attention(states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None)
+        invariant_attention(
+            states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None
+        )

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.counting import Greedy, choose_plain, count_on_plain
+from hf_static_kv.kernels.advance import advance_plain
+from hf_static_kv.kernels.greedy import GreedyState, select_greedy_plain
 from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
 from tests.conftest import given, settings, st
@@ -14,7 +15,9 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels.counting_triton import choose_triton, count_on_triton
+from hf_static_kv.kernels import linear_triton
+from hf_static_kv.kernels.advance_triton import advance_triton
+from hf_static_kv.kernels.greedy_triton import select_greedy_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.rotary_triton import rotary_triton
 
@@ -72,6 +75,9 @@ class TestLinears:
         x, weight = normal(9, 300, dtype=torch.float16), normal(40, 300, dtype=torch.float16)
         together = linears_kernel(x, [weight], [])
         assert torch.equal(linears_kernel(x[4:6], [weight], []), together[4:6])
+
+    def test_a_kernel_takes_as_many_weights_as_the_operation(self):
+        assert linear_triton.WEIGHT_ARGUMENTS == linear.MAX_WEIGHTS
 
     @pytest.mark.parametrize("weights", [0, 4])
     def test_the_number_of_weights(self, weights):
@@ -138,63 +144,74 @@ class TestRotary:
         assert torch.equal(rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0])
 
 
-class TestCounting:
+class TestAdvance:
     @given(
-        origin=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+        seq_start=st.lists(st.integers(0, 9), min_size=1, max_size=5),
         windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
-        slot=st.integers(9, 40),
+        position=st.integers(9, 40),
+        columns=st.sampled_from([3, 4, 5]),
     )
     @settings(max_examples=20, deadline=None)
-    def test_one_position_further(self, origin, windows, slot):
+    def test_one_position_further(self, seq_start, windows, position, columns):
+        """Spans may be a view of wider ones, as in a captured step: the columns after them stay as they are."""
         states = []
-        for count_on in (count_on_plain, count_on_triton):
-            tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([slot], origin, windows)]
-            spans = torch.zeros(len(origin), len(windows), 3, dtype=torch.int64, device=DEVICE)
-            positions = torch.zeros(len(origin), 1, dtype=torch.int64, device=DEVICE)
-            count_on(tensors[0], tensors[1][:, None], tensors[2], spans, positions)
+        for advance in (advance_plain, advance_triton):
+            tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)]
+            spans = torch.full((len(seq_start), len(windows), columns), -1, device=DEVICE)
+            positions = torch.zeros(len(seq_start), 1, dtype=torch.int64, device=DEVICE)
+            advance(tensors[0], tensors[1][:, None], tensors[2], spans[..., :3], positions)
             states.append([tensors[0].tolist(), spans.tolist(), positions.tolist()])
-        naive = [[[o, max(o, slot + 2 - w), slot + 2] for w in windows] for o in origin]
-        assert states[0] == states[1] == [[slot + 1], naive, [[slot + 1 - o] for o in origin]]
+        end, rest = position + 2, [-1] * (columns - 3)
+        naive = [[[start, max(start, end - window), end, *rest] for window in windows] for start in seq_start]
+        assert states[0] == states[1] == [[position + 1], naive, [[position + 1 - start] for start in seq_start]]
 
-    @given(data=st.data(), vocabulary=st.sampled_from([5, 128, 300, 1000]), rows=st.integers(1, 5))
+    def test_spans_with_a_stride_in_their_last_dim_are_refused(self):
+        numbers = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
+        spans = torch.zeros(3, 1, 2, dtype=torch.int64, device=DEVICE).permute(2, 1, 0)
+        with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
+            advance_triton(numbers[0], numbers, numbers[0], spans, numbers)
+
+
+class TestGreedy:
+    @given(data=st.data(), vocabulary=st.sampled_from([5, 128, 300, 1000]), batch=st.integers(1, 5))
     @settings(max_examples=10, deadline=None)
-    def test_choosing(self, data, vocabulary, rows):
+    def test_selection(self, data, vocabulary, batch):
         # Few values, so that the largest is often there twice: the first one counts.
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
-        logits = torch.randint(-2, 3, (rows, vocabulary), generator=generator).float().to(DEVICE)
-        unfinished = [[data.draw(st.booleans())] for _ in range(rows)]
+        logits = torch.randint(-2, 3, (batch, vocabulary), generator=generator).float().to(DEVICE)
+        unfinished = [[data.draw(st.booleans())] for _ in range(batch)]
         eos = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
         states = []
-        for choose in (choose_plain, choose_triton):
-            state = Greedy(
-                text=torch.zeros(rows, 6, dtype=torch.int64, device=DEVICE),
-                token=torch.zeros(rows, 1, dtype=torch.int64, device=DEVICE),
+        for select in (select_greedy_plain, lambda logits, at, state: select_greedy_triton(logits, at, *state)):
+            state = GreedyState(
+                sequences=torch.zeros(batch, 6, dtype=torch.int64, device=DEVICE),
+                token=torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE),
                 unfinished=torch.tensor(unfinished, device=DEVICE),
                 eos=torch.tensor([eos + [-1] * (16 - len(eos))], device=DEVICE),
                 pad=torch.tensor([3], device=DEVICE),
                 is_over=torch.tensor(False, device=DEVICE),
             )
-            choose(logits, torch.tensor([2], device=DEVICE), state)
+            select(logits, torch.tensor([2], device=DEVICE), state)
             states.append([tensor.tolist() for tensor in state])
         tokens = [
-            row.index(max(row)) if goes_on else 3 for row, (goes_on,) in zip(logits.tolist(), unfinished, strict=True)
+            row.index(max(row)) if running else 3 for row, (running,) in zip(logits.tolist(), unfinished, strict=True)
         ]
         assert states[0] == states[1]
         assert states[0][0] == [[0, 0, 0, token, 0, 0] for token in tokens]
-        assert states[0][2] == [[goes_on and t not in eos] for t, (goes_on,) in zip(tokens, unfinished, strict=True)]
-        assert states[0][5] == (not any(goes_on for (goes_on,) in states[0][2]))
+        assert states[0][2] == [[running and t not in eos] for t, (running,) in zip(tokens, unfinished, strict=True)]
+        assert states[0][5] == (not any(running for (running,) in states[0][2]))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
 def test_kernels_that_are_only_compiled_do_not_run():
-    text = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
+    seq_start = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     windows, spans = torch.tensor([7], device=DEVICE), torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE)
-    slot = torch.tensor([4], device=DEVICE)
+    cache_position = torch.tensor([4], device=DEVICE)
     with compile_only():
-        count_on_triton(slot, text, windows, spans, text.clone())
-    assert slot.tolist() == [4]
-    count_on_triton(slot, text, windows, spans, text.clone())
-    assert slot.tolist() == [5]
+        advance_triton(cache_position, seq_start, windows, spans, seq_start.clone())
+    assert cache_position.tolist() == [4]
+    advance_triton(cache_position, seq_start, windows, spans, seq_start.clone())
+    assert cache_position.tolist() == [5]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
@@ -210,10 +227,10 @@ def test_a_kernel_that_cannot_be_compiled_is_told_and_is_the_only_one():
 
 
 @triton.jit
-def _broken(x, EARLY: tl.constexpr):
+def _broken(x, PDL: tl.constexpr):
     tl.static_assert(False, "never")
 
 
 @triton.jit
-def _fill_with_ones(x, EARLY: tl.constexpr):
+def _fill_with_ones(x, PDL: tl.constexpr):
     tl.store(x, 1.0)

@@ -11,8 +11,8 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
-from hf_static_kv.fingerprint import _addresses_of, without_address
-from hf_static_kv.generation import has_hooks
+from hf_static_kv.decoding.eligibility import has_hooks
+from hf_static_kv.program.fingerprint import _addresses_of, without_address
 from tests.conftest import COMMON, PROMPT, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -8,14 +8,14 @@ from threading import Thread
 import pytest
 import torch
 
-from hf_static_kv.exact import exact
-from hf_static_kv.fusion import norms as fused
-from hf_static_kv.fusion.linears import fused_linears, gated_mlps, mlp_activation, single_linears
-from hf_static_kv.fusion.norms import FusedSums, fused_norms, norm_style
-from hf_static_kv.fusion.positions import angles_from_tables, fused_rotary
-from hf_static_kv.fusion.replacing import replaced
+from hf_static_kv.exactness.exact import exact
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.rms_norm import NormStyle, rms_norm_plain
+from hf_static_kv.patching import replaced
+from hf_static_kv.program import norms as fused
+from hf_static_kv.program.linears import fused_linears, gated_mlps, mlp_activation, single_linears
+from hf_static_kv.program.norms import FusedSums, fused_norms, norm_style
+from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 from tests.conftest import ARCHITECTURES, toy_model
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)
@@ -51,7 +51,7 @@ def test_a_fused_model_computes_the_same(name, monkeypatch):
         return rms_norm_plain(*args)
 
     expected = model(ids).logits
-    monkeypatch.setattr("hf_static_kv.fusion.norms.rms_norm", count)
+    monkeypatch.setattr("hf_static_kv.program.norms.rms_norm", count)
     with fused_norms(model) as norms:
         assert torch.equal(model(ids).logits, expected)
     assert len(calls) == len(norms)
@@ -263,13 +263,13 @@ class TestSums:
     @pytest.mark.parametrize(("name", "number", "has_first"), [("llama", 4, False), ("gemma3", 6, True)])
     def test_a_sum_is_computed_with_the_norms_around_it(self, monkeypatch, name, number, has_first):
         model, calls = toy_model(name), []
-        own = fused.sum_and_rms_norm
+        own = fused.add_rms_norm
 
         def count(*args):
             calls.append(args[-1] is not None)
             return own(*args)
 
-        monkeypatch.setattr(fused, "sum_and_rms_norm", count)
+        monkeypatch.setattr(fused, "add_rms_norm", count)
         sums = FusedSums()
         with torch.no_grad(), fused_norms(model):
             with sums:
