@@ -48,13 +48,14 @@ class InThisProcess:
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs a script's `main` with these arguments in this process."""
+    import bench_generation
     import measure
 
     monkeypatch.setitem(measure.BANDWIDTH_BYTES, "cpu", 1 << 16)
 
     def run_main(script, *args):
         module = importlib.import_module(script)
-        for owner in (module, measure):
+        for owner in (module, bench_generation, measure):
             if hasattr(owner, "FreshProcess"):
                 monkeypatch.setattr(owner, "FreshProcess", InThisProcess)
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py", *map(str, args)])
