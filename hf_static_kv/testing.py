@@ -101,6 +101,32 @@ DEV_MODELS = {
         },
     ),
     "gpt2": DevModel("openai-community/gpt2", "gpt2", {"bos_token_id": 50_256, "eos_token_id": 50_256}),
+    "gpt2-xl": DevModel(
+        "openai-community/gpt2-xl",
+        "gpt2",
+        {"n_embd": 1600, "n_layer": 48, "n_head": 25, "bos_token_id": 50_256, "eos_token_id": 50_256},
+    ),
+    "phi-2": DevModel(
+        "microsoft/phi-2",
+        "phi",
+        {
+            "vocab_size": 51_200,
+            "hidden_size": 2560,
+            "intermediate_size": 10_240,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "max_position_embeddings": 2048,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4},
+            "tie_word_embeddings": False,
+            "bos_token_id": 50_256,
+            "eos_token_id": 50_256,
+        },
+    ),
+    "opt-1.3b": DevModel(
+        "facebook/opt-1.3b",
+        "opt",
+        {"hidden_size": 2048, "ffn_dim": 8192, "num_hidden_layers": 24, "num_attention_heads": 32},
+    ),
     "smollm2-135m": DevModel(
         "HuggingFaceTB/SmolLM2-135M-Instruct",
         "llama",
