@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, debug
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from hf_static_kv.cache import debug
 from hf_static_kv.testing import load_model
 from tests.conftest import toy_model
 
@@ -38,17 +39,13 @@ class TestSteps:
             PROMPT, do_sample=do_sample, return_dict_in_generate=True, output_logits=True, top_k=0, **COMMON
         )
         torch.manual_seed(7)
-        if how == "plain":
-            recorder = StepRecorder(best=3)
-            tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **COMMON)
-            steps = recorder.steps(tokens)
-        else:
-            decoder, cache = GraphDecoder(record_steps=3), StaticContiguousCache.from_model(model, 32, 2)
-            tokens = model.generate(
-                PROMPT, do_sample=do_sample, top_k=0, past_key_values=cache, custom_generate=decoder, **COMMON
-            )
-            assert decoder.fallback_reason is None
-            steps = decoder.steps
+        recorder, decoder, keywords = StepRecorder(best=3), GraphDecoder(), {}
+        if how == "GraphDecoder":
+            cache = StaticContiguousCache.from_model(model, 32, 2)
+            keywords = {"past_key_values": cache, "custom_generate": decoder}
+        tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **keywords, **COMMON)
+        steps = recorder.steps(tokens)
+        assert decoder.fallback_reason is None
         assert torch.equal(tokens, expected.sequences)
         assert [len(row) for row in steps] == [NEW, NEW]
         for row in range(2):
@@ -83,8 +80,6 @@ class TestSteps:
     def test_refusals(self, model):
         with pytest.raises(ValueError, match="best must be at least 1, got 0"):
             StepRecorder(best=0)
-        with pytest.raises(ValueError, match="got -1"):
-            GraphDecoder(record_steps=-1)
         with pytest.raises(ValueError, match="0 steps were recorded and the sequences hold 2 new tokens"):
             StepRecorder().steps(torch.ones(1, 2, dtype=torch.long))
 
@@ -185,12 +180,14 @@ class TestOtherWaysToDecode:
         sequences, logits = record(model, recorder, PROMPT, **keywords)
         check(recorder.steps(sequences), sequences, logits)
 
-    def test_the_decoder_records_every_call(self, model):
-        decoder, cache = GraphDecoder(record_steps=2), StaticContiguousCache.from_model(model, 32, 2)
+    def test_turn_by_turn_with_the_decoder(self, model):
+        recorder, decoder = StepRecorder(best=2), GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, 32, 2)
         ids, common = PROMPT, {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON}
         for _ in range(3):
-            ids = model.generate(ids, **common)
-            assert [[step["token"] for step in row] for row in decoder.steps] == ids[:, -NEW:].tolist()
+            ids = model.generate(ids, logits_processor=[recorder], **common)
+            assert [[step["token"] for step in row] for row in recorder.steps(ids)] == ids[:, -NEW:].tolist()
+        assert decoder.fallback_reason is None
 
 
 class TestDebugLog:
@@ -227,8 +224,8 @@ class TestDebugLog:
             model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         layers = [message for message in caplog.messages if message.startswith("layer")]
         assert layers == [
-            "layer 0 wrote [0, 30) and hands out [0, 30)",
-            f"layer 0 wrote [30, 31) and hands out [{31 - window}, 31)",
+            "layer 0 wrote [0, 30) and returned [0, 30)",
+            f"layer 0 wrote [30, 31) and returned [{31 - window}, 31)",
         ]
 
     def test_the_environment_turns_it_on(self, monkeypatch, capsys, clean_logger):
@@ -239,6 +236,6 @@ class TestDebugLog:
         for layer in range(2):
             cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), layer)
         assert capsys.readouterr().err.splitlines() == [
-            "hf_static_kv: layer 1 wrote [0, 3) and hands out [0, 3)",
+            "hf_static_kv: layer 1 wrote [0, 3) and returned [0, 3)",
             "hf_static_kv: step at 0: 3 new tokens in 1 row, 3 of 8 positions filled",
         ]
