@@ -6,6 +6,7 @@ the package imports without them. Each function says what happens when its name 
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
@@ -106,6 +107,18 @@ def own_buffers(module: Module) -> list[torch.Tensor]:
     return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
+def copy_with_submodules(module: Module, **parts: Module) -> Module:
+    """A shallow copy of a module with other submodules of these names. Without `_modules`: a deep copy."""
+    if not hasattr(module, "_modules"):
+        clone = copy.deepcopy(module)
+        for name, part in parts.items():
+            setattr(clone, name, part)
+        return clone
+    clone = copy.copy(module)
+    clone._modules = {**module._modules, **parts}
+    return clone
+
+
 def forward_hooks(module: Module) -> list[Any]:
     """The hooks that a call of this module runs. Without these names: none are seen."""
     stores = (getattr(module, name, {}) for name in ("_forward_hooks", "_forward_pre_hooks"))
@@ -142,7 +155,15 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
 # --- torch: dispatch and compiling
 
 try:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Base of `exact`'s mode."""
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # dynamo is disabled for the whole pass; torch would disable it again in every operation
+
 except ImportError:
 
     class DispatchMode:  # type: ignore[no-redef]

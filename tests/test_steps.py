@@ -11,7 +11,8 @@ import pytest
 import torch
 from architectures import toy_model
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, debug
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from hf_static_kv.cache import debug
 from hf_static_kv.testing import load_model
 
 PROMPT, NEW = torch.tensor([[5, 6, 7, 8], [9, 3, 5, 6]]), 7
@@ -40,17 +41,12 @@ class TestSteps:
             PROMPT, do_sample=do_sample, return_dict_in_generate=True, output_logits=True, top_k=0, **COMMON
         )
         torch.manual_seed(7)
-        if how == "plain":
-            recorder = StepRecorder(best=3)
-            tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **COMMON)
-            steps = recorder.steps(tokens)
-        else:
-            decoder, cache = GraphDecoder(record_steps=3), StaticContiguousCache.from_model(model, 32, 2)
-            tokens = model.generate(
-                PROMPT, do_sample=do_sample, top_k=0, past_key_values=cache, custom_generate=decoder, **COMMON
-            )
-            assert decoder.fallback_reason is None
-            steps = decoder.steps
+        recorder, decoder = StepRecorder(best=3), GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, 32, 2)
+        keywords = {} if how == "plain" else {"past_key_values": cache, "custom_generate": decoder}
+        tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **keywords, **COMMON)
+        assert decoder.fallback_reason is None
+        steps = recorder.steps(tokens)
         assert torch.equal(tokens, expected.sequences)
         assert [len(row) for row in steps] == [NEW, NEW]
         for row in range(2):
@@ -85,8 +81,6 @@ class TestSteps:
     def test_refusals(self, model):
         with pytest.raises(ValueError, match="best must be at least 1, got 0"):
             StepRecorder(best=0)
-        with pytest.raises(ValueError, match="got -1"):
-            GraphDecoder(record_steps=-1)
         with pytest.raises(ValueError, match="0 steps were recorded and the sequences hold 2 new tokens"):
             StepRecorder().steps(torch.ones(1, 2, dtype=torch.long))
 
@@ -157,7 +151,7 @@ class TestOtherWaysToDecode:
         sequences = model.generate(
             PROMPT, logits_processor=[recorder], num_beams=3, num_return_sequences=best_of, do_sample=False, **COMMON
         )
-        with pytest.raises(ValueError, match=r"Beams .* Record greedy decoding or sampling"):
+        with pytest.raises(ValueError, match=r"Beam search .* Record greedy decoding or sampling"):
             recorder.steps(sequences)
 
     @pytest.mark.parametrize("do_sample", [False, True])
@@ -187,12 +181,13 @@ class TestOtherWaysToDecode:
         sequences, logits = record(model, recorder, PROMPT, **keywords)
         check(recorder.steps(sequences), sequences, logits)
 
-    def test_the_decoder_records_every_call(self, model):
-        decoder, cache = GraphDecoder(record_steps=2), StaticContiguousCache.from_model(model, 32, 2)
-        ids, common = PROMPT, {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON}
+    def test_every_call_of_a_conversation_with_the_decoder(self, model):
+        recorder, cache = StepRecorder(best=2), StaticContiguousCache.from_model(model, 32, 2)
+        common = {"past_key_values": cache, "custom_generate": GraphDecoder(), "logits_processor": [recorder]}
+        ids = PROMPT
         for _ in range(3):
-            ids = model.generate(ids, **common)
-            assert [[step["token"] for step in row] for row in decoder.steps] == ids[:, -NEW:].tolist()
+            ids = model.generate(ids, **common, do_sample=False, **COMMON)
+            assert [[step["token"] for step in row] for row in recorder.steps(ids)] == ids[:, -NEW:].tolist()
 
 
 class TestDebugLog:
@@ -229,8 +224,8 @@ class TestDebugLog:
             model(torch.ones(1, 1, dtype=torch.long), past_key_values=cache)
         layers = [message for message in caplog.messages if message.startswith("layer")]
         assert layers == [
-            "layer 0 wrote [0, 30) and hands out [0, 30)",
-            f"layer 0 wrote [30, 31) and hands out [{31 - window}, 31)",
+            "layer 0 wrote [0, 30) and returned [0, 30)",
+            f"layer 0 wrote [30, 31) and returned [{31 - window}, 31)",
         ]
 
     def test_the_environment_turns_it_on(self):
@@ -246,6 +241,6 @@ class TestDebugLog:
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120
         )
         assert result.stderr.splitlines() == [
-            "hf_static_kv: layer 1 wrote [0, 3) and hands out [0, 3)",
+            "hf_static_kv: layer 1 wrote [0, 3) and returned [0, 3)",
             "hf_static_kv: step at 0: 3 new tokens in 1 row, 3 of 8 positions filled",
         ]

@@ -7,9 +7,9 @@ from test_decode import calls_in
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, full_attention, trace_attention
-from hf_static_kv.generation import attention_of
+from hf_static_kv.inspection.attention_trace import traced_attention
+from hf_static_kv.patching import attention_of
 from hf_static_kv.testing import random_model
-from hf_static_kv.trace import traced_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "phi3"]
@@ -132,8 +132,8 @@ class TestNothingElseChanges:
     def test_an_sdpa_model_has_its_attention_back(self):
         model = toy_model("llama", "sdpa").to(DEVICE)
         with trace_attention(model):
-            assert attention_of(model) == "static_contiguous_traced"
-        assert attention_of(model) == "sdpa"
+            assert attention_of(model) == {"": "static_contiguous_traced"}
+        assert attention_of(model) == {"": "sdpa"}
 
     def test_also_after_an_exception(self):
         model = toy_model("llama", "sdpa").to(DEVICE)
@@ -144,7 +144,7 @@ class TestNothingElseChanges:
 
         with pytest.raises(RuntimeError, match="in the middle"):
             fail_inside()
-        assert attention_of(model) == "sdpa"
+        assert attention_of(model) == {"": "sdpa"}
 
     def test_after_it_nothing_is_recorded(self):
         model, inputs = toy("llama"), prompt()
@@ -201,7 +201,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("keywords", "message"),
         [
-            ({"layers": [2]}, "Layer 2 has no attention that could be traced: layers 0, 1 have"),
+            ({"layers": [2]}, "Layer 2 has no attention to trace: layers 0, 1 have"),
             ({"heads": [9]}, r"heads are 0 to \d, got \[9\]"),
         ],
     )
@@ -229,7 +229,7 @@ class TestRefusals:
             pass
         with trace_attention(model), pytest.raises(RuntimeError, match="The model is traced"), exact(model):
             pass
-        assert attention_of(model) == "eager"
+        assert attention_of(model) == {"": "eager"}
 
     @pytest.mark.parametrize("name", ["bloom", "codegen", "gpt_neo", "mpt"])
     def test_a_model_without_the_attention_interface(self, name):
@@ -266,5 +266,5 @@ class TestRefusals:
             full_attention(wrapper, prompt()["input_ids"], layer=0)
 
     def test_several_texts(self):
-        with pytest.raises(ValueError, match=r"takes one text, \[1, n\], got \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"takes one sequence, \[1, n\], got \[2, 3\]"):
             full_attention(toy("llama"), torch.ones(2, 3, dtype=torch.long), layer=0)
