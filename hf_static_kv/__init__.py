@@ -8,11 +8,13 @@ from hf_static_kv.exactness.exact import exact
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
 from hf_static_kv.inspection.step_recorder import StepRecorder
 
+__version__ = "0.2.0"
 __all__ = [
     "GraphDecoder",
     "StaticContiguousCache",
     "StaticContiguousLayer",
     "StepRecorder",
+    "__version__",
     "cache_bytes",
     "exact",
     "full_attention",

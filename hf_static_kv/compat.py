@@ -15,11 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin
 
-# --- transformers: generate
+# --- transformers
 
 
 def generate_locals() -> dict[str, Any] | None:
@@ -36,11 +37,10 @@ def mask_length(config: GenerationConfig) -> int:
     return int(getattr(config, "_mask_length", -1))
 
 
-def pad_token(config: GenerationConfig) -> torch.Tensor | None:
+def pad_token(config: GenerationConfig) -> Tensor | None:
     """The padding token as a tensor. Without `_pad_token_tensor`: made from `pad_token_id`."""
-    if hasattr(config, "_pad_token_tensor"):
-        return config._pad_token_tensor  # type: ignore[no-any-return]
-    return None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
+    made = None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
+    return getattr(config, "_pad_token_tensor", made)
 
 
 def prefill(model: Any) -> Callable[..., Any] | None:
@@ -57,17 +57,13 @@ def sampling_loop(model: Any) -> Callable[..., Any]:
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
     """What `generate` does to a model while it decodes. Without it: nothing."""
-    context = getattr(model, "_optimize_model_for_decode", None)
-    return nullcontext() if context is None else context()  # type: ignore[no-any-return]
-
-
-# --- transformers: attention
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact and traces refuse."""
-    is_able = getattr(model, "_can_set_attn_implementation", None)
-    return is_able is not None and hasattr(model.config, "_attn_implementation") and bool(is_able())
+    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact refuses."""
+    is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
+    return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
 
 def attention_name(config: Any) -> str | None:
@@ -80,42 +76,45 @@ def clear_attention_name(config: Any) -> None:
     config._attn_implementation = None
 
 
+def collects_outputs(hook: Any) -> bool:
+    """Whether transformers left this hook behind to collect outputs; it does nothing in other calls."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def planned_device(module: Module) -> torch.device | None:
+    """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return None if device is None else torch.device(device)
+
+
 # --- torch: modules and tensors
+
+
+def own_parts(module: Module, kind: str) -> list[Any]:
+    """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
+    store = getattr(module, f"_{kind}", None)
+    if store is None:
+        return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
+    return [part for part in store.values() if part is not None]
 
 
 def all_modules(model: Module) -> list[Module]:
     """`model.modules()` in a third of its time: this runs before every prompt."""
-    if not hasattr(model, "_modules"):
-        return list(model.modules())
-    found: list[Module] = [model]
+    found = [model]
     for module in found:  # grows meanwhile
-        found += [part for part in module._modules.values() if part is not None]
+        found += own_parts(module, "modules")
     return found
-
-
-def own_parameters(module: Module) -> list[torch.Tensor]:
-    """The parameters of this module alone."""
-    if not hasattr(module, "_parameters"):
-        return list(module.parameters(recurse=False))
-    return [parameter for parameter in module._parameters.values() if parameter is not None]
-
-
-def own_buffers(module: Module) -> list[torch.Tensor]:
-    """The buffers of this module alone."""
-    if not hasattr(module, "_buffers"):
-        return list(module.buffers(recurse=False))
-    return [buffer for buffer in module._buffers.values() if buffer is not None]
 
 
 def copy_with_submodules(module: Module, **parts: Module) -> Module:
     """A shallow copy of a module with other submodules of these names. Without `_modules`: a deep copy."""
-    if not hasattr(module, "_modules"):
-        clone = copy.deepcopy(module)
-        for name, part in parts.items():
-            setattr(clone, name, part)
+    if hasattr(module, "_modules"):
+        clone = copy.copy(module)
+        clone._modules = {**module._modules, **parts}
         return clone
-    clone = copy.copy(module)
-    clone._modules = {**module._modules, **parts}
+    clone = copy.deepcopy(module)
+    for name, part in parts.items():
+        setattr(clone, name, part)
     return clone
 
 
@@ -130,23 +129,12 @@ def has_global_hooks() -> bool:
     return any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
 
 
-def collects_outputs(hook: Any) -> bool:
-    """Whether transformers left this hook behind to collect outputs; it does nothing in other calls."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
-def planned_device(module: Module) -> torch.device | None:
-    """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
-    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
-    return None if device is None else torch.device(device)
-
-
-def write_count(tensor: torch.Tensor) -> int | object:
+def write_count(tensor: Tensor) -> int | object:
     """How often the tensor was written in place. Without it: a new object, equal to no earlier count."""
     return 0 if tensor.is_inference() else getattr(tensor, "_version", object())
 
 
-def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     """The tensors that a wrapper subclass consists of, such as a quantised weight; None for an ordinary tensor."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
@@ -198,17 +186,17 @@ def is_fullgraph(wrapper: Any) -> bool:
 def many_compilations(limit: int) -> AbstractContextManager[Any]:
     """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
     limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
-    with suppress(ImportError, AttributeError):
+    with suppress(ImportError):
         import torch._dynamo.config as config
 
         if all(hasattr(config, name) for name in limits):
-            return config.patch(limits)  # type: ignore[attr-defined,no-any-return]
+            return config.patch(limits)  # type: ignore[no-any-return,unused-ignore]
     return nullcontext()
 
 
 def inductor_options() -> dict[str, Any]:
     """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
-    with suppress(ImportError, AttributeError):
+    with suppress(ImportError):
         import torch._inductor.config as config
 
         if hasattr(config.triton, "enable_pdl"):
@@ -218,10 +206,9 @@ def inductor_options() -> dict[str, Any]:
 
 def load_inductor() -> None:
     """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
-    with suppress(ImportError, AttributeError):
-        from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.async_compile import AsyncCompile
 
-        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+    AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
 
 
 # --- Triton
@@ -229,51 +216,47 @@ def load_inductor() -> None:
 
 def pdl_instructions() -> tuple[Any, Any]:
     """Device functions (wait for the previous kernel, launch the next). Without them: (None, None) and no PDL."""
-    try:
+    with suppress(ImportError):
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-    except ImportError:
-        return None, None
-    return gdc_wait, gdc_launch_dependents
+
+        return gdc_wait, gdc_launch_dependents
+    return None, None
 
 
 @contextmanager
-def parallel_compiling(pool: Any) -> Iterator[bool]:
-    """Triton compiles in this thread pool. Without it: gives False, and kernels are compiled one after the other."""
+def parallel_compiling(pool: Any) -> Iterator[None]:
+    """Triton compiles in this thread pool. Without it: kernels are compiled one after the other."""
     try:
         from triton.runtime._async_compile import AsyncCompileMode, active_mode
     except ImportError:
-        yield False
+        yield
         return
     try:
         with AsyncCompileMode(pool):
-            yield True
+            yield
     finally:
         active_mode.set(None)  # Triton leaves it set where a kernel failed, and could then compile no other
 
 
 def load_kernel(kernel: Any) -> None:
     """Load a compiled kernel onto the current device. Without it: its first launch does so."""
-    if hasattr(kernel, "_init_handles"):
-        kernel._init_handles()
+    getattr(kernel, "_init_handles", lambda: None)()
 
 
-def build_triton_driver() -> None:
+def load_triton_driver() -> None:
     """Build Triton's C module. Without it: the first launch does so."""
-    with suppress(ImportError, AttributeError):
-        from triton.runtime import driver
+    from triton.runtime import driver
 
-        driver.active.utils  # noqa: B018  # built on access
+    driver.active.utils  # noqa: B018  # built on access
 
 
 def hash_triton() -> None:
-    """Compute the hash of Triton's sources that every kernel is stored under. Without it: the first compile does so."""
-    with suppress(ImportError):
-        from triton.runtime.cache import triton_key
+    """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
+    from triton.runtime.cache import triton_key
 
-        triton_key()
+    triton_key()
 
 
-def import_gluon() -> None:
+def load_gluon() -> None:
     """Import Triton's second language, which some versions do at the first launch."""
-    with suppress(ImportError):
-        import triton.experimental.gluon  # noqa: F401
+    import triton.experimental.gluon  # noqa: F401

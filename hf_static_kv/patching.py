@@ -34,8 +34,9 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
         for module, value in values.items():
             if module.__dict__.get(attribute) is not value:
                 continue
-            delattr(module, attribute)
-            if before[module] is not _ABSENT:
+            if before[module] is _ABSENT:
+                delattr(module, attribute)
+            else:
                 setattr(module, attribute, before[module])
 
 
@@ -85,23 +86,23 @@ def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, name: str | Mapping[str, str | None]) -> Iterator[None]:
+def attention_implementation(model: PreTrainedModel, names: str | Mapping[str, str | None]) -> Iterator[None]:
     """The model with this attention implementation, or with one for each part as `attention_of` gives them."""
     before = attention_of(model)
     try:
-        _set_attention(model, name)
+        _set_attention(model, names)
         yield
     finally:
         _set_attention(model, before)
 
 
-def _set_attention(model: PreTrainedModel, name: str | Mapping[str, str | None]) -> None:
-    if isinstance(name, str):
-        model.set_attn_implementation(name)
+def _set_attention(model: Any, names: str | Mapping[str, str | None]) -> None:
+    if isinstance(names, str) or len(names) == 1:
+        model.set_attn_implementation(names if isinstance(names, str) else names[""])
         return
-    named = {part: own for part, own in name.items() if own is not None}
-    model.set_attn_implementation(named[""] if len(name) == 1 else named)
-    for part in name.keys() - named.keys():  # has no attention, and `set_attn_implementation` may have given it one
+    named = {part: name for part, name in names.items() if name is not None}
+    model.set_attn_implementation(named)
+    for part in names.keys() - named.keys():  # has no attention, and may have been given one
         compat.clear_attention_name(getattr(model.config, part))
 
 

@@ -1,1 +1,1 @@
-"""The drop-in cache. Files in reading order: debug, storage, support, layout, layer, request, callers, allocation, cache."""
+"""The drop-in cache. Reading order: debug, storage, support, layout, request, layer, callers, allocation, cache."""

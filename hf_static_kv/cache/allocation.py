@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
-from hf_static_kv.cache.storage import LayerShape, Members, StorageGroup, allocate_groups
+from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup, allocate_groups
 
 logger = logging.getLogger(__name__)
 
@@ -26,8 +26,8 @@ class AllocatedCache(Cache):
         self._plans = plans
         self._max_cache_len = max_cache_len
         self._groups: list[StorageGroup] = []
-        # Layers whose storage was sized by another layer's states: a guess, until the first step is complete.
-        self._guessed: set[int] = set()
+        # Layers that have not written: without storage, or with storage that was sized by another layer's states.
+        self._unsettled = set(range(len(plans)))
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
     def _allocate(
@@ -35,44 +35,46 @@ class AllocatedCache(Cache):
         layer_indices: Sequence[int],
         shapes: Sequence[LayerShape],
         batch_size: int,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        dtypes: Dtypes,
         devices: Sequence[torch.device],
     ) -> None:
-        """Give every layer storage; layers of one shape on one device share one pair of tensors."""
+        """Give these layers storage; layers of one shape on one device share one pair of tensors."""
         alike: dict[tuple[LayerShape, torch.device], list[int]] = {}
         for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
             alike.setdefault((shape, device), []).append(layer_idx)
         self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, dtypes)
+        self._unsettled -= set(layer_indices)
 
-    def _allocate_groups(
-        self, members: list[Members], batch_size: int, dtypes: tuple[torch.dtype, torch.dtype]
-    ) -> None:
+    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
         groups = allocate_groups(members, self._max_cache_len, batch_size, dtypes)
         for group, (_, _, layer_indices) in zip(groups, members, strict=True):
-            for row, layer_idx in enumerate(layer_indices):
-                self.layers[layer_idx].attach(group, row)
+            for index, layer_idx in enumerate(layer_indices):
+                self.layers[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
-    def _allocate_from_states(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate for this layer and for the others that the config describes alike, shaped as the states are."""
-        plan = self._plans[layer_idx]
-        shape, dtypes = LayerShape.of(key_states, value_states), (key_states.dtype, value_states.dtype)
-        if layer_idx in self._guessed:
+    def _settle(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
+        layer, plan = self.layers[layer_idx], self._plans[layer_idx]
+        shape, device = LayerShape.of(key_states, value_states), key_states.device
+        if layer.is_initialized and (layer.shape, layer.device) == (shape, device):
+            self._unsettled.discard(layer_idx)
+            return
+        if layer.is_initialized:
             logger.warning(
                 "Layer %d has %s on %s, which neither the config nor the first layer told: it and its like get storage "
-                "of their own, and what was set aside for them stays unused.%s",
+                "of their own, and the storage that was allocated for them stays unused.%s",
                 layer_idx,
                 shape,
-                key_states.device,
-                " `from_model` places every layer at once." if shape == self.layers[layer_idx].shape else "",
+                device,
+                " `from_model` places every layer at once." if shape == layer.shape else "",
             )
-            alike = [i for i in sorted(self._guessed) if self._plans[i] == plan]
+            alike = [i for i in sorted(self._unsettled) if self._plans[i] == plan]
         else:
-            new = (i for i, layer in enumerate(self.layers) if not layer.is_initialized)
-            alike = [i for i in new if self._plans[i].shape == plan.shape]
-        self._allocate_groups([(shape, key_states.device, alike)], key_states.shape[0], dtypes)
-        self._guessed = (self._guessed | set(alike)) - {layer_idx}
+            absent = (i for i, other in enumerate(self.layers) if not other.is_initialized)
+            alike = [i for i in absent if self._plans[i].shape == plan.shape]
+        self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+        self._unsettled.discard(layer_idx)
 
     def early_initialization(
         self,
@@ -119,7 +121,7 @@ class AllocatedCache(Cache):
         return sum(group.num_bytes for group in self._groups)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: the tokens that are there, without the room behind them. Loaded, the cache has its room."""
+        """For a pickle: the cached tokens without the free positions. Loaded, the cache has its capacity again."""
         used = [layer.used() for layer in self.layers if layer.is_initialized]
         rows = max((rows for rows, _ in used), default=0)
         length = max((length for _, length in used), default=0)

@@ -1,4 +1,4 @@
-"""Who is using a cache: the model and the threads, read from the stack. For the rare paths alone."""
+"""Which model and which threads use a cache, read from their stacks. For rare paths only."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import FrameType
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-_PATIENCE = 0.5  # seconds
+_PATIENCE_S = 0.5
 
 
 def running_model() -> PreTrainedModel | None:
-    """The model whose forward pass this is called from, the innermost one; None where there is none."""
+    """The innermost model whose forward pass this is called from; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         model = frame.f_locals.get("self")
@@ -24,7 +24,7 @@ def running_model() -> PreTrainedModel | None:
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread is inside of `generate` or a forward pass of a model that was given the cache."""
+    """Whether this thread is inside `generate` or a forward pass of a model that was given the cache."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         names = frame.f_locals
@@ -37,7 +37,7 @@ def is_in_use(cache: Cache, thread: int) -> bool:
 
 
 def wait_until_left(cache: Cache, thread: int) -> None:
-    """A call whose streamer has ended is over, though its thread may take a moment to leave it."""
-    deadline = monotonic() + _PATIENCE
+    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
+    deadline = monotonic() + _PATIENCE_S
     while is_in_use(cache, thread) and monotonic() < deadline:
         sleep(0.005)

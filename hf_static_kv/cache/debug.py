@@ -1,10 +1,10 @@
 """The debug log: what every step does to a cache, at level DEBUG of the logger `hf_static_kv`.
 
-    HF_STATIC_KV_DEBUG=1             logs to standard error
-    HF_STATIC_KV_DEBUG_LAYER=0       adds what layer 0 writes and returns
+HF_STATIC_KV_DEBUG=1             logs to standard error
+HF_STATIC_KV_DEBUG_LAYER=0       adds what layer 0 writes and returns
 
-    hf_static_kv: step at 12: 1 new token in 2 rows, 13 of 64 positions filled
-    hf_static_kv: layer 0 wrote [12, 13) and returned [5, 13)
+hf_static_kv: step at 12: 1 new token in 2 rows, 13 of 64 positions filled
+hf_static_kv: layer 0 wrote [12, 13) and returned [5, 13)
 """
 
 from __future__ import annotations

@@ -1,27 +1,26 @@
 """What a call of `generate` asks for, and what a cache refuses before the first token.
 
-`generate` hands a cache nothing but states, and a custom loop neither streamer nor assistant. Its own frame has all of
-it, so `running_request` reads that frame. Where the frame cannot be read, a call is checked later, pass by pass.
+`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. `running_request` reads
+all of it from the frame of `generate`. Where that cannot be read, a call is checked later, pass by pass.
 """
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any
 
 import torch
 import transformers
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
+from hf_static_kv import compat
+
 # Seen right in 5.22 and wrong in 5.17.
 _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
-_GENERATE = inspect.unwrap(GenerationMixin.generate).__code__  # below `torch.no_grad`
+CONTINUE_OR_RESET = "Call reset() before another sequence; to continue this one, pass the old tokens plus the new ones."
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +28,7 @@ class Request:
     """One call of `generate`: its prompt and its settings."""
 
     model: Any
-    input_ids: torch.Tensor  # [B, n]; n = 0 where the prompt is vectors alone
+    input_ids: torch.Tensor  # [B, n]; n = 0 where the prompt is `inputs_embeds` alone
     config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None
@@ -37,7 +36,7 @@ class Request:
     synced_gpus: bool | None = None
     custom_generate: Any = None
     stopping_criteria: Sequence[Any] = ()  # the caller's own
-    has_own_limit: bool = True  # False: the length is limited by the defaults of the model alone
+    has_own_limit: bool = True  # False: only the model's defaults limit the length
 
     @property
     def mask(self) -> torch.Tensor | None:
@@ -47,26 +46,26 @@ class Request:
     @property
     def mask_length(self) -> int:
         # Newer versions of transformers leave out a mask of ones and record its length.
-        return getattr(self.config, "_mask_length", -1) if self.mask is None else self.mask.shape[1]
+        return compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
 
     @property
     def past(self) -> int:
-        """Tokens before the prompt, where only the new ones were passed: the mask covers all of them."""
+        """Tokens before the prompt, where only new tokens were passed: the mask covers all of them."""
         return max(0, self.mask_length - self.input_ids.shape[1])
 
     @property
     def is_whole(self) -> bool:
-        """Whether the prompt repeats what is cached; `generate` then cuts that off."""
+        """Whether the prompt includes the cached tokens; `generate` then removes these."""
         return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
 
     @property
     def tokens(self) -> torch.Tensor | None:
-        """The ids [B, n] of positions from `past` on; None where the prompt is vectors, whatever ids stand beside."""
+        """The ids [B, n] of positions from `past` on; None where the prompt is `inputs_embeds`."""
         return self.input_ids if self.embeds is None else None
 
     @property
     def embeds(self) -> torch.Tensor | None:
-        """The prompt as vectors [B, n, hidden], always the whole one."""
+        """The prompt as embeddings [B, n, hidden], always the whole one."""
         return self.model_kwargs.get("inputs_embeds")
 
     @property
@@ -80,12 +79,12 @@ class Request:
         return max(0, min([int(self.config.max_length), *own]) - self.input_ids.shape[1])
 
     @property
-    def slots(self) -> int:
-        """Positions of a cache that the longest run writes. The last token of a run is never written."""
-        slots = self.prompt_length + self.max_new_tokens - 1
+    def max_positions(self) -> int:
+        """Positions of a cache that the longest generation writes. Its last token is never written."""
+        positions = self.prompt_length + self.max_new_tokens - 1
         # Prompt lookup may propose this many tokens when two are missing, and all of them are written.
         proposed = self.config.prompt_lookup_num_tokens
-        return slots + int(proposed) - 1 if proposed else slots
+        return positions + int(proposed) - 1 if proposed else positions
 
     @property
     def mode(self) -> GenerationMode:
@@ -93,11 +92,10 @@ class Request:
 
 
 def running_request() -> Request | None:
-    """The request of the innermost `generate` that is running in this thread; None where there is none to be read."""
-    frame = _generate_frame()
-    if frame is None:
+    """The request of the innermost `generate` of this thread; None where none can be read."""
+    names = compat.generate_locals()
+    if names is None:
         return None
-    names = frame.f_locals
     try:
         return Request(
             model=names["self"],
@@ -111,20 +109,8 @@ def running_request() -> Request | None:
             stopping_criteria=tuple(names["stopping_criteria"] or ()),
             has_own_limit=_has_own_limit(names),
         )
-    except KeyError:  # a version of transformers that names its variables otherwise
+    except KeyError:  # a version of transformers with other variable names
         return None
-
-
-def _generate_frame() -> FrameType | None:
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _GENERATE:
-        frame = frame.f_back
-    return frame
-
-
-def is_generating() -> bool:
-    """Whether this thread is inside of `generate`."""
-    return _generate_frame() is not None
 
 
 def _has_own_limit(names: dict[str, Any]) -> bool:
@@ -139,28 +125,26 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
 def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: torch.Tensor | None) -> None:
     """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
 
-    `known_ids` [B, k] are the first tokens in the cache, as far as they are known.
+    `known_ids` [B, k] are the first cached tokens, as far as they are known.
     """
-    _refuse_to_go_without(request)
+    _refuse_no_cache(request)
     _refuse_another_past(request, seq_len)
     if seq_len:
         _refuse_to_continue(request, seq_len)
         _refuse_other_tokens(request, seq_len, known_ids)
-    if request.has_own_limit and request.slots > max_cache_len:
+    if request.has_own_limit and request.max_positions > max_cache_len:
         _refuse_overflow(request, max_cache_len)
 
 
-def _refuse_to_go_without(request: Request) -> None:
+def _refuse_no_cache(request: Request) -> None:
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
-            "use_cache=False, and a cache is passed: every pass would read the whole text and write all of it again. "
-            "Pass use_cache=True to `generate` (the model's own config may say False, after gradient checkpointing "
-            "for one), or leave `past_key_values` and `custom_generate` out."
+            "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
+            "Pass use_cache=True to `generate` (the model's own config may say False, for instance after gradient "
+            "checkpointing), or leave `past_key_values` and `custom_generate` out."
         )
     if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
-        raise ValueError(
-            "A model that trains with gradient checkpointing writes into no cache. Call model.eval() first."
-        )
+        raise ValueError("A model that trains with gradient checkpointing writes to no cache. Call model.eval() first.")
 
 
 def _refuse_another_past(request: Request, seq_len: int) -> None:
@@ -169,27 +153,27 @@ def _refuse_another_past(request: Request, seq_len: int) -> None:
         raise ValueError(
             f"The attention mask covers {request.past} tokens before the {new} that are passed, and the cache holds "
             f"{seq_len}. Pass all tokens from position {seq_len} on (the last one of a generation is not in the cache) "
-            "with a mask over the whole text, or pass the whole text."
+            "with a mask over the whole sequence, or pass the whole sequence."
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
-        raise ValueError("transformers cuts ids into chunks, and this prompt is vectors: leave prefill_chunk_size out.")
+        raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
 
 
 def _refuse_to_continue(request: Request, seq_len: int) -> None:
     if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            f"Assisted and prompt-lookup decoding read the whole prompt, and the cache holds {seq_len} tokens already. "
-            "Call reset() first."
+            "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
+            f"{seq_len} tokens. Call reset() first."
         )
     if request.config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
         raise ValueError(
-            f"transformers {transformers.__version__} reads a prompt in chunks from position 0 on, and the cache holds "
-            f"{seq_len} tokens already. Leave prefill_chunk_size out, call reset() first, or install transformers 5.22."
+            f"Chunked prefill of transformers {transformers.__version__} starts at position 0, and the cache already "
+            f"holds {seq_len} tokens. Omit prefill_chunk_size, call reset() first, or install transformers 5.22."
         )
     if request.is_whole and request.prompt_length <= seq_len:
         raise ValueError(
-            f"A prompt of {request.prompt_length} has no new tokens: the cache holds {seq_len} already. Call reset() "
-            "before another text; to continue this one pass all of it, old and new."
+            f"A prompt of {request.prompt_length} has no new tokens: the cache already holds {seq_len}. "
+            f"{CONTINUE_OR_RESET}"
         )
 
 
@@ -202,22 +186,22 @@ def _refuse_other_tokens(request: Request, seq_len: int, known_ids: torch.Tensor
     length = min(known_ids.shape[1], ids.shape[1], seq_len)
     differs = ids[:, :length] != known_ids[:, :length]
     if request.mask is not None:
-        differs &= request.mask[:, :length].bool()  # what stands in the padding is of no account
+        differs &= request.mask[:, :length].bool()  # ids under padding do not count
     if bool(differs.any()):
         row, position = differs.nonzero()[0].tolist()
         raise ValueError(
-            f"The prompt does not continue the text in the cache: token {position} of row {row} is "
-            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. Call reset() "
-            "before another text; to continue this one pass all of it, old and new."
+            f"The prompt does not continue the cached sequence: token {position} of row {row} is "
+            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. "
+            f"{CONTINUE_OR_RESET}"
         )
 
 
 def _refuse_overflow(request: Request, max_cache_len: int) -> None:
-    fitting = max(0, request.max_new_tokens - (request.slots - max_cache_len))
+    fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
     proposed = request.config.prompt_lookup_num_tokens
     lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
     raise ValueError(
-        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.slots} positions "
-        f"(the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with max_cache_len >= "
-        f"{request.slots}, or ask for at most {fitting} new tokens."
+        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
+        f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
+        f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
     )

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
-# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where chunks begin.
+# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where it begins.
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
 _STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that are not attention and keep nothing from token to token

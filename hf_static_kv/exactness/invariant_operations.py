@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import compat
+from hf_static_kv.kernels.invariant_linear import invariant_linear
+from hf_static_kv.kernels.invariant_sum import invariant_sum
 from hf_static_kv.kernels.linear import activate, check_gated, check_linears
-from hf_static_kv.kernels.row_linear import row_linear
-from hf_static_kv.kernels.row_sum import row_sum
 
 aten = torch.ops.aten
 _BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
@@ -34,7 +34,7 @@ _CORRECTLY_ROUNDED = {
     "sub_", "trunc",
 }  # fmt: skip
 _WRITES_BY_INDEX = {"index_put", "index_put_"}
-_OWN_OPERATIONS = {"write_token", "attend", "row_attention"}
+_OWN_OPERATIONS = {"write_token", "attend", "invariant_attention"}
 
 
 def no_kernel(what: str) -> RuntimeError:
@@ -126,19 +126,19 @@ def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _mm(x: Tensor, other: Tensor) -> Tensor:
-    return row_linear(x, other.t())
+    return invariant_linear(x, other.t())
 
 
 def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if bias.ndim != 1 or beta != 1 or alpha != 1:
         raise no_kernel("aten.addmm with a matrix, beta or alpha")
-    return row_linear(x, other.t(), bias)
+    return invariant_linear(x, other.t(), bias)
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
     shares_weight = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
     if shares_weight:  # a linear layer whose input is not contiguous
-        return row_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
+        return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
     return x * other  # an outer product: nothing is summed
@@ -149,7 +149,7 @@ def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: 
         return x.sum(list(dim or ()), keepdim, dtype=dtype)
     if [d % x.ndim for d in dim or ()] != [x.ndim - 1]:
         raise no_kernel(f"aten.sum over dim {dim} of {tuple(x.shape)}, not over the last one")
-    total = row_sum(x).to(dtype or x.dtype)
+    total = invariant_sum(x).to(dtype or x.dtype)
     return total[..., None] if keepdim else total
 
 
@@ -174,7 +174,7 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         raise no_kernel(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
     scores = x.float()
     powers = _in_blocks(aten.exp.default, scores - scores.amax(dim=-1, keepdim=True))
-    return (powers / row_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
+    return (powers / invariant_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _layer_norm(
@@ -183,9 +183,9 @@ def _layer_norm(
     if len(shape) != 1:
         raise no_kernel(f"aten.layer_norm over {list(shape)}, not over the last dim alone")
     states = x.float()
-    mean = (row_sum(states) / shape[0])[..., None]
+    mean = (invariant_sum(states) / shape[0])[..., None]
     centred = states - mean
-    inverse = 1 / (row_sum(centred * centred)[..., None] / shape[0] + eps).sqrt()
+    inverse = 1 / (invariant_sum(centred * centred)[..., None] / shape[0] + eps).sqrt()
     y = centred * inverse
     y = y if weight is None else y * weight.float()
     y = y if bias is None else y + bias.float()
@@ -195,20 +195,20 @@ def _layer_norm(
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     check_linears(x, weights, biases)
     if x.is_cuda:
-        from hf_static_kv.kernels.row_linear_triton import row_linears_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        return row_linears_triton(x, weights, biases)
+        return invariant_linears_triton(x, weights, biases)
     flat = x.reshape(-1, x.shape[-1])
-    parts = [row_linear(flat, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    parts = [invariant_linear(flat, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
 
 
 def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
-        from hf_static_kv.kernels.row_linear_triton import row_gated_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
 
-        return row_gated_triton(x, gate, up, activation)
+        return invariant_gated_linear_triton(x, gate, up, activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 

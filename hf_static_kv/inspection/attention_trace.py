@@ -22,11 +22,12 @@ from hf_static_kv import patching
 from hf_static_kv.attention import (
     EXACT_ATTENTION_NAME,
     TRACED_ATTENTION_NAME,
-    is_trial_pass,
+    is_verification_pass,
     kernel_serves,
     one_token_attention,
     plain_attention,
     static_contiguous_attention,
+    step_layer,
 )
 from hf_static_kv.kernels.decode_attention import decode_attention
 
@@ -76,7 +77,7 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: torch.Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if is_trial_pass():
+        if is_verification_pass():
             return
         weights = weights if self.heads is None else weights[:, self.heads]
         positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
@@ -149,8 +150,8 @@ def traced_attention(
     trace, layer = module.__dict__[_TRACE]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-    if key.ndim == 5:  # a step of GraphDecoder: keys of all layers
-        return _traced_step(trace, layer, module, query, key, value, attention_mask, scale, softcap, sinks), None
+    if (step := step_layer(module)) is not None:
+        return _traced_step(trace, layer, step.spans, query, key, value, scale, softcap, sinks), None
     first = getattr(attention_mask, "first_key", 0)
     if kernel_serves(query, key, value, attention_mask):
         weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
@@ -167,22 +168,17 @@ def traced_attention(
 def _traced_step(
     trace: AttentionTrace,
     layer: int,
-    module: Any,
+    spans: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
-    mask: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    assert mask is not None
-    spans = mask.view(query.shape[0], -1, 3)
-    weights = torch.zeros(*query.shape[:2], keys.shape[3], device=query.device)
-    output = decode_attention(
-        query, keys, values, spans, None, module.layer_idx, scale=scale, softcap=softcap, sinks=sinks, weights=weights
-    )
-    first, end = int(spans[:, layer, 1].min()), int(spans[0, layer, 2])
+    weights = torch.zeros(*query.shape[:2], keys.shape[2], device=query.device)
+    output = decode_attention(query, keys, values, spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
+    first, end = int(spans[:, 1].min()), int(spans[0, 2])
     trace.record(layer, first, weights[..., first:end])
     return output
 

@@ -55,7 +55,7 @@ def type_without_address(tensors: Iterable[torch.Tensor]) -> str | None:
 def _addresses(modules: Sequence[Module], storage: torch.Tensor) -> list[int]:
     tensors = [storage]
     for module in modules:
-        tensors += compat.own_parameters(module) + compat.own_buffers(module)
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, torch.Tensor)]
     return [address for tensor in tensors for address in _addresses_of(tensor)]
 
@@ -113,6 +113,6 @@ def _identity(function: Any) -> Any:
 def _rotary_values(modules: Sequence[Module]) -> int:
     """The rotary frequencies: a change in place keeps their address, and the step has tables made from them."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
-    buffers = [buffer for module in rotary for buffer in compat.own_buffers(module)]
+    buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
     values = [b.flatten() if b.numel() <= _SMALL_BUFFER else b.double().sum()[None] for b in buffers]
     return hash(tuple(torch.cat(values).tolist())) if values else 0

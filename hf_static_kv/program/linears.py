@@ -170,7 +170,7 @@ class _GroupMember:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         shared, module = self.shared, self.shared.group[self.i]
-        if self.i == 0 and x.numel() <= linear.MAX_ROWS * x.shape[-1]:
+        if self.i == 0 and x.numel() <= linear.MAX_TOKENS * x.shape[-1]:
             shared.compute(x)
         if shared.x is not x:  # too many tokens, or another input than in `run`
             return F.linear(x, module.weight, module.bias)

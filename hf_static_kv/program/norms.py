@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 from torch.overrides import TorchFunctionMode
 
 from hf_static_kv.compat import write_count
-from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, rms_norm, rms_norm_plain, sum_and_rms_norm
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, add_rms_norm, rms_norm, rms_norm_plain
 from hf_static_kv.patching import is_unmodified, replaced
 
 _PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
@@ -67,7 +67,7 @@ class _FusedNorm:
         return output if is_computed and output is not None else sums.norm_of(hidden_states, self)
 
     def of_sum(self, x: torch.Tensor, other: torch.Tensor, before: Norm | None = None) -> torch.Tensor:
-        self.sum, self.output = sum_and_rms_norm(x, other, *self.parts, before)
+        self.sum, self.output = add_rms_norm(x, other, *self.parts, before)
         self.writes = write_count(self.sum)
         return self.sum
 

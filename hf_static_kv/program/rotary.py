@@ -114,5 +114,5 @@ def _is_rotary(function: Callable[..., Any] | None) -> bool:
 
 
 def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    is_served = len(args) == 4 and not kwargs and rotary.is_served(*args)
-    return rotary.rotary(*args) if is_served else original(*args, **kwargs)
+    is_supported = len(args) == 4 and not kwargs and rotary.is_supported(*args)
+    return rotary.rotary(*args) if is_supported else original(*args, **kwargs)

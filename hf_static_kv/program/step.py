@@ -1,7 +1,7 @@
 """One decode step with every input at a fixed address, so that a CUDA graph can hold it.
 
-    token -> model -> logits                 in between, each layer writes its keys and values straight into the storage
-    slot, positions, spans   count on by themselves: nothing on the host changes from step to step
+    token -> model -> logits      each layer writes its keys and values straight into the storage
+    cache_position, positions, spans      advance on the device: the host changes nothing from step to step
 
 On a CPU the same step runs without a graph.
 """
@@ -16,171 +16,191 @@ from threading import Lock, get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_static_kv import compat
+from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.storage import StorageGroup
-from hf_static_kv.kernels.counting import Greedy, choose, count_on
-from hf_static_kv.kernels.preload import wait_for_inductor, wait_for_triton
-from hf_static_kv.kernels.storage_ops import write_token
+from hf_static_kv.kernels.advance import advance
+from hf_static_kv.kernels.greedy import GreedyState, select_greedy
+from hf_static_kv.kernels.preload import INDUCTOR, TRITON, wait_for
+from hf_static_kv.kernels.write_token import write_token
+from hf_static_kv.patching import replaced
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.norms import FusedSums, fused_norms
 from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 
+COMPILE = ("none", "layers")
 _WARM_UPS = 2
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 _SYNC_WARNING = "called a synchronizing CUDA operation"
-_MAX_COMPILED = 256  # steps times kinds of layers in one process; dynamo's own limit of 8 would silently end compiling
+_MAX_COMPILED = 256  # compiled layers in one process; dynamo's own limit of 8 would silently end compiling
 
 
 class DecodeStep:
-    """One new token for each row: `begin` says where the text ends, every `run` appends a token and gives its logits.
+    """One new token for each batch row: `begin` sets the position, every `run` appends a token and gives its logits.
 
-    Holds the cache's storage and not the cache, whose lengths the caller moves.
+    Holds the cache's storage and not the cache, whose length the caller moves.
     """
 
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
         if len(cache.storage_groups) > 1:
-            raise ValueError(f"The layers are of {len(cache.storage_groups)} unlike shapes: a step takes one.")
+            raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
         self.batch_size, self.max_cache_len = batch_size, cache.max_cache_len
         self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
         device, num_layers = cache.layers[0].device, len(cache.layers)
-        whole = torch.iinfo(torch.int64).max // 2
-        self.windows = torch.tensor([layer.sliding_window or whole for layer in cache.layers], device=device)  # [L]
-        # Two to a row: each number is then aligned as the first one is, and kernels are not compiled for two cases.
-        self.numbers = torch.arange(num_layers, device=device)[:, None].repeat(1, 2)
+        unlimited = torch.iinfo(torch.int64).max // 2
+        self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.origin = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
-        self.positions = torch.zeros_like(self.origin)
-        self.spans = torch.zeros(batch_size, num_layers, 3, dtype=torch.int64, device=device)
-        self.cache = _StepCache(cache.storage_groups[0], self.slot)
+        self.seq_start = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
+        self.positions = torch.zeros_like(self.seq_start)
+        # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
+        self.spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)[..., :3]
+        self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
+        storage = cache.storage_groups[0]
+        self.layers = [
+            StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
+            for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
+        ]
+        self.cache = _StepCache(self.cache_position, cache.max_cache_len)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.logits: torch.Tensor | None = None
+        self.logits: Tensor | None = None
         self._around_a_pass: AbstractContextManager[object] = nullcontext()
-        self._tables: list[torch.Tensor] = []  # which the graph reads
+        self._tables: list[Tensor] = []  # which the graph reads
 
     @property
     def model(self) -> PreTrainedModel:
         model = self._model()
         if model is None:
-            raise RuntimeError("The model of this step is gone.")
+            raise RuntimeError("The model of this step no longer exists.")
         return model
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the model is gone, so that no call can want this step."""
+        """Whether the model no longer exists, so that no call can use this step."""
         return self._model() is None
 
     @property
-    def kept(self) -> list[torch.Tensor]:
-        """What the step holds beside the model and the cache."""
-        own = [value for value in self.__dict__.values() if isinstance(value, torch.Tensor)]
+    def buffers(self) -> list[Tensor]:
+        """The tensors that the step holds beside the model and the cache."""
+        own = [value for value in self.__dict__.values() if isinstance(value, Tensor)]
         return [*own, *self._tables]
 
-    def begin(self, length: int, origin: torch.Tensor) -> None:
-        """The next token comes to position `length`; the text of row b begins at `origin[b]`."""
+    def begin(self, length: int, seq_start: Tensor) -> None:
+        """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
         if length >= self.max_cache_len:
             raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
-        self.slot.fill_(length - 1)
-        self.origin.copy_(origin[:, None])
+        self.cache_position.fill_(length - 1)
+        self.seq_start.copy_(seq_start[:, None])
 
-    def run(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Append `tokens` [B] and give the logits [B, V] of what follows, in float32."""
+    def run(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
         self.token.copy_(tokens[:, None])
+        self._replay_or_forward()
+        assert self.logits is not None
+        return self.logits.to(torch.float32, copy=True)  # the next run overwrites them
+
+    def _replay_or_forward(self) -> None:
         if self.graph is None:
             self.logits = self._forward()
         else:
             self.graph.replay()
-        assert self.logits is not None
-        return self.logits.to(torch.float32, copy=True)  # the next run writes over its own
 
-    def capture(self, length: int, origin: torch.Tensor, compile: str = "none") -> None:
-        """Record the step as a graph, compiled or not. Writes at position `length`, which the first `run` writes again.
+    def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
+        """Capture the step as a graph. Writes at position `length`, which the first `run` overwrites.
 
-        What is compiled stays in the graph alone: the model's own `forward` is back when this returns.
+        Fused and compiled parts stay in the graph only: the model has its own `forward` when this returns.
         """
-        wait_for_triton()
+        wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
-        with _CAPTURING, torch.cuda.device(self.slot.device), ExitStack() as changes:
-            if compile == "none":  # a compiler fuses these itself
+        with _CAPTURING, torch.cuda.device(self.token.device), ExitStack() as changes:
+            if compile == "none":  # Inductor fuses these itself
                 changes.enter_context(fused_norms(self.model))
                 changes.enter_context(fused_rotary(self.model))
                 self._around_a_pass = FusedSums()
-            with compile_only():  # all kernels at once, where passes would meet one after the other
-                changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, origin)))
-                self._run_once(length, origin)
-            # Only now: a table is filled by kernels that run, inside `exact` by ours.
+            with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
+                changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, seq_start)))
+                self._run_once(length, seq_start)
+            # Kernels must run to fill a table, so not inside `compile_only`.
             self._tables = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
             if compile == "layers":
-                wait_for_inductor()
-            changes.enter_context(compiled(self.model, compile, num_layers=self.spans.shape[1]))
-            self._capture(length, origin)
+                wait_for(INDUCTOR)
+                changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
+            self._capture(length, seq_start)
 
-    def _run_once(self, length: int, origin: torch.Tensor) -> None:
-        self.begin(length, origin)
+    def _run_once(self, length: int, seq_start: Tensor) -> None:
+        self.begin(length, seq_start)
         self._forward()
 
-    def _capture(self, length: int, origin: torch.Tensor) -> None:
-        self._warm_up(length, origin)
-        self.begin(length, origin)
+    def _capture(self, length: int, seq_start: Tensor) -> None:
+        self._warm_up(length, seq_start)
+        self.begin(length, seq_start)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
                 self.logits = self._forward()
         except BaseException:
-            torch.cuda.set_stream(stream)  # a capture that fails leaves its own stream behind
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
             raise
         self.graph = graph
         self._around_a_pass = nullcontext()  # it holds norms of the model
 
-    def _warm_up(self, length: int, origin: torch.Tensor) -> None:
-        """Runs before the capture: they compile the kernels and let libraries allocate what they need.
+    def _warm_up(self, length: int, seq_start: Tensor) -> None:
+        """Passes before the capture: they compile kernels and let libraries allocate.
 
-        In the last one any wait for the device is an error. In a capture it would be one too, and one that leaves the
-        allocator unusable for the rest of the process.
+        The last one must not synchronize. In a capture that is an error too, and one that leaves the allocator unusable
+        for the rest of the process.
         """
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for i in range(_WARM_UPS):
-                with _synchronizing_is_an_error() if i == _WARM_UPS - 1 else nullcontext():
-                    self._run_once(length, origin)
+                with _no_synchronization() if i == _WARM_UPS - 1 else nullcontext():
+                    self._run_once(length, seq_start)
         torch.cuda.current_stream().wait_stream(stream)
 
-    def _forward(self) -> torch.Tensor:
-        with _layer_numbers_on_device(self.model, self.numbers), self._around_a_pass:
-            return self._count_on_and_run()
+    def _forward(self) -> Tensor:
+        with replaced("layer_idx", self._layers_by_module()), self._around_a_pass:
+            return self._advance_and_run()
 
-    def _count_on_and_run(self) -> torch.Tensor:
-        count_on(self.slot, self.origin, self.windows, self.spans, self.positions)
+    def _layers_by_module(self) -> dict[Module, StepLayer]:
+        # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
+        indices = {module: getattr(module, "layer_idx", None) for module in self.model.modules()}
+        own = {module: i for module, i in indices.items() if isinstance(i, int) and i < len(self.layers)}
+        return {module: self.layers[i] for module, i in own.items()}
+
+    def _advance_and_run(self) -> Tensor:
+        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.positions)
         output = self.model(
             input_ids=self.token,
             position_ids=self.positions,
-            attention_mask=self.spans.view(self.batch_size, -1, 1, 1),
+            attention_mask=self.mask,
             past_key_values=self.cache,
             use_cache=True,
         )
-        logits: torch.Tensor = output.logits[:, -1]
+        logits: Tensor = output.logits[:, -1]
         return logits
 
 
 class GreedyStep(DecodeStep):
-    """A decode step that chooses as well: the likeliest token, or padding in a row that has ended.
+    """A decode step that also selects the next token, or padding in a batch row that has ended.
 
-    Nothing but the replay stands between one token and the next.
+    Between two tokens there is nothing but the replay.
     """
 
     MAX_EOS = 16
 
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
         super().__init__(model, cache, batch_size)
-        device = self.slot.device
-        # By position. The last token of a text is chosen and not written into the cache: one place more.
-        self.state = Greedy(
-            text=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
+        device = self.token.device
+        self.state = GreedyState(
+            # The last token of a sequence is selected and not written to the cache: one position more.
+            sequences=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
             token=self.token,
             unfinished=torch.ones(batch_size, 1, dtype=torch.bool, device=device),
             eos=torch.full((1, self.MAX_EOS), -1, device=device),
@@ -189,13 +209,11 @@ class GreedyStep(DecodeStep):
         )
 
     @property
-    def kept(self) -> list[torch.Tensor]:
-        return [*super().kept, *self.state]
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self.state]
 
-    def start(
-        self, tokens: torch.Tensor, unfinished: torch.Tensor, eos: torch.Tensor | None, pad: torch.Tensor | None
-    ) -> None:
-        """The run's state after its first tokens [B]: which rows go on [B], what ends one, what follows its end."""
+    def start(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
+        """Set the state after the first tokens [B]: unfinished rows [B], end tokens, the token after an end."""
         self.token.copy_(tokens[:, None])
         self.state.unfinished.copy_(unfinished[:, None])
         self.state.eos.fill_(-1)
@@ -204,68 +222,44 @@ class GreedyStep(DecodeStep):
         if pad is not None:
             self.state.pad.copy_(pad.reshape(1))
 
-    def run_on(self) -> torch.Tensor:
-        """Append the tokens that were chosen last and choose the next; whether all rows have ended, on the device."""
-        if self.graph is None:
-            self._forward()
-        else:
-            self.graph.replay()
+    def advance(self) -> Tensor:
+        """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
+        self._replay_or_forward()
         return self.state.is_over
 
-    def _count_on_and_run(self) -> torch.Tensor:
-        logits = super()._count_on_and_run()
-        choose(logits, self.slot, self.state)
+    def _advance_and_run(self) -> Tensor:
+        logits = super()._advance_and_run()
+        select_greedy(logits, self.cache_position, self.state)
         return logits
 
 
-COMPILE = ("none", "layers")
-
-
 @contextmanager
-def compiled(model: PreTrainedModel, what: str, num_layers: int, **options: Any) -> Iterator[None]:
-    """The model with its decoder layers compiled, and afterwards with its own `forward` again.
-
-    Layers of one kind share one compilation: a matter of seconds, where the whole model takes a minute.
-    """
-    parts = _decoder_layers(model, num_layers) if what == "layers" else []
-    before = [part.__dict__.get("forward") for part in parts]  # hooks of accelerate stand here
-    for part in parts:
-        part.forward = torch.compile(part.forward, dynamic=False, **(options or _inductor_options()))
-    limits: dict[str, Any] = {"recompile_limit": _MAX_COMPILED, "accumulated_recompile_limit": _MAX_COMPILED}
-    try:
-        with torch._dynamo.config.patch({"fail_on_recompile_limit_hit": True, **limits}) if parts else nullcontext():
-            yield
-    finally:
-        for part, own in zip(parts, before, strict=True):
-            del part.forward
-            if own is not None:
-                part.forward = own
+def compiled_layers(model: PreTrainedModel, num_layers: int, **options: Any) -> Iterator[None]:
+    """The model with its decoder layers compiled. Equal layers share one compilation: seconds, not a minute."""
+    options = options or compat.inductor_options()
+    layers = _decoder_layers(model, num_layers)
+    forwards = {layer: torch.compile(layer.forward, dynamic=False, **options) for layer in layers}
+    with compat.many_compilations(_MAX_COMPILED), replaced("forward", forwards):
+        yield
 
 
-def _inductor_options() -> dict[str, Any]:
-    """Kernels that begin early, as ours do, where this version of torch can make them."""
-    knows = hasattr(torch._inductor.config.triton, "enable_pdl")
-    return {"options": {"triton.enable_pdl": True}} if knows else {}
-
-
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[torch.nn.Module]:
-    """Those that write into the cache: as many as it has, each with a number. A vision tower may be as deep."""
-    lists = (module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
-    for layers in lists:
-        if len(layers) == num_layers and all(_is_numbered(layer) for layer in layers):
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[Module]:
+    """The layers that write to the cache: as many as it has, each with a `layer_idx`. A vision tower may be as deep."""
+    for layers in (module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
+        if len(layers) == num_layers and all(_has_layer_idx(layer) for layer in layers):
             return list(layers)
     raise ValueError(f"no list of {num_layers} decoder layers was found in {type(model).__name__} to compile")
 
 
-def _is_numbered(layer: torch.nn.Module) -> bool:
+def _has_layer_idx(layer: Module) -> bool:
     return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
 
 
 @contextmanager
-def _synchronizing_is_an_error() -> Iterator[None]:
-    """A pass of this thread that waits for the device raises at its end. Other threads may wait.
+def _no_synchronization() -> Iterator[None]:
+    """Raise at the end if this thread has synchronized with the device. Other threads may.
 
-    Torch's mode is one for the whole process, so it only warns, and the warnings of other threads are dropped.
+    Torch's sync-debug mode is process-wide, so it only warns here, and warnings of other threads are dropped.
     """
     before, own_thread, show, seen = torch.cuda.get_sync_debug_mode(), get_ident(), warnings.showwarning, []
 
@@ -285,47 +279,28 @@ def _synchronizing_is_an_error() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     if seen:
-        raise RuntimeError("a pass waits for the device: it called a synchronizing CUDA operation")
-
-
-@contextmanager
-def _layer_numbers_on_device(model: PreTrainedModel, numbers: torch.Tensor) -> Iterator[None]:
-    """Every `layer_idx` as a tensor while the step runs, and as the int that it was afterwards.
-
-    To `torch.compile` an int is a constant, and every layer with another one is compiled again.
-    """
-    found = {module: getattr(module, "layer_idx", None) for module in model.modules()}
-    # A module of another part, a vision tower say, may have a number that no layer of the cache has.
-    own = {module: n for module, n in found.items() if isinstance(n, int) and n < len(numbers)}
-    numbered, before = list(own), list[Any](own.values())
-    try:
-        for module, layer_idx in zip(numbered, before, strict=True):
-            module.layer_idx = numbers[layer_idx, 0]
-        yield
-    finally:
-        for module, layer_idx in zip(numbered, before, strict=True):
-            module.layer_idx = layer_idx
+        raise RuntimeError("a pass synchronizes with the device: it called a synchronizing CUDA operation")
 
 
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    A graph must not hold a length, so it has none to tell. Whatever a model computes from the zero is wrong at every
-    step, and so it is seen when the captured step is compared with an ordinary one.
+    A graph cannot hold a length: `get_seq_length` is 0. What a model computes from it is wrong at every step, and shows
+    when the captured step is verified.
     """
 
-    def __init__(self, group: StorageGroup, slot: torch.Tensor) -> None:
+    def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
         super().__init__(layers=[])
-        self.keys, self.values, self.slot = group.keys, group.values, slot
+        self.cache_position, self.capacity = cache_position, max_cache_len
 
-    def update(  # type: ignore[override]  # the number is a tensor here
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        write_token(self.keys, self.values, key_states, value_states, self.slot, layer_idx)
-        return self.keys, self.values
+    def update(  # type: ignore[override]  # a layer in place of its index
+        self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
+        return layer_idx.keys, layer_idx.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.keys.shape[3], 0
+        return self.capacity, 0

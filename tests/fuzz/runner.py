@@ -15,12 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
-from models import at_least, build_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
+from tests.fuzz.cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
+from tests.fuzz.models import at_least, build_model
 
 # Rounding of a cached pass against a whole one, in units of the largest logit.
 LOGITS_TOLERANCE = 128 * torch.finfo(torch.float32).eps

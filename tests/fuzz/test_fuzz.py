@@ -1,21 +1,22 @@
 """The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
 
 import pytest
-from cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
-from fuzz import main, run_seeds
-from models import available
-from runner import workspace
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep
+from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
+from tests.fuzz.fuzz import main, run_seeds
+from tests.fuzz.models import available
+from tests.fuzz.runner import workspace
 
 TESTS = 8
-SEEDS = len(available()) * SEEDS_PER_MODEL  # every architecture in its first variant
+# Two cases of every architecture in its first variant; `make fuzz` runs as many as one likes.
+SEEDS = [model * SEEDS_PER_MODEL + case for model in range(len(available())) for case in range(2)]
 
 
 @pytest.mark.parametrize("part", range(TESTS))
 def test_no_fault_is_found(part):
-    seeds = range(SEEDS * part // TESTS, SEEDS * (part + 1) // TESTS)
+    seeds = SEEDS[len(SEEDS) * part // TESTS : len(SEEDS) * (part + 1) // TESTS]
     tally = run_seeds(seeds)
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
@@ -63,7 +64,7 @@ def keep_the_rows_in_their_order(monkeypatch):
     def broken(layer, indices):
         layer.batch_size = len(indices)
 
-    monkeypatch.setattr(StaticContiguousLayer, "take_rows", broken)
+    monkeypatch.setattr(StaticContiguousLayer, "select_rows", broken)
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
@@ -83,7 +84,7 @@ def begin_the_text_of_a_step_one_position_late(monkeypatch):
         step.origin += 1
 
     monkeypatch.setattr(DecodeStep, "begin", broken)
-    monkeypatch.setattr("hf_static_kv.decode.compare", lambda step, call: None)  # it would refuse the step
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.compare", lambda step, call: None)  # it would refuse the step
 
 
 def forget_the_streamer(monkeypatch):
@@ -141,10 +142,10 @@ def test_a_fault_is_found(break_it):
 
 def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
     drop_the_newest_key(monkeypatch)
-    monkeypatch.setattr("fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
+    monkeypatch.setattr("tests.fuzz.fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu"])
     assert main() == 1
     output = capsys.readouterr().out
-    assert "python tests/fuzz/fuzz.py --seed 1 --cases 1 --device cpu" in output
+    assert "python -m tests.fuzz.fuzz --seed 1 --cases 1 --device cpu" in output
     assert "faults: 1" in output
     workspace.cache_clear()
