@@ -66,12 +66,18 @@ class Runner:
         self.generate.seconds(self.new_tokens, stopping_criteria=[clock])
         return [round(ms, 4) for ms in clock.step_ms]
 
-    def sizes(self) -> Record:
+    def state(self) -> Record:
+        """Bytes held and read, and why the decoder fell back in the last call."""
         peak = None
         if self.workload.on_gpu:
             peak = torch.cuda.max_memory_allocated(self.workload.device) - self.loaded_bytes
-        cache_bytes = bytes_held(self.generate.keywords.get("past_key_values"))
-        return {"cache_bytes": cache_bytes, "peak_bytes": peak, "bytes_per_step": self.bytes_per_step}
+        keywords = self.generate.keywords
+        return {
+            "cache_bytes": bytes_held(keywords.get("past_key_values")),
+            "peak_bytes": peak,
+            "bytes_per_step": self.bytes_per_step,
+            "fallback_reason": getattr(keywords.get("custom_generate"), "fallback_reason", None),
+        }
 
 
 class Entry:
@@ -129,7 +135,7 @@ def contest(names: list[str], workload: Workload, uncached_tokens: int, trials: 
                 if i == trials - 1:
                     entry.row["step_ms"] = entry.measure("step_ms")
         for entry in entries:
-            entry.row |= entry.measure("sizes") or {}
+            entry.row |= entry.measure("state") or {}
     return [entry.row for entry in entries]
 
 

@@ -61,7 +61,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "hf_static_kv.program.step.angles_from_tables": _nothing,
     },
     "PDL (programmatic dependent launch)": {
-        "hf_static_kv.kernels.launch_triton._knows_early_launch": lambda device: False,
+        "hf_static_kv.kernels.launch_triton._supports_pdl": lambda device: False,
     },
 }
 

@@ -66,6 +66,11 @@ def _graph(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Calla
     return _reused(cache, custom_generate=GraphDecoder())
 
 
+def _graph_layers(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size)
+    return _reused(cache, custom_generate=GraphDecoder("layers"))
+
+
 def _reused(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
     def call() -> Keywords:
         cache.reset()
@@ -90,6 +95,9 @@ CONTENDERS = {
         gpu_only="on a CPU this attention is SDPA",
     ),
     "graph": Contender(_graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"),
+    "graph-layers": Contender(
+        _graph_layers, '`GraphDecoder("layers")`', "tab:purple", ours=True, gpu_only="a CUDA graph needs a GPU"
+    ),
 }
 
 

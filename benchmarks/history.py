@@ -22,8 +22,8 @@ COLUMNS += ["contender", "case", "ms_median", "ms_low", "ms_high", "low_to_high"
 
 
 def kind(record: Record) -> str:
-    """The benchmark that made the record: "generation" of `bench_generation.py`."""
-    return re.search(r"bench_(\w+)\.py", record["command"])[1]
+    """The benchmark that made the record: "generation" of `bench_generation.py`. A one-off script names its kind."""
+    return record.get("kind") or re.search(r"bench_(\w+)\.py", record["command"])[1]
 
 
 def rows(record: Record) -> list[Row]:
@@ -93,6 +93,17 @@ def _generation(record: Record) -> Iterator[dict[str, Any]]:
         yield {"contender": row["name"], "case": case, **_min_max(summary["first_token_ms"], trials)}
 
 
+def _layernorm(record: Record) -> Iterator[dict[str, Any]]:
+    w = record["workload"]
+    case = f"per token, prompt {w['prompt_len']}, {w['new_tokens']} new tokens"
+    for row in (row for row in record["rows"] if "tokens_per_s" in row):
+        # The highest rate is the lowest time.
+        rates = (("median", "median"), ("low", "high"), ("high", "low"))
+        ms = {f"ms_{name}": w["batch_size"] * 1e3 / row["tokens_per_s"][key] for name, key in rates}
+        found = {"model": row["model"], "contender": row["contender"], "case": case, **ms}
+        yield {**found, "low_to_high": f"low to high of {record['trials']}", "first_call_s": row["first_call_s"]}
+
+
 def _context(record: Record) -> Iterator[dict[str, Any]]:
     steps = record.get("rounds", 1) * record["steps"]
     for row in (row for row in record["context"] + record["capacity"] if "median_ms" in row):
@@ -137,6 +148,7 @@ def _update(record: Record) -> Iterator[dict[str, Any]]:
 
 _FIGURES = {
     "generation": _generation,
+    "layernorm": _layernorm,
     "context": _context,
     "exact": _exact,
     "step": _step,

@@ -117,7 +117,7 @@ def cache_read(model: PreTrainedModel, seq_len: int, batch_size: int) -> int:
     plans = plan_layers(model.config)
     shapes = known_shapes(plans, model.config)
     return sum(
-        shape.num_bytes(min(seq_len, plan.sliding_window or seq_len), batch_size, model.dtype)
+        shape.num_bytes(min(seq_len, plan.sliding_window or seq_len), batch_size, (model.dtype, model.dtype))
         for plan, shape in zip(plans, shapes, strict=True)
     )
 

@@ -13,6 +13,7 @@ from contenders import CONTENDERS
 Record = dict[str, Any]
 MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1b": "gemma-3-1b"}
 OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
+OTHER_MODELS |= {"gpt2-xl": "GPT-2 XL", "phi-2": "Phi-2", "opt-1.3b": "OPT-1.3B"}
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
 LIMIT = "what the measured bandwidth allows"
 
@@ -119,6 +120,35 @@ def limit_tokens_per_s(record: Record) -> float | None:
 def not_run(rows: list[Record]) -> list[str]:
     lines = [f"- {row['name']} did not run: {row['unavailable']}." for row in rows if "unavailable" in row]
     return lines + [f"- {row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
+
+
+# --- bench_layernorm.py
+
+
+def layernorm(record: Record, spread: bool = False) -> str:
+    """Contenders as rows, models as columns; empty where nothing ran."""
+    ran = [row for row in record["rows"] if "tokens_per_s" in row]
+    cells = {(row["contender"], row["model"]): layernorm_cell(row, spread) for row in ran}
+    models = list(dict.fromkeys(row["model"] for row in ran))
+    names = [name for name in CONTENDERS if any(row["contender"] == name for row in ran)]
+    rows = [[CONTENDERS[name].label, *(cells.get((name, model), "-") for model in models)] for name in names]
+    words = f"(low to high of {record['trials']}; first call)" if spread else "(first call)"
+    head = [f"tokens/s {words}", *(model_name({"model": model}) for model in models)]
+    return table(head, rows) if ran else ""
+
+
+def layernorm_cell(row: Record, spread: bool) -> str:
+    rate, seconds = row["tokens_per_s"], f"{row['first_call_s']:.1f} s"
+    if not spread:
+        return f"{rate['median']:,.0f} ({seconds})"
+    return f"{figure(rate['median'])} ({figure(rate['low'])} to {figure(rate['high'])}; {seconds})"
+
+
+def layers_gain(record: Record) -> str:
+    """How much faster `GraphDecoder("layers")` is than `GraphDecoder()`, over the models, in percent."""
+    rates = {(row["contender"], row["model"]): row["tokens_per_s"]["median"] for row in record["rows"]}
+    models = dict.fromkeys(model for _, model in rates)
+    return f"{span([100 * (rates['graph-layers', m] / rates['graph', m] - 1) for m in models])} %"
 
 
 # --- bench_context.py

@@ -27,7 +27,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 Record = dict[str, Any]
 Records = dict[str, list[Record]]
-KINDS = ("generation", "batch", "context", "exact", "step", "speedup", "update")
+KINDS = ("generation", "batch", "layernorm", "context", "exact", "step", "speedup", "update")
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?results\b")
 
@@ -65,6 +65,8 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "bytes": lambda records: tables.cache_sizes(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),
+    "layernorm": lambda records: tables.layernorm(records["layernorm"][0]),
+    "layers-gain": lambda records: tables.layers_gain(records["layernorm"][0]),
     "context": lambda records: tables.context(records["context"], ends=True),
     "exact": lambda records: tables.exact(records["exact"]),
     "step": lambda records: tables.step(records["step"]),
@@ -113,6 +115,7 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         tables.generation(records["generation"], spread=True),
         "Batch of 8, left padding of different lengths; tokens/s of all batch rows together:",
         tables.generation(records["batch"], spread=True),
+        layernorm_line(records["layernorm"][0]),
         "## Long sequences and large capacities",
         "Milliseconds per token. Range: 10th to 90th percentile. A point that appears twice was measured twice.",
         tables.context(records["context"], spread=True),
@@ -126,12 +129,21 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         "## Speed-up over `use_cache=False`, without `GraphDecoder`",
         "Predicted: from the measured times of passes over 1 to N tokens.",
         tables.speedup(records["speedup"]),
-        "## `update` alone, on a CPU",
-        "Range: 10th to 90th percentile.",
+        "## `update` alone, on a CPU (10th to 90th percentile)",
         tables.update(records["update"][0], spread=True),
         f"Pictures: {', '.join(f'[{path.stem}](results/{path.name})' for path in pictures(records))}.",
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def layernorm_line(record: Record) -> str:
+    """The models with LayerNorm as one sentence: the page has no space for another table."""
+    found: dict[str, list[str]] = {}
+    for row in (row for row in record["rows"] if row["contender"] in ("graph", "graph-layers")):
+        found.setdefault(tables.model_name(row), []).append(tables.layernorm_cell(row, spread=True))
+    cells = "; ".join(f"{model} {' → '.join(both)}" for model, both in found.items())
+    how = f"(low to high of {record['trials']} trials; first call)"
+    return f'Models with LayerNorm, `GraphDecoder()` → `GraphDecoder("layers")`, tokens/s {how}: {cells}.'
 
 
 def records_table(records: Records) -> str:
@@ -146,7 +158,9 @@ def records_table(records: Records) -> str:
         ran += (f"{record['commit']} {record.get('date', '')}".strip(),)
         if model := re.search(r"--model (\S+)", command):
             command = command.replace(model[0], "--model MODEL")
-        models.setdefault((f"`{command}`", *ran), []).append(model[1] if model else "")
+        named = model[1] if model else record.get("workload", {}).get("model", "")
+        command = f"`{command}` (one-off script)" if "kind" in record else f"`{command}`"
+        models.setdefault((command, *ran), []).append(named)
     head = ["command", "MODEL", "hardware", "torch", "transformers", "commit"]
     rows = [[command, ", ".join(dict.fromkeys(names)), *ran] for (command, *ran), names in models.items()]
     return tables.table(head, rows)

@@ -8,6 +8,8 @@ import multiprocessing
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.
 BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
+ONE_OFF = {"layernorm-h200"}  # measured by a script that is not in the repository
 PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
 
 
@@ -45,13 +48,14 @@ class InThisProcess:
 @pytest.fixture
 def run(monkeypatch, capsys):
     """Runs a script's `main` with these arguments in this process."""
+    import bench_generation
     import measure
 
     monkeypatch.setitem(measure.BANDWIDTH_BYTES, "cpu", 1 << 16)
 
     def run_main(script, *args):
         module = importlib.import_module(script)
-        for owner in (module, measure):
+        for owner in (module, bench_generation, measure):
             if hasattr(owner, "FreshProcess"):
                 monkeypatch.setattr(owner, "FreshProcess", InThisProcess)
         monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py", *map(str, args)])
@@ -228,9 +232,9 @@ class TestHistory:
         import history
         import tables
 
-        record = generation_record(graph=1.0, graph_layers=2.0)
-        assert list(tables.measured(record)) == ["graph"]
-        assert {row["contender"] for row in history.rows(record)} == {"graph", "graph-layers"}
+        record = generation_record(graph=1.0, graph_layers=2.0, turbo=3.0)
+        assert list(tables.measured(record)) == ["graph", "graph-layers"]
+        assert {row["contender"] for row in history.rows(record)} == {"graph", "graph-layers", "turbo"}
 
 
 class TestBlocks:
@@ -268,6 +272,9 @@ class TestRecords:
         record = json.loads(path.read_text())
         assert record.keys() >= PROVENANCE
         assert record["commit"] != "unknown"
+        if path.stem in ONE_OFF:
+            assert "one-off script" in record["note"]
+            return
         assert record["command"].startswith("python benchmarks/bench_")
         assert f"--json benchmarks/results/{path.name}" in record["command"]
 
@@ -341,6 +348,7 @@ TINY = {
     "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
     "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
+    "bench_layernorm": ["--prompt-len", 8, "--new-tokens", 4, "--trials", 2],
     "bench_speedup": ["--tokens", 3, 6, "--trials", 2],
     "bench_update": ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5],
 }
@@ -356,7 +364,7 @@ class TestScripts:
         monkeypatch.setattr(bench_exact, "ROWS", 2)
         model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
         files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
-        plot = [] if script == "bench_exact" else ["--plot", tmp_path / "report.png"]
+        plot = [] if script in ("bench_exact", "bench_layernorm") else ["--plot", tmp_path / "report.png"]
         outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
         result = run(script, *model, *TINY[script], *outputs, *plot)
         assert result.returncode == 0, result.stderr
@@ -369,6 +377,30 @@ class TestScripts:
         assert min(figures) > 0
         if plot:
             assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize("fallback", [None, "the step cannot be captured"])
+    def test_bench_layernorm_runs_both_decoders_and_tells_of_a_fallback(self, run, tmp_path, monkeypatch, fallback):
+        """On a CPU the decoders run without a graph; what the scripts refuse there is allowed for this test."""
+        import bench_generation
+        from contenders import CONTENDERS
+
+        state = bench_generation.Runner.state
+
+        def state_of_this_test(runner):
+            return state(runner) | {"fallback_reason": fallback}
+
+        monkeypatch.setattr(bench_generation.Runner, "state", state_of_this_test)
+        for name in ("graph", "graph-layers"):
+            monkeypatch.setitem(CONTENDERS, name, replace(CONTENDERS[name], gpu_only=""))
+        path = tmp_path / "report.json"
+        models = ["--model", "llama,qwen3", "--device", "cpu", "--json", path]
+        result = run("bench_layernorm", *models, *TINY["bench_layernorm"])
+        assert result.returncode == (1 if fallback else 0), result.stderr
+        assert ("qwen3, graph-layers fell back: the step cannot be captured" in result.stdout) == bool(fallback)
+        rows = json.loads(path.read_text())["rows"]
+        names = ["dynamic", "graph", "graph-layers"]
+        assert [(row["model"], row["contender"]) for row in rows] == list(product(["llama", "qwen3"], names))
+        assert all(0 < row["tokens_per_s"]["low"] <= row["tokens_per_s"]["high"] for row in rows)
 
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_help(self, run, script):
