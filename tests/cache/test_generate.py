@@ -16,7 +16,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from hf_static_kv import StaticContiguousCache
-from tests.conftest import ARCHITECTURES, BATCH, COMMON, NEW_TOKENS, PROMPT, Collect, shared_toy_model, toy_model
+from tests.conftest import ARCHITECTURES, BATCH, COMMON, PROMPT, Collect, shared_toy_model, toy_model
+
+NEW_TOKENS = 10  # past a window, and past a border of Llama 4's chunks
+COMMON = COMMON | {"max_new_tokens": NEW_TOKENS}
 
 
 def new_cache(model, max_cache_len=64):

@@ -39,12 +39,13 @@ class TestSteps:
             PROMPT, do_sample=do_sample, return_dict_in_generate=True, output_logits=True, top_k=0, **COMMON
         )
         torch.manual_seed(7)
-        recorder, decoder = StepRecorder(best=3), GraphDecoder()
-        cache = StaticContiguousCache.from_model(model, 32, 2)
-        keywords = {} if how == "plain" else {"past_key_values": cache, "custom_generate": decoder}
+        recorder, decoder, keywords = StepRecorder(best=3), GraphDecoder(), {}
+        if how == "GraphDecoder":
+            cache = StaticContiguousCache.from_model(model, 32, 2)
+            keywords = {"past_key_values": cache, "custom_generate": decoder}
         tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **keywords, **COMMON)
-        assert decoder.fallback_reason is None
         steps = recorder.steps(tokens)
+        assert decoder.fallback_reason is None
         assert torch.equal(tokens, expected.sequences)
         assert [len(row) for row in steps] == [NEW, NEW]
         for row in range(2):
@@ -179,13 +180,14 @@ class TestOtherWaysToDecode:
         sequences, logits = record(model, recorder, PROMPT, **keywords)
         check(recorder.steps(sequences), sequences, logits)
 
-    def test_every_call_of_a_conversation_with_the_decoder(self, model):
-        recorder, cache = StepRecorder(best=2), StaticContiguousCache.from_model(model, 32, 2)
-        common = {"past_key_values": cache, "custom_generate": GraphDecoder(), "logits_processor": [recorder]}
-        ids = PROMPT
+    def test_turn_by_turn_with_the_decoder(self, model):
+        recorder, decoder = StepRecorder(best=2), GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, 32, 2)
+        ids, common = PROMPT, {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON}
         for _ in range(3):
-            ids = model.generate(ids, **common, do_sample=False, **COMMON)
+            ids = model.generate(ids, logits_processor=[recorder], **common)
             assert [[step["token"] for step in row] for row in recorder.steps(ids)] == ids[:, -NEW:].tolist()
+        assert decoder.fallback_reason is None
 
 
 class TestDebugLog:
