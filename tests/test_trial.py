@@ -30,34 +30,33 @@ def model(request):
 
 
 def lose_the_newest_key(monkeypatch, layer):
-    own, calls = step_module.write_token, []
+    own = step_module.write_token
 
     def write_token(keys, values, *rest):
-        calls.append(None)
-        if (len(calls) - 1) % len(keys) != layer:  # each pass writes one layer after the other
+        if keys.storage_offset() != layer * keys.numel():  # one layer of [L, B, H, S, D]
             own(keys, values, *rest)
 
     monkeypatch.setattr(step_module, "write_token", write_token)
 
 
 def overlook_the_newest_key(monkeypatch, layer):
-    own = step_module.count_on
+    own = step_module.advance
 
-    def count_on(slot, origin, windows, spans, positions):
-        own(slot, origin, windows, spans, positions)
+    def advance(cache_position, seq_start, windows, spans, positions):
+        own(cache_position, seq_start, windows, spans, positions)
         spans[:, layer, 2] -= 1
 
-    monkeypatch.setattr(step_module, "count_on", count_on)
+    monkeypatch.setattr(step_module, "advance", advance)
 
 
 def shift_the_positions(monkeypatch, layer):
-    own = step_module.count_on
+    own = step_module.advance
 
-    def count_on(slot, origin, windows, spans, positions):
-        own(slot, origin, windows, spans, positions)
+    def advance(cache_position, seq_start, windows, spans, positions):
+        own(cache_position, seq_start, windows, spans, positions)
         positions += 1
 
-    monkeypatch.setattr(step_module, "count_on", count_on)
+    monkeypatch.setattr(step_module, "advance", advance)
 
 
 def change_the_window(by):
