@@ -13,8 +13,10 @@ READING_ORDER = {
     "": ["compat"],
     "cache": ["debug", "storage", "support", "layout", "request", "layer", "callers", "allocation", "cache"],
     "kernels": [
-        "preload", "launch_triton", "advance", "greedy", "write_token", "decode_attention", "invariant_attention",
-        "invariant_linear", "invariant_sum", "linear", "rms_norm", "rotary",
+        "preload", "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
+        "write_token", "decode_attention_triton", "decode_attention", "invariant_attention", "linear_triton",
+        "invariant_linear_triton", "invariant_linear", "linear", "invariant_sum_triton", "invariant_sum",
+        "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
     ],
     ".": ["patching", "attention"],
     "program": ["linears", "norms", "rotary", "fingerprint", "step"],
@@ -23,20 +25,7 @@ READING_ORDER = {
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["testing", "__init__"],
 }  # fmt: skip
-
-
-def order_of_files():
-    """Every file of the package by its path without the suffix; a kernel's Triton file stands before its pair."""
-    for folder, names in READING_ORDER.items():
-        room = folder.strip(".")
-        for name in names:
-            path = f"{room}/{name}" if room else name
-            if room == "kernels" and (PACKAGE / f"{path}_triton.py").exists():
-                yield f"{path}_triton"
-            yield path
-
-
-ORDER = list(order_of_files())
+ORDER = [f"{room.strip('.')}/{name}".lstrip("/") for room, names in READING_ORDER.items() for name in names]
 
 
 def imports_of(source):
@@ -66,9 +55,9 @@ def test_imports_run_downward(path):
 
 
 def test_an_upward_import_would_be_seen():
-    assert upward_imports("layer", "def f():\n    from hf_static_kv.cache.cache import StaticContiguousCache") == [
-        "cache"
-    ]
+    source = "def f():\n    from hf_static_kv.cache.cache import StaticContiguousCache"
+    assert upward_imports("cache/layer", source) == ["cache/cache"]
+    assert upward_imports("cache/layer", "from hf_static_kv.cache import cache, storage") == ["cache/cache"]
 
 
 def long_functions(source):

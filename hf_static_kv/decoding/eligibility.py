@@ -11,7 +11,7 @@ from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call, kind_of
-from hf_static_kv.program.fingerprint import without_address
+from hf_static_kv.program.fingerprint import type_without_address
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 # What a prompt and a decode step of a text model need. Any other keyword (images, other positions) is unknown.
@@ -50,7 +50,7 @@ def _unserved_model(call: Call) -> str | None:
         return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
     if len(devices) > 1:
         return f"the model is spread over {', '.join(devices)} (device_map=0 keeps it on one)"
-    if (kind := without_address(call.parameters)) is not None:
+    if (kind := type_without_address(call.parameters)) is not None:
         return f"weights of type {kind} have no address of their own"
     if not compat.can_set_attention(model):
         return f"{name} does not use transformers' attention interface"

@@ -1,1 +1,1 @@
-"""."""
+"""`exact(model)`: batch-invariant operations in place of torch's own."""

@@ -1,35 +1,33 @@
-"""`exact(model)`: cached equals uncached, bit for bit.
+"""`exact(model)`: a cached run gives the bits of an uncached one.
 
     with exact(model):
         model.generate(**inputs, past_key_values=cache)        the bits of `use_cache=False`, in bfloat16 too
 
-In half precision a library picks its kernel by the number of rows, and every kernel rounds in its own way: so a pass
-over one new token does not give the bits of a pass over the whole text. Inside the context each operation of the model
-runs in a kernel whose result for a row does not depend on how many rows there are, or it is refused by its name.
+Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently. So a
+pass over one new token does not give the bits of a pass over the whole sequence. Inside the context every operation is
+batch-invariant: its result for a token does not depend on what else is computed in the same call.
 
-What runs is decided operation by operation, as torch dispatches them, so there is no list of models:
+A dispatch mode decides for each operation, so there is no list of models:
 
-    of single numbers, or a moving of them      as it is (on a CPU in blocks of one shape where a function is involved)
-    linear layers, means, sums, softmax, norms  by rows
-    attention                                   by rows, under an attention name of its own
-    anything else                               refused
+    elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
+    linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
+    attention                                   batch-invariant, under its own attention name
+    anything else                               refused by name
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._dynamo import OptimizedModule
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
+from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
-from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
-from hf_static_kv.patching import attention_implementation, attention_of, require_attention_interface, unwrapped
+from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
@@ -39,15 +37,15 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 @contextmanager
 def exact(model: torch.nn.Module) -> Iterator[None]:
-    """Inside, a row of the model's output has the same bits whatever else is computed with it.
+    """Inside, the model's output for a token has the same bits whatever else is computed with it.
 
-    Cached or not, in one pass or in chunks, alone or in a batch, padded to the left or not, in a cache of any capacity.
-    It takes time: most for prompts. `GraphDecoder()` works inside. Numbers are taken to be finite: an infinity in a
-    layer's values reaches tokens before it. Do not change or copy the model inside; it is as it was afterwards, also
-    after an exception.
+    Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
+    slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
+    reaches the tokens before it. Do not change or copy the model inside; on exit, also after an exception, it is
+    restored.
 
-    `model` may be wrapped by `torch.compile`, or by PEFT around adapters inside the model; calls of the wrapper are
-    exact too, and compiled code is not used in them. Hooks on the model itself run around its pass, not by rows.
+    `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
+    too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -59,94 +57,80 @@ def exact(model: torch.nn.Module) -> Iterator[None]:
     >>> torch.equal(torch.cat(steps, dim=1), whole)
     True
     """
-    inner = unwrapped(model, "exact")
+    inner = patching.unwrapped(model, "exact")
     _refuse_compiled(model, inner)
     _refuse(inner)
-    with ExitStack() as changes:
-        changes.enter_context(attention_implementation(inner, EXACT_ATTENTION_NAME))
-        changes.enter_context(fused_norms(inner))
-        changes.enter_context(fused_rotary(inner))
-        changes.enter_context(gated_mlps(inner))
-        changes.enter_context(single_linears(inner))
-        changes.enter_context(_by_rows(inner))
+    with (
+        patching.attention_implementation(inner, EXACT_ATTENTION_NAME),
+        fused_norms(inner),
+        fused_rotary(inner),
+        gated_mlps(inner),
+        single_linears(inner),
+        _batch_invariant(inner),
+    ):
         yield
 
 
 def _refuse_compiled(wrapper: torch.nn.Module, model: PreTrainedModel) -> None:
-    """The whole model is kept from the compiler (`_by_rows`); a part of it would be compiled again inside."""
-    if isinstance(wrapper, OptimizedModule) and getattr(wrapper.dynamo_ctx, "fullgraph", False):
+    """Raise where dynamo cannot be disabled: for a part of the model, or for the whole with fullgraph=True."""
+    if compat.is_fullgraph(wrapper):
         raise ValueError(
-            "Nothing is compiled inside exact, and this model is compiled with fullgraph=True, which makes that an "
-            "error: pass the model that is not compiled, and call that one."
+            "exact does not run compiled code, and this model is compiled with fullgraph=True, which makes that an "
+            "error: pass and call the model that is not compiled."
         )
     for name, part in model.named_modules():
-        if part is not model and (isinstance(part, OptimizedModule) or part._compiled_call_impl is not None):
+        is_compiled = compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part)
+        if part is not model and is_compiled:
             raise ValueError(
-                f"{name} is compiled by torch, whose code for a row may depend on the other rows: load the model "
-                "without compiling its parts. Compiled as a whole it can be exact."
+                f"{name} is compiled by torch, and compiled code is not batch-invariant: load the model without "
+                "compiling its parts. A model that is compiled as a whole can be exact."
             )
 
 
 def _refuse(model: PreTrainedModel) -> None:
-    if EXACT_ATTENTION_NAME in str(attention_of(model)):
+    attention = patching.attention_of(model).values()
+    if EXACT_ATTENTION_NAME in attention:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
-    if TRACED_ATTENTION_NAME in str(attention_of(model)):
-        raise RuntimeError("The model is traced, and exact has an attention of its own: leave trace_attention first.")
-    if any(module.training for module in model.modules()):  # an adapter trains until it is told otherwise
+    if TRACED_ATTENTION_NAME in attention:
+        raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
+    if any(module.training for module in model.modules()):  # a new adapter is in training mode
         raise ValueError("exact is for inference: call model.eval() first.")
     if model.dtype not in _DTYPES:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):
-        raise ValueError("The rotary frequencies of this model depend on the length: what was kept cannot be exact.")
-    require_attention_interface(model, "Its attention has no kernel by rows: it cannot be exact.")
+        raise ValueError("The rotary frequencies of this model depend on the length: cached keys cannot be exact.")
+    patching.require_attention_interface(model, "exact has no batch-invariant kernel for its attention.")
     if any(hasattr(module, "prepare_dynamic_mask") for module in model.modules()):
         raise ValueError(
-            f"The layers of {type(model).__name__} compute attention masks of their own, for which exact has no kernel "
-            "by rows: it cannot be exact."
+            f"The layers of {type(model).__name__} compute attention masks of their own, for which exact has no "
+            "batch-invariant kernel."
         )
 
 
-@contextmanager
-def _by_rows(model: PreTrainedModel) -> Iterator[None]:
-    """The model with a `forward` in which every operation runs by rows."""
-    own, before = model.forward, model.__dict__.get("forward")  # a hook of accelerate may stand there
+def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """The model with a `forward` whose operations are batch-invariant."""
+    original = model.forward
 
-    @functools.wraps(own)
+    @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(model.device.type):
             raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
-        with _ByRows():  # type: ignore[no-untyped-call]
-            return own(*args, **kwargs)
+        with _BatchInvariantMode():  # type: ignore[no-untyped-call]
+            return original(*args, **kwargs)
 
-    # A compiler would look into what runs by rows, and choose other code for it.
-    model.forward = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        del model.forward
-        if before is not None:
-            model.forward = before
+    # Dynamo would trace through the dispatch mode and compile other kernels.
+    return patching.replaced("forward", {model: torch.compiler.disable(forward)})  # type: ignore[no-untyped-call]
 
 
-class _ByRows(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Torch would keep its compiler off each call of what follows; it is kept off the whole pass."""
-        return False
-
+class _BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        operation: Callable[..., Any] | None = row_operation(func)
-        if operation is not None:
+        if (operation := invariant_operation(func)) is not None:
             return operation(*args, **kwargs)
-        if is_harmless(func, args, kwargs):
+        if is_batch_invariant(func, args, kwargs):
             return func(*args, **kwargs)
         with self:
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
-            raise RuntimeError(
-                f"{func} could give a row other bits when other rows are computed with it, and exact has no kernel by "
-                "rows for it. Where the model needs it, it cannot be exact; a loss can be computed from the logits, "
-                "outside of exact."
-            )
+            raise no_kernel(str(func))
         return result

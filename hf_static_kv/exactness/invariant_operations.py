@@ -1,4 +1,4 @@
-"""Which of torch's operations keep a row's bits as they are, and the ones by rows in the place of those that do not."""
+"""Which of torch's operations are batch-invariant, and what runs in place of those that are not."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch import Tensor
 
+from hf_static_kv import compat
 from hf_static_kv.kernels.invariant_linear import invariant_linear
 from hf_static_kv.kernels.invariant_sum import invariant_sum
 from hf_static_kv.kernels.linear import activate, check_gated, check_linears
 
 aten = torch.ops.aten
-_BLOCK = 1 << 14  # below the size from which torch deals elements out to threads
+_BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
 
-# Nothing is computed, or something whose result does not depend on an order: a comparison.
-_MOVES = {
+# Copies, casts and comparisons: the order of evaluation does not change the result.
+_COPIES_AND_COMPARISONS = {
     "_local_scalar_dense", "_to_copy", "_unsafe_view", "amax", "amin", "any", "all", "argmax", "argmin", "cat", "clone",
     "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like", "equal", "fill", "fill_",
     "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select", "lift_fresh", "masked_fill",
@@ -25,161 +26,165 @@ _MOVES = {
     "roll", "scatter", "select_scatter", "slice_scatter", "sort", "stack", "topk", "tril", "triu", "where",
     "zeros_like", "zero_",
 }  # fmt: skip
-# Each result is the one number that is nearest to the true one: no two implementations can differ.
-_ROUNDED_ONCE = {
+# Correctly rounded: every implementation gives the same bits.
+_CORRECTLY_ROUNDED = {
     "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "div",
     "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt",
     "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign", "sqrt", "sub",
     "sub_", "trunc",
 }  # fmt: skip
 _WRITES_BY_INDEX = {"index_put", "index_put_"}
-_OURS = {"write_token", "attend", "invariant_attention"}
-
-_NO_KERNEL = (
-    "this could give a row other bits when other rows are computed with it, and exact has no kernel by rows for it. A "
-    "model that needs it cannot be exact: leave the context to run it as it is."
-)
+_OWN_OPERATIONS = {"write_token", "attend", "invariant_attention"}
 
 
-def is_harmless(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation can be run as it is."""
-    if _is_always_harmless(func):
+def no_kernel(what: str) -> RuntimeError:
+    """The error for an operation that cannot run inside `exact`."""
+    return RuntimeError(
+        f"{what}: its result for a token may depend on what else is computed with it, and exact has no batch-invariant "
+        "kernel for it. A model that needs it cannot be exact; a loss can be computed from the logits outside of exact."
+    )
+
+
+def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether torch's own implementation of this call is batch-invariant."""
+    if _is_always_invariant(func):
         return True
     # `alpha` multiplies before the add: whether that product is rounded depends on the kernel.
-    if _is_rounded_once(func) and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
+    if _is_correctly_rounded(func) and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
         return True
-    # Summed into one place, values have no order.
+    # With `accumulate`, values at the same index are added in no fixed order.
     if func.overloadpacket.__name__ in _WRITES_BY_INDEX and not _argument(func, args, kwargs, 3, "accumulate", False):
         return True
     if func.namespace == "hf_static_kv":
         return False
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    lists = (value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values()))
+    tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
     if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return True
     return torch.Tag.pointwise in func.tags and not any(tensor.device.type == "cpu" for tensor in tensors)
 
 
-@cache  # these are asked a thousand times in a pass
-def _is_always_harmless(func: Any) -> bool:
+@cache  # called a thousand times in a pass
+def _is_always_invariant(func: Any) -> bool:
     name = func.overloadpacket.__name__
     if func.namespace == "hf_static_kv":
-        return name in _OURS
-    return (name in _MOVES and "reduce" not in func._overloadname) or _is_view(func)
+        return name in _OWN_OPERATIONS
+    schema = compat.schema(func)
+    if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
+        return True
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)  # a view
 
 
 @cache
-def _is_rounded_once(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _ROUNDED_ONCE
+def _is_correctly_rounded(func: Any) -> bool:
+    return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _CORRECTLY_ROUNDED
 
 
-def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
-    """An argument that is given by its name or by its place."""
-    if len(args) > place and func._schema.arguments[place].name == name:
-        return args[place]
+def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+    """An argument that is given by name or by position."""
+    if len(args) > index and compat.schema(func).arguments[index].name == name:
+        return args[index]
     return kwargs.get(name, default)
 
 
-def _is_view(func: Any) -> bool:
-    """It returns memory of its argument and writes nothing."""
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
 @cache
-def row_operation(func: Any) -> Callable[..., Any] | None:
-    """What runs in the place of an operation, or None."""
-    if func in _BY_ROWS:
-        return _BY_ROWS[func]
-    if func.namespace == "aten" and torch.Tag.pointwise in func.tags and _is_function(func):
+def invariant_operation(func: Any) -> Callable[..., Any] | None:
+    """The batch-invariant operation that runs in place of this one, or None."""
+    if func in _INVARIANT:
+        return _INVARIANT[func]
+    if func.namespace == "aten" and torch.Tag.pointwise in func.tags and _is_approximated(func):
         return lambda x, *args, **kwargs: _in_blocks(func, x, *args, **kwargs)
     return None
 
 
-def _is_function(func: Any) -> bool:
-    """An operation on one tensor that is computed by some approximation; on a CPU not by one alone."""
-    name, arguments = func.overloadpacket.__name__, func._schema.arguments
-    tensors = [argument for argument in arguments if "Tensor" in str(argument.type)]
+def _is_approximated(func: Any) -> bool:
+    """Whether it is a function of one tensor that is not correctly rounded, such as exp."""
+    name, arguments = func.overloadpacket.__name__, compat.schema(func).arguments
+    takes_tensor = [_is_tensor(argument.type) for argument in arguments]
     writes = any(argument.alias_info is not None for argument in arguments)
-    is_first = "Tensor" in str(arguments[0].type)
-    return len(tensors) == 1 and is_first and not writes and name not in _ROUNDED_ONCE and name not in _MOVES
+    is_one = takes_tensor[0] and sum(takes_tensor) == 1
+    return is_one and not writes and name not in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS
 
 
-def _in_blocks(func: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """On a CPU other code may compute the last elements of a tensor, or of a thread's share. A block has none."""
+def _is_tensor(kind: Any) -> bool:
+    """Whether an argument of this type holds tensors: Tensor, Tensor?, Tensor[]."""
+    while isinstance(kind, torch.OptionalType | torch.ListType):
+        kind = kind.getElementType()
+    return isinstance(kind, torch.TensorType)
+
+
+def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """On a CPU scalar code may compute the last elements of a tensor or of a thread: blocks hold whole vectors."""
     if x.device.type != "cpu" or not x.is_floating_point():
-        result: torch.Tensor = func(x, *args, **kwargs)
+        result: Tensor = func(x, *args, **kwargs)
         return result
     flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64))  # 64: of any vector's length a multiple
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64))  # 64: a multiple of every vector length
     blocks = [func(block.clone(), *args, **kwargs) for block in torch.split(padded, _BLOCK)]
     return torch.cat(blocks)[: len(flat)].view(x.shape)
 
 
-def _mm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def _mm(x: Tensor, other: Tensor) -> Tensor:
     return invariant_linear(x, other.t())
 
 
-def _addmm(bias: torch.Tensor, x: torch.Tensor, other: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     if bias.ndim != 1 or beta != 1 or alpha != 1:
-        raise RuntimeError(f"aten.addmm with a matrix, beta or alpha: {_NO_KERNEL}")
+        raise no_kernel("aten.addmm with a matrix, beta or alpha")
     return invariant_linear(x, other.t(), bias)
 
 
-def _bmm(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    one_for_all = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
-    if one_for_all:  # a transposed weight: a linear layer whose input is not contiguous
+def _bmm(x: Tensor, other: Tensor) -> Tensor:
+    shares_weight = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
+    if shares_weight:  # a linear layer whose input is not contiguous
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
-        words = "experts, or attention outside of transformers' interface"
-        raise RuntimeError(f"aten.bmm over {x.shape[2]} ({words}): {_NO_KERNEL}")
-    return x * other  # one product each
+        raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
+    return x * other  # an outer product: nothing is summed
 
 
-def _sum(
-    x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     if not x.is_floating_point():
         return x.sum(list(dim or ()), keepdim, dtype=dtype)
     if [d % x.ndim for d in dim or ()] != [x.ndim - 1]:
-        raise RuntimeError(f"aten.sum over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
+        raise no_kernel(f"aten.sum over dim {dim} of {tuple(x.shape)}, not over the last one")
     total = invariant_sum(x).to(dtype or x.dtype)
     return total[..., None] if keepdim else total
 
 
-def _mean(
-    x: torch.Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> torch.Tensor:
+def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     total = _sum(x, dim, keepdim, dtype=torch.float32)
     return (total / x.shape[-1]).to(dtype or x.dtype)
 
 
-def _cumsum(x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Some models count positions in a mask of floats. Sums of whole numbers have one result in any order."""
+def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Some models count positions in a float mask. Sums of integers have the same bits in any order."""
     result = x.cumsum(dim, dtype=dtype)
     if not result.is_floating_point():
         return result
-    largest = 2 / torch.finfo(result.dtype).eps  # up to it every whole number has its own bits
+    largest = 2 / torch.finfo(result.dtype).eps  # every integer up to it is representable
     if not bool((x == x.round()).all() and (x.double().abs().sum(dim) <= largest).all()):
-        raise RuntimeError(f"aten.cumsum of numbers that are not whole, or too large: {_NO_KERNEL}")
+        raise no_kernel("aten.cumsum of values that are not integers, or too large")
     return result
 
 
-def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if dim % x.ndim != x.ndim - 1:
-        raise RuntimeError(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one: {_NO_KERNEL}")
-    numbers = x.float()
-    powers = _in_blocks(aten.exp.default, numbers - numbers.amax(dim=-1, keepdim=True))
+        raise no_kernel(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
+    scores = x.float()
+    powers = _in_blocks(aten.exp.default, scores - scores.amax(dim=-1, keepdim=True))
     return (powers / invariant_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _layer_norm(
-    x: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     if len(shape) != 1:
-        raise RuntimeError(f"aten.layer_norm over {list(shape)}, not over the last dim alone: {_NO_KERNEL}")
-    numbers = x.float()
-    mean = (invariant_sum(numbers) / shape[0])[..., None]
-    centred = numbers - mean
+        raise no_kernel(f"aten.layer_norm over {list(shape)}, not over the last dim alone")
+    states = x.float()
+    mean = (invariant_sum(states) / shape[0])[..., None]
+    centred = states - mean
     inverse = 1 / (invariant_sum(centred * centred)[..., None] / shape[0] + eps).sqrt()
     y = centred * inverse
     y = y if weight is None else y * weight.float()
@@ -187,18 +192,18 @@ def _layer_norm(
     return y.to(x.dtype), mean, inverse
 
 
-def _linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     check_linears(x, weights, biases)
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
         return invariant_linears_triton(x, weights, biases)
-    rows = x.reshape(-1, x.shape[-1])
-    parts = [invariant_linear(rows, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    flat = x.reshape(-1, x.shape[-1])
+    parts = [invariant_linear(flat, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
 
 
-def _gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
@@ -208,7 +213,7 @@ def _gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activat
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 
 
-_BY_ROWS: dict[Any, Callable[..., Any]] = {
+_INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,

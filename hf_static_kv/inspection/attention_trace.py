@@ -1,11 +1,11 @@
-"""Look inside: the attention row of the newest token, from the computation that made the output.
+"""The attention weights of the newest token, from the computation that made the output.
 
     with trace_attention(model, layers=[0, 5]) as trace:
         model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
-    trace.matrix(layer=5)        [heads, passes, text]: one row for each pass of the model
+    trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
 
-For the while the model runs under an attention name that keeps its weights: on a GPU the decode kernel writes them, and
-elsewhere they are computed before the values are summed anyway.
+Inside, the model has an attention implementation that keeps its weights. The decode kernel writes them on a GPU; plain
+attention computes them anyway.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from hf_static_kv import patching
 from hf_static_kv.attention import (
     EXACT_ATTENTION_NAME,
     TRACED_ATTENTION_NAME,
@@ -30,30 +30,30 @@ from hf_static_kv.attention import (
     step_layer,
 )
 from hf_static_kv.kernels.decode_attention import decode_attention
-from hf_static_kv.patching import attention_implementation, attention_of, require_attention_interface, unwrapped
 
+_TRACE = "_attention_trace"  # the attribute of a traced module: (trace, layer)
 _REMEDY = 'Load it with attn_implementation="eager" and call it with output_attentions=True to get its weights.'
 
 
 class AttentionRow(NamedTuple):
-    """What the newest token of each row of the batch looked at in one layer, in one pass of the model.
+    """One row of the attention matrix for each sequence: the weights of its newest token in one layer and pass.
 
-    `weights` sum to 1 over the keys (to less where a model has sinks); padding has weight 0.
+    They sum to 1 over the keys (to less in a model with sinks); padding has weight 0.
     """
 
     layer: int
-    positions: torch.Tensor  # [keys], in the text: the layer's window may begin after its first token
+    positions: torch.Tensor  # [keys]; those of a sliding window do not start at 0
     weights: torch.Tensor  # [B, heads, keys], float32
 
 
 class AttentionTrace:
-    """The rows that were recorded, in the order in which they were computed."""
+    """The recorded rows, in the order in which they were computed."""
 
     def __init__(self, layers: Sequence[int], heads: Sequence[int] | None) -> None:
         self.layers, self.heads = tuple(layers), None if heads is None else list(heads)
         self.rows: list[AttentionRow] = []
-        self.whole: torch.Tensor | None = None  # of the last pass, where it was asked for
-        self.keeps_whole = False
+        self.full: torch.Tensor | None = None  # [B, heads, queries, keys] of the last pass
+        self.keeps_full = False
 
     def of_layer(self, layer: int) -> list[AttentionRow]:
         """The rows of one layer, one for each pass."""
@@ -62,11 +62,11 @@ class AttentionTrace:
         return [row for row in self.rows if row.layer == layer]
 
     def matrix(self, layer: int, batch_row: int = 0) -> torch.Tensor:
-        """The rows of one layer laid on the text, [heads, passes, text]; 0 where nothing was looked at."""
+        """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not attend."""
         rows = self.of_layer(layer)
         if not rows:
             raise ValueError(
-                f"Nothing was recorded of layer {layer}: the model did not run inside the context, or the layer does "
+                f"Nothing was recorded for layer {layer}: the model did not run inside the context, or the layer does "
                 "not call transformers' attention interface."
             )
         length = max(int(row.positions[-1]) + 1 for row in rows)
@@ -76,25 +76,22 @@ class AttentionTrace:
         return matrix
 
     def record(self, layer: int, first: int, weights: torch.Tensor) -> None:
-        """Keep weights [B, heads, keys] over the keys from position `first` on."""
+        """Keep weights [B, heads, keys] of the keys from position `first` on."""
         if is_verification_pass():
             return
-        kept = weights if self.heads is None else weights[:, self.heads]
+        weights = weights if self.heads is None else weights[:, self.heads]
         positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
-        self.rows.append(AttentionRow(layer, positions, kept.float().clone()))
-
-
-_TRACES: WeakKeyDictionary[torch.nn.Module, tuple[AttentionTrace, int]] = WeakKeyDictionary()
+        self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
 
 
 @contextmanager
 def trace_attention(
     model: torch.nn.Module, layers: Sequence[int] | None = None, heads: Sequence[int] | None = None
 ) -> Iterator[AttentionTrace]:
-    """Record the attention rows of these layers and heads (default: all) in every pass of the model.
+    """Record the weights of these layers and heads (default: all) in every pass of the model.
 
-    Afterwards the model has its own attention again, also after an exception. `model` may be wrapped by `torch.compile`
-    or by PEFT around adapters inside the model.
+    On exit, also after an exception, the model has its own attention again. `model` may be wrapped by `torch.compile`
+    or by PEFT (adapters inside the model).
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model = random_model(tiny_config("llama"))
@@ -103,41 +100,36 @@ def trace_attention(
     >>> [tuple(row.weights.shape) for row in trace.rows]
     [(1, 4, 3), (1, 4, 4), (1, 4, 5), (1, 4, 6)]
     """
-    inner = unwrapped(model, "trace_attention")
-    require_attention_interface(inner, _REMEDY)
+    inner = patching.unwrapped(model, "trace_attention")
+    patching.require_attention_interface(inner, _REMEDY)
     modules = _attention_modules(inner)
     trace = AttentionTrace(_chosen(layers, modules), heads)
     _check_heads(inner, heads)
-    if any(name in str(attention_of(inner)) for name in (EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)):
+    if not {EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME}.isdisjoint(patching.attention_of(inner).values()):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
-    with attention_implementation(inner, TRACED_ATTENTION_NAME):
-        for layer in trace.layers:
-            _TRACES[modules[layer]] = (trace, layer)
-        try:
-            yield trace
-        finally:
-            for layer in trace.layers:
-                _TRACES.pop(modules[layer], None)
+    traced = {modules[layer]: (trace, layer) for layer in trace.layers}
+    with patching.attention_implementation(inner, TRACED_ATTENTION_NAME), patching.replaced(_TRACE, traced):
+        yield trace
 
 
 @torch.no_grad()
 def full_attention(model: torch.nn.Module, input_ids: torch.Tensor, layer: int) -> torch.Tensor:
-    """What every token of a text looks at in one layer: [1, heads, n, n], from one pass.
+    """The attention weights of one layer for every token of a sequence, [1, heads, n, n], from one pass.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> full_attention(random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]]), layer=0).shape
     torch.Size([1, 4, 3, 3])
     """
     if input_ids.ndim != 2 or len(input_ids) != 1:
-        raise ValueError(f"full_attention takes one text, [1, n], got {list(input_ids.shape)}.")
+        raise ValueError(f"full_attention takes one sequence, [1, n], got {list(input_ids.shape)}.")
     with trace_attention(model, [layer]) as trace:
-        trace.keeps_whole = True
-        inner = unwrapped(model, "full_attention")
+        trace.keeps_full = True
+        inner = patching.unwrapped(model, "full_attention")
         inner(input_ids, use_cache=False)
-    if trace.whole is None:
+    if trace.full is None:
         kind = type(_attention_modules(inner)[layer]).__name__
         raise ValueError(f"{kind} of layer {layer} did not call transformers' attention interface. {_REMEDY}")
-    return trace.whole
+    return trace.full
 
 
 def traced_attention(
@@ -149,13 +141,13 @@ def traced_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`static_contiguous_attention`, whose weights are kept where a trace asks for them."""
-    if module not in _TRACES:
+    """`static_contiguous_attention` that records the weights of traced layers."""
+    if _TRACE not in module.__dict__:
         return static_contiguous_attention(module, query, key, value, attention_mask, scaling, **kwargs)
     if kwargs.get("position_bias") is not None:
         kind = type(module).__name__
         raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
-    trace, layer = _TRACES[module]
+    trace, layer = module.__dict__[_TRACE]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if (step := step_layer(module)) is not None:
@@ -168,8 +160,8 @@ def traced_attention(
         return output, None
     output, weights = plain_attention(query, key, value, attention_mask, scale, softcap, sinks)
     trace.record(layer, first, weights[:, :, -1])
-    if trace.keeps_whole:
-        trace.whole = weights
+    if trace.keeps_full:
+        trace.full = weights
     return output, weights
 
 
@@ -192,22 +184,22 @@ def _traced_step(
 
 
 def traced_mask(**kwargs: Any) -> torch.Tensor:
-    """The mask that SDPA gets, which knows at which position its keys begin."""
+    """The mask for SDPA, with the position of its first key as an attribute."""
     mask: Any = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
     mask.first_key = int(kwargs.get("kv_offset", 0))
     return mask  # type: ignore[no-any-return]
 
 
 def _attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The modules of the decoder that call the attention function, by the numbers of their layers."""
+    """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, torch.nn.Module] = {}
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in decoder.modules():  # not those of a part that sees or hears
+    for module in decoder.modules():  # without vision and audio towers
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int) and "Attention" in type(module).__name__:
-            found.setdefault(number, module)  # attention to another text comes after that to one's own
+            found.setdefault(number, module)  # self-attention comes before cross-attention
     if not found:
-        raise ValueError(f"No attention layers were found in {type(model).__name__}: no part of it has a layer_idx.")
+        raise ValueError(f"No attention layers were found in {type(model).__name__}: no module has a layer_idx.")
     return found
 
 
@@ -216,7 +208,7 @@ def _chosen(layers: Sequence[int] | None, modules: dict[int, torch.nn.Module]) -
         return sorted(modules)
     if absent := [layer for layer in layers if layer not in modules]:
         known = ", ".join(map(str, sorted(modules)))
-        raise ValueError(f"Layer {absent[0]} has no attention that could be traced: layers {known} have.")
+        raise ValueError(f"Layer {absent[0]} has no attention to trace: layers {known} have.")
     return list(layers)
 
 
@@ -226,6 +218,6 @@ def _check_heads(model: PreTrainedModel, heads: Sequence[int] | None) -> None:
         raise ValueError(f"heads are 0 to {count - 1}, got {list(heads)}.")
 
 
-# A compiler takes what is looked up for one layer for that of all, and loses what is noted on a mask.
+# Dynamo would share one layer's trace among all layers, and lose the attribute of the mask.
 AttentionInterface.register(TRACED_ATTENTION_NAME, torch.compiler.disable(traced_attention))  # type: ignore[no-untyped-call]
 AttentionMaskInterface.register(TRACED_ATTENTION_NAME, torch.compiler.disable(traced_mask))  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""What was chosen at each step of a generation, from what: plain data, ready for JSON.
+"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for JSON.
 
 recorder = StepRecorder(best=5, tokenizer=tokenizer)
 tokens = model.generate(**inputs, logits_processor=[recorder])
-recorder.steps(tokens)[0]        the steps of the first row
+recorder.steps(tokens)[0]        the steps of the first batch row
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 _REMEDY = (
-    "Beams put other rows in the place of a row, and assisted decoding tries tokens that it does not keep: neither can "
-    "be recorded. Record greedy decoding or sampling, with a new StepRecorder for each call, or read `steps` before "
-    "the next one."
+    "Beam search reorders batch rows and assisted decoding drops candidate tokens: neither can be recorded. Record "
+    "greedy decoding or sampling, with a new StepRecorder for each call, or read `steps` before the next one."
 )
 
 
 class StepRecorder(LogitsProcessor):
-    """A logits processor that changes nothing and notes the scores that it is given, after the processors before it.
+    """A logits processor that records the scores it is given, after earlier processors, and does not change them.
 
-    Holds the record of one call of `generate`: call `steps` with what that returned. That ends the record, and so does
-    another prompt; a call that goes on with a text is the next step of its record until `steps` was called.
+    It holds the record of one call of `generate`: pass what that call returned to `steps`. Another prompt starts a new
+    record, and so does any call after `steps`. Before that, a prompt that is one token longer counts as the next step.
     """
 
     def __init__(self, best: int = 5, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -31,86 +30,78 @@ class StepRecorder(LogitsProcessor):
             raise ValueError(f"best must be at least 1, got {best}.")
         self.best, self.tokenizer = best, tokenizer
         self.prompt_len = 0
-        self._seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # best tokens, their logs, entropy
-        self._chosen: list[torch.Tensor] = []
-        self._logs: torch.Tensor | None = None  # of the newest step, whose token is not known yet
-        self._ids = torch.empty(0, 0)  # the text before the newest step
-        self._is_one_text = torch.tensor(True)  # each step's text was the one before and a token; read at the end
+        self._scores: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # best tokens, log-probs, entropy
+        self._chosen: list[torch.Tensor] = []  # log-probs of the chosen tokens
+        self._log_probs: torch.Tensor | None = None  # [B, V] of the newest step, whose token is not chosen yet
+        self._ids = torch.empty(0, 0)  # the sequences before the newest step
+        self._is_continuous = torch.tensor(True)  # every step had the sequences of the last and a token; read deferred
         self._was_read = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if self._is_next(input_ids):
-            self._is_one_text = self._is_one_text & (input_ids[:, :-1] == self._ids).all()
-            self._take(input_ids[:, -1])
+            self._is_continuous = self._is_continuous & (input_ids[:, :-1] == self._ids).all()
+            self._choose(input_ids[:, -1])
         else:
             self._begin(input_ids)
-        logs = scores.float().log_softmax(dim=-1)
-        top = logs.topk(min(self.best, logs.shape[-1]), dim=-1)
-        entropy = -torch.where(logs == -torch.inf, 0.0, logs.exp() * logs).sum(dim=-1)
-        self._seen.append((top.indices, top.values, entropy))
-        self._logs, self._ids = logs, input_ids.clone()
+        log_probs = scores.float().log_softmax(dim=-1)
+        top = log_probs.topk(min(self.best, log_probs.shape[-1]), dim=-1)
+        entropy = -torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs).sum(dim=-1)
+        self._scores.append((top.indices, top.values, entropy))
+        self._log_probs, self._ids = log_probs, input_ids.clone()
         return scores
 
     def _is_next(self, input_ids: torch.Tensor) -> bool:
-        """By its shape: to look at the tokens would wait for the device at every step."""
-        rows, length = self._ids.shape
-        return bool(self._seen) and not self._was_read and input_ids.shape == (rows, length + 1)
+        """Whether this looks like the next step. Only shapes are compared: comparing tokens would synchronize."""
+        batch_size, length = self._ids.shape
+        return bool(self._scores) and not self._was_read and input_ids.shape == (batch_size, length + 1)
 
     def _begin(self, input_ids: torch.Tensor) -> None:
-        """A new record, unless this may be the same call: a text that goes on from the prompt of the record."""
+        """Start a new record. Raise where this may be the recorded call: a longer sequence with the same prompt."""
         prompt = self._ids[:, : self.prompt_len]
-        is_longer = bool(self._seen) and len(prompt) == len(input_ids) and input_ids.shape[1] > self.prompt_len
+        is_longer = bool(self._scores) and len(prompt) == len(input_ids) and input_ids.shape[1] > self.prompt_len
         if is_longer and not self._was_read and torch.equal(input_ids[:, : self.prompt_len], prompt):
-            raise ValueError(f"This text has the prompt of the record and is not its next step. {_REMEDY}")
-        self.prompt_len = input_ids.shape[1]  # none where the prompt is vectors
-        self._seen, self._chosen, self._logs, self._was_read = [], [], None, False
-        self._is_one_text = torch.ones((), dtype=torch.bool, device=input_ids.device)
+            raise ValueError(f"This sequence has the prompt of the record and is not its next step. {_REMEDY}")
+        self.prompt_len = input_ids.shape[1]  # 0 for a prompt of embeddings
+        self._scores, self._chosen, self._log_probs, self._was_read = [], [], None, False
+        self._is_continuous = torch.ones((), dtype=torch.bool, device=input_ids.device)
 
-    def _take(self, tokens: torch.Tensor) -> None:
-        if self._logs is not None:
-            self._chosen.append(self._logs.gather(-1, tokens[:, None])[:, 0])
-            self._logs = None
+    def _choose(self, tokens: torch.Tensor) -> None:
+        if self._log_probs is not None:
+            self._chosen.append(self._log_probs.gather(-1, tokens[:, None])[:, 0])
+            self._log_probs = None
 
     def steps(self, sequences: torch.Tensor) -> list[list[dict[str, Any]]]:
-        """For each row its steps: token, text, probability, the best tokens with theirs, entropy in nats.
+        """The steps of each batch row: token, text, probability, the best tokens with theirs, entropy in nats.
 
-        A row that had ended is recorded no further than its batch: what follows its end is padding.
+        All batch rows have the same number of steps: those after the end of a sequence are padding.
         """
         sequences = sequences.to(self._ids.device)
         self._check(sequences)
         self._was_read = True
         new = sequences[:, self.prompt_len :]
         if len(self._chosen) < new.shape[1]:
-            self._take(new[:, len(self._chosen)])
-        return [[self._step(n, row, new[row, n]) for n in range(new.shape[1])] for row in range(len(new))]
+            self._choose(new[:, len(self._chosen)])
+        return [[self._step(n, row, int(token)) for n, token in enumerate(tokens)] for row, tokens in enumerate(new)]
 
     def _check(self, sequences: torch.Tensor) -> None:
-        new = sequences.shape[1] - self.prompt_len
-        if not 0 < new <= len(self._seen):
+        new, known = sequences.shape[1] - self.prompt_len, self._ids[:, : sequences.shape[1]]
+        remedy = f"pass what the same call of generate returned. {_REMEDY}"
+        if not 0 < new <= len(self._scores):
             raise ValueError(
-                f"{len(self._seen)} steps were recorded and the sequences hold {new} new tokens: pass what the same "
-                f"call of generate returned. {_REMEDY}"
+                f"{len(self._scores)} steps were recorded and the sequences hold {new} new tokens: {remedy}"
             )
-        known = self._ids[:, : sequences.shape[1]]
-        if not bool(self._is_one_text) or not torch.equal(sequences[:, : known.shape[1]], known):
-            raise ValueError(
-                "The sequences are not the texts whose steps were recorded: pass what the same call of generate "
-                f"returned. {_REMEDY}"
-            )
+        if not bool(self._is_continuous) or not torch.equal(sequences[:, : known.shape[1]], known):
+            raise ValueError(f"The sequences are not those whose steps were recorded: {remedy}")
 
-    def _step(self, n: int, row: int, token: torch.Tensor) -> dict[str, Any]:
-        tokens, logs, entropy = (tensor[row] for tensor in self._seen[n])
-        best = [
-            {"token": t, "text": self._text(t), "probability": p}
-            for t, p in zip(tokens.tolist(), logs.exp().tolist(), strict=True)
-        ]
+    def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
+        tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])
+        best = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
         return {
-            "token": int(token),
-            "text": self._text(int(token)),
-            "probability": self._chosen[n][row].exp().item(),
-            "best": best,
+            **self._entry(token, self._chosen[n][row].exp().item()),
+            "best": [self._entry(*candidate) for candidate in best],
             "entropy": entropy.item(),
         }
 
-    def _text(self, token: int) -> str | None:
-        return None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+    def _entry(self, token: int, probability: float) -> dict[str, Any]:
+        text = None if self.tokenizer is None else str(self.tokenizer.decode([token]))
+        return {"token": token, "text": text, "probability": probability}

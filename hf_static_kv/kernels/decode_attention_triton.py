@@ -2,9 +2,9 @@
 
     split     program (batch row and KV head, i) computes an equal share of the splits of a span. It reads a split once
               for all query heads of the KV head, and writes the maximum m of the scores, the sum of exp(score - m) and
-              the sum of exp(score - m) * value. A program of a longer query takes several positions of it, as many as
-              fit into its tile of 16 rows or more, which tensor cores need.
-    combine   program (query, head, output dims) merges the splits of a span in their order
+              the sum of exp(score - m) * value. In prefill a program has several queries, as many as fit into the
+              tile of at least 16 that tensor cores need.
+    combine   program (query and KV head, query head, output dims) merges the splits of a span in their order
 
 Splits are counted from seq_start and their size depends on the head dims alone: a batch row's bits depend on its own
 tokens, not on the capacity, on other batch rows, or on the number of programs.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
-# Chosen on an H200 for the head dims of the dev models (2026-11-15).
+# Set on an H200 for the dev models (2026-11-15); other values are not on record.
 _STAGES, _PROGRAMS_PER_PROCESSOR = 3, 2  # split: loads in flight (half precision), programs per multiprocessor
 _COMBINE_TILE, _COMBINE_DIMS = 256, 16  # combine: splits per iteration, output dims per program
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,12 +52,12 @@ def _split(
     )
     if SPANS_READY:
         pdl_sync(PDL)
-    share = tl.cdiv(total_count, tl.num_programs(1))
+    per_program = tl.cdiv(total_count, tl.num_programs(1))
     d, dv, n = tl.arange(0, TILE_D), tl.arange(0, TILE_DV), tl.arange(0, SPLIT_SIZE)
     q_at = query + b * query_b + t[:, None] * query_t + g[:, None] * query_h + d[None, :]
     q = tl.load(q_at, mask=is_query[:, None] & (d[None, :] < D), other=0.0)  # [M, D]
-    begin = tl.program_id(1) * share
-    for split in tl.range(begin, tl.minimum(begin + share, total_count), num_stages=STAGES):
+    begin = tl.program_id(1) * per_program
+    for split in tl.range(begin, tl.minimum(begin + per_program, total_count), num_stages=STAGES):
         position = (seq_start + (first_split + split) * SPLIT_SIZE + n).to(tl.int64)
         in_span = (position[None, :] >= first) & (position[None, :] < end)  # [M, N], or [1, N] for one query
         mask = (position >= lowest) & (position < highest)
@@ -214,7 +214,7 @@ def partial_bytes(query: Tensor, values: Tensor) -> int:
 
 
 def _tiles(dim: int, value_dim: int) -> tuple[int, int, int]:
-    """The head dims of keys and of values as powers of two, and the positions of a split."""
+    """The head dims of keys and values as powers of two, and the split size: a tile has at most 8192 elements."""
     tile_d, tile_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     return tile_d, tile_dv, max(32, min(128, 8192 // max(tile_d, tile_dv)))
 

@@ -10,7 +10,7 @@ partial sum from left to right, and then the partial sums are added in their ord
     many tokens   a program computes 64 output features of 64 tokens, one partial sum after the other
 
 Both kernels give the same bits, though they use other tensor core instructions. No specification says so: it was
-measured (H200, bfloat16 and float16, 2026-11-15), and tests/test_row_kernels.py checks it on the GPU at hand.
+measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU at hand.
 """
 
 from collections.abc import Sequence

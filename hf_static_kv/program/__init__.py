@@ -1,8 +1,8 @@
-"""Fewer and better kernels in a captured step, without a compiler: parts of a model replaced for a while.
+"""The captured decode step, and the fusions that make it fast without a compiler.
 
-    norms      each RMS norm as one kernel; a sum and the norms around it as one
-    positions  cosines and sines of all positions in a table, made once; queries and keys turned in one kernel
-    linears    read by our own kernel; gate, up, activation and product in one; q, k, v in one launch
+    norms      each RMS norm as one kernel; a sum and the norms before and after it as one kernel
+    rotary     cosines and sines of all positions in a table, computed once; queries and keys rotated by one kernel
+    linears    few tokens at a time; gate, up, activation and product as one kernel; q, k, v in one launch
 
-No list of models: a part is taken for one of these when, tried on random numbers, it computes the same to the bit.
+There is no list of models: a module is fused when it gives the same bits as the plain fusion on random inputs.
 """

@@ -1,4 +1,4 @@
-"""What a captured step holds for good. A model that differs in any of it needs another step."""
+"""What a captured step keeps: addresses, settings and functions. A model that differs in any of it needs a new step."""
 
 from __future__ import annotations
 
@@ -11,52 +11,43 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedModel
 
-from hf_static_kv.program.rotary import replaced_function
+from hf_static_kv import compat
+from hf_static_kv.patching import original_function
 
-_FEW = 4096  # numbers, which are read one by one
+_SMALL_BUFFER = 4096  # elements; larger buffers are compared by their sum
 _SETTINGS = (bool, int, float, str)
-# The states of an adapter. A replay does not see them: merging changes the weights where they are.
+# A replay does not see these attributes of an adapter, and merging writes weights in place.
 _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
-
-
-def all_modules(model: Module) -> list[Module]:
-    """Those of `model.modules()`, in a third of its time: this runs before every prompt."""
-    found: list[Module] = [model]
-    for module in found:  # which grows meanwhile
-        found += [part for part in module._modules.values() if part is not None]
-    return found
 
 
 def model_fingerprint(
     model: PreTrainedModel, modules: Sequence[Module], storage: torch.Tensor, is_exact: bool
 ) -> tuple[Any, ...]:
-    """Equal for two calls just where a step that was captured in the first serves the second.
+    """Equal for two calls if and only if a step that was captured in the first serves the second.
 
     It keeps neither the model nor a part of it alive.
     """
     kinds = [type(module) for module in modules]
-    own_kinds = tuple(dict.fromkeys(kinds))
-    settings = [v for module in modules for v in module.__dict__.values() if type(v) in _SETTINGS]
-    configs = {id(c): c for c in (model.config, model.config.get_text_config())}.values()
-    settings += [v for config in configs for v in config.__dict__.values() if type(v) in _SETTINGS]
+    distinct_kinds = tuple(dict.fromkeys(kinds))
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
     return (
         weakref.ref(model),
         hash(tuple(_addresses(modules, storage))),
         hash((*kinds, *settings, *_adapters(modules))),
-        own_kinds,
-        _functions(own_kinds),
+        distinct_kinds,
+        _functions(distinct_kinds),
         _patches(modules, is_exact),
         _rotary_values(modules),
     )
 
 
-def without_address(tensors: Iterable[torch.Tensor]) -> str | None:
-    """The type of the first tensor whose memory cannot be told apart from that of another; None where all can."""
+def type_without_address(tensors: Iterable[torch.Tensor]) -> str | None:
+    """The type of the first tensor that does not tell where its memory is; None if all do."""
     for tensor in tensors:
-        if not is_traceable_wrapper_subclass(tensor) and tensor.numel() and tensor.data_ptr() == 0:
+        if compat.inner_tensors(tensor) is None and tensor.numel() and tensor.data_ptr() == 0:
             return type(tensor).__name__
     return None
 
@@ -64,67 +55,64 @@ def without_address(tensors: Iterable[torch.Tensor]) -> str | None:
 def _addresses(modules: Sequence[Module], storage: torch.Tensor) -> list[int]:
     tensors = [storage]
     for module in modules:
-        tensors += [own for own in module._parameters.values() if own is not None]
-        tensors += [own for own in module._buffers.values() if own is not None]
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, torch.Tensor)]
     return [address for tensor in tensors for address in _addresses_of(tensor)]
 
 
 def _addresses_of(tensor: torch.Tensor) -> list[int]:
-    """One address, or those of the tensors that a wrapper (a quantised weight, say) consists of."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor.data_ptr()]
-    names, _ = tensor.__tensor_flatten__()
-    return [address for name in names for address in _addresses_of(getattr(tensor, name))]
+    """One address, or those of the tensors inside a wrapper such as a quantised weight."""
+    inner = compat.inner_tensors(tensor)
+    return [tensor.data_ptr()] if inner is None else [address for part in inner for address in _addresses_of(part)]
 
 
 def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:
     return [
         tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
         for module in modules
-        # Looked up past `Module.__getattr__`, which is slow.
+        # Not `hasattr(module, ...)`: `Module.__getattr__` is slow.
         if hasattr(type(module), "active_adapters") or "active_adapters" in module.__dict__
-        # A whole model has a method of this name, which says nothing and prints all of it.
-        if not callable(module.active_adapters)
+        if not callable(module.active_adapters)  # a whole model has a method of this name
     ]
 
 
 def _functions(kinds: Sequence[type[Any]]) -> tuple[Any, ...]:
-    """The functions that make up a pass: each class's `forward`, and what stands beside the class in its file.
-
-    Some libraries speed a model up by replacing either.
-    """
-    homes = [sys.modules.get(name) for name in dict.fromkeys(kind.__module__ for kind in kinds)]
-    beside = [v for home in homes for v in vars(home or object).values() if type(v) in (FunctionType, partial)]
-    return (*(kind.forward for kind in kinds), *(replaced_function(v) for v in beside))
+    """The `forward` of each class and the functions in its Python file: libraries patch either to speed a model up."""
+    files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules)
+    functions = (
+        original_function(file, name) if type(value) is partial else value  # `fused_rotary` replaces it with a partial
+        for file in files
+        for name, value in vars(sys.modules[file]).items()
+        if type(value) in (FunctionType, partial)
+    )
+    return (*(kind.forward for kind in kinds), *functions)
 
 
 def _patches(modules: Sequence[Module], is_exact: bool) -> tuple[Any, ...]:
-    """Functions that modules hold: a `forward` of their own, an activation."""
+    """Functions that modules hold: a patched `forward`, an activation."""
     return tuple(
         (number, name, _identity(value))
         for number, module in enumerate(modules)
         for name, value in module.__dict__.items()
-        # Inside `exact` each `forward` is ours, and new every time.
-        if callable(value) and not (is_exact and name == "forward")
+        if callable(value) and not (is_exact and name == "forward")  # `exact` replaces it each time it is entered
     )
 
 
 def _identity(function: Any) -> Any:
-    """Equal for the same function alone, also after it is gone; holds no reference to what the function holds."""
+    """Equal for the same function only, also after it is deleted; holds no reference to what the function holds."""
     if isinstance(function, MethodType):
         return _identity(function.__func__), _identity(function.__self__)
     try:
         reference = weakref.ref(function)
         hash(reference)
-    except TypeError:  # a builtin, which stays, or an object that cannot be hashed
+    except TypeError:  # a builtin, which is never deleted, or an object that cannot be hashed
         return id(function)
     return reference
 
 
 def _rotary_values(modules: Sequence[Module]) -> int:
-    """The frequencies, from which a step has made tables: a change in place keeps their address."""
+    """The rotary frequencies: a change in place keeps their address, and the step has tables made from them."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
-    buffers = [own for module in rotary for own in module._buffers.values() if own is not None]
-    values = [b.flatten() if b.numel() <= _FEW else b.double().sum()[None] for b in buffers]
+    buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
+    values = [b.flatten() if b.numel() <= _SMALL_BUFFER else b.double().sum()[None] for b in buffers]
     return hash(tuple(torch.cat(values).tolist())) if values else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeGuard
@@ -11,93 +10,92 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
 
+from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
 from hf_static_kv.patching import Computes, is_unmodified, replaced
 
 
 @contextmanager
 def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[list[Linear]]]:
-    """The model with its gated MLPs and linear layers as kernels for few rows; gives the groups of linear layers.
+    """The model with its gated MLPs and linear layers as kernels for few tokens; yields the groups of linear layers.
 
-    `run` is one pass of the model. In it is seen which linear layers are given the same input, one after the other.
+    `run` is one pass of the model, in which consecutive linear layers with the same input are found.
     """
     with gated_mlps(model):
-        gates = _gates(model)
-        others = [module for module in model.modules() if _is_plain(module) and module not in gates]
-        groups = _groups_by_input(others, run)
+        fused = _gate_and_up_layers(model)
+        groups = _groups_by_input([m for m in model.modules() if _is_plain(m) and m not in fused], run)
         forwards: dict[Module, Callable[..., Any]] = {}
         for group in groups:
             shared = _SharedInput(group)
-            forwards.update({module: _Part(shared, i).forward for i, module in enumerate(group)})
+            forwards.update({module: _GroupMember(shared, i).forward for i, module in enumerate(group)})
         with replaced("forward", forwards):
             yield groups
 
 
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
-    """The model with each of its linear layers as one operation, for any number of rows; gives those layers."""
-    # Not those that another model has replaced with which it shares them.
+    """The model with each linear layer as one operation, for any number of tokens; yields these layers."""
+    # A layer that is shared with another model may be replaced already.
     layers = [module for module in model.modules() if _is_plain(module) and "forward" not in module.__dict__]
-    with replaced("forward", {module: _Single(module).forward for module in layers}):
+    with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
         yield layers
 
 
 @contextmanager
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
-    """The model with gate, up, activation and product of its MLPs in one operation; gives those MLPs."""
+    """The model with gate, up, activation and product of its MLPs as one operation; yields these MLPs."""
     mlps = {module: activation for module in model.modules() if (activation := mlp_activation(module)) is not None}
     with replaced("forward", {module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
         yield list(mlps)
 
 
 def mlp_activation(module: Module) -> str | None:
-    """The activation of down(act(gate(x)) * up(x)), where trying shows that this module computes that; or None."""
-    parts: dict[str, Any] = {name: getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")}
-    if not all(_is_plain(part) and part.bias is None for part in parts.values()):
+    """The activation if this module computes down(act(gate(x)) * up(x)), found on random weights; or None."""
+    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    if not all(_is_plain(part) and part.bias is None for part in parts):
         return None
-    if parts["gate_proj"].weight.stride() != parts["up_proj"].weight.stride():
-        return None
-    if not all(is_unmodified(part) for part in module.modules()):
+    gate, up, _ = parts
+    if gate.weight.stride() != up.weight.stride() or not all(is_unmodified(part) for part in module.modules()):
         return None
     with torch.device("cpu"):
-        return _tried_activation(module, parts)
+        return _matching_activation(module)
 
 
-def _tried_activation(module: Module, parts: dict[str, Any]) -> str | None:
+def _matching_activation(module: Module) -> str | None:
     generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
-    trial, tiny = copy.copy(module), {}
-    trial._modules = dict(module._modules)
-    for name, (inputs, outputs) in zip(parts, ((8, 12), (8, 12), (12, 8)), strict=True):
-        tiny[name] = Linear(inputs, outputs, bias=False, device="meta")
-        tiny[name].weight = Parameter(torch.randn(outputs, inputs, generator=generator), requires_grad=False)
-    trial._modules.update(tiny)
+    gate, up, down = (_random_linear(*sizes, generator) for sizes in ((8, 12), (8, 12), (12, 8)))
     try:
-        got = trial(x)
+        got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
     except Exception:  # it takes other arguments, or needs its own size
         return None
-    gate, up, down = tiny.values()
     for activation in linear.ACTIVATIONS:
         if torch.equal(got, down(linear.activate(gate(x), activation) * up(x))):
             return activation
     return None
 
 
+def _random_linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:
+    layer = Linear(inputs, outputs, bias=False, device="meta")  # on the CPU it would draw from torch's global generator
+    layer.weight = Parameter(torch.randn(outputs, inputs, generator=generator), requires_grad=False)
+    return layer
+
+
 def _is_plain(module: object) -> TypeGuard[Linear]:
-    """A linear layer and nothing more: not an adapter, not a quantised one."""
+    """Whether it is torch's linear layer and nothing more: not an adapter, not quantised."""
     return type(module) is Linear and type(module.weight) is Parameter and is_unmodified(module)
 
 
-class _Single(Computes):
+# Methods, not partials: `torch.compile` takes a partial for a constant and compiles every layer anew.
+class _SingleLinear(Computes):
     def __init__(self, module: Linear) -> None:
         self.module = module
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # named as in torch's own
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name of the argument is torch's
         module = self.module
         output: torch.Tensor = linear.linears(input, [module.weight], [] if module.bias is None else [module.bias])
         return output
 
 
-# Methods, not partials: to `torch.compile` a partial is a constant, and every layer with another is compiled again.
 class _GatedMLP:
     def __init__(self, module: Module, activation: str) -> None:
         self.module: Any = module
@@ -105,26 +103,26 @@ class _GatedMLP:
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.module.gate_proj, self.module.up_proj
-        if not _is_plain(gate) or not _is_plain(up):  # it has been given a hook or an adapter meanwhile
+        if not _is_plain(gate) or not _is_plain(up):  # a hook or an adapter was added since
             output: torch.Tensor = type(self.module).forward(self.module, x)
-            return output
-        output = self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))
+        else:
+            output = self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))
         return output
 
 
-def _gates(model: Module) -> set[Module]:
-    """Gate and up of the MLPs that are one operation already, by this context or by one around it."""
+def _gate_and_up_layers(model: Module) -> set[Module]:
+    """The layers inside `_GatedMLP`s, of this context or of one around it."""
     forwards = (getattr(module.forward, "__self__", None) for module in model.modules())
     mlps = [forward.module for forward in forwards if isinstance(forward, _GatedMLP)]
     return {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
 
 
 def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[list[Linear]]:
-    """Those of these layers that `run` calls, once each; those in a row with the same input tensor together."""
-    calls: list[tuple[Any, torch.Tensor]] = []
+    """The layers that `run` calls once, in groups of consecutive calls with the same input tensor."""
+    calls: list[tuple[Any, torch.Tensor]] = []  # inputs are kept, so that each has its own identity
 
     def note(module: Module, args: tuple[Any, ...]) -> None:
-        calls.append((module, args[0]))  # the tensor is kept, so that no other one can be taken for it
+        calls.append((module, args[0]))
 
     handles = [layer.register_forward_pre_hook(note) for layer in layers]
     try:
@@ -136,9 +134,9 @@ def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[li
     groups: list[list[Linear]] = []
     before = None
     for module, x in calls:
-        if modules.count(module) > 1:  # called twice in a pass: left alone
+        if modules.count(module) > 1:
             before = None
-        elif x is before and len(groups[-1]) < linear.MAX_WEIGHTS and _alike(module, groups[-1][0]):
+        elif x is before and len(groups[-1]) < linear.MAX_WEIGHTS and _can_share_launch(groups[-1][0], module):
             groups[-1].append(module)
         else:
             groups.append([module])
@@ -146,12 +144,12 @@ def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[li
     return groups
 
 
-def _alike(a: Linear, b: Linear) -> bool:
+def _can_share_launch(a: Linear, b: Linear) -> bool:
     return (a.bias is None) == (b.bias is None) and a.weight.dtype == b.weight.dtype
 
 
 class _SharedInput:
-    """Linear layers that are given the same input, and what was computed for all of them when the first was called."""
+    """A group of linear layers with the same input: the first one computes the outputs of all."""
 
     def __init__(self, group: list[Linear]) -> None:
         self.group = group
@@ -163,12 +161,9 @@ class _SharedInput:
         y = linear.linears(x, [module.weight for module in self.group], biases)
         self.x, self.outputs = x, y.split([module.out_features for module in self.group], dim=-1)
 
-    def forget(self) -> None:
-        self.x, self.outputs = None, ()
 
-
-class _Part:
-    """One of them."""
+class _GroupMember:
+    """One linear layer of a group that shares its input."""
 
     def __init__(self, shared: _SharedInput, i: int) -> None:
         self.shared, self.i = shared, i
@@ -177,9 +172,9 @@ class _Part:
         shared, module = self.shared, self.shared.group[self.i]
         if self.i == 0 and x.numel() <= linear.MAX_TOKENS * x.shape[-1]:
             shared.compute(x)
-        if shared.x is not x:  # another input than in the pass that was watched, or too many rows
+        if shared.x is not x:  # too many tokens, or another input than in `run`
             return F.linear(x, module.weight, module.bias)
         output = shared.outputs[self.i]
         if self.i == len(shared.group) - 1:
-            shared.forget()
+            shared.x, shared.outputs = None, ()
         return output

@@ -1,44 +1,51 @@
-"""Rotary positions: angles from a table, and one kernel that turns queries and keys."""
+"""Rotary embeddings: cosines and sines from a table, and one kernel that rotates queries and keys."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
 from torch.nn import Module
+from transformers import PreTrainedConfig
 
+from hf_static_kv.compat import attention_name
 from hf_static_kv.kernels import rotary
-from hf_static_kv.patching import is_unmodified, replaced
+from hf_static_kv.patching import is_unmodified, original_function, replaced, replaced_function
 
-TRIED_DTYPES = (torch.float32, torch.bfloat16)  # the second shows where numbers are rounded
-_ROTARY_NAME = "apply_rotary_pos_emb"
-# Tables of the modules that steps were captured with, for other steps: at 32k positions one takes some 30 MB.
+_PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
+_FUNCTION = "apply_rotary_pos_emb"
+# Captured steps share the tables of a module: one of 32k positions takes about 30 MB.
 _TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, torch.Tensor]] = WeakKeyDictionary()
-_OWN: dict[str, tuple[Callable[..., Any], int]] = {}  # of each file: its function, and how many contexts replace it
+
+
+def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
+    """Whether the angles of earlier tokens change as the sequence grows, so that cached keys become wrong."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [own for own in parameters.values() if isinstance(own, dict)]
+    kinds = [own.get("rope_type", own.get("type")) or "" for own in (parameters, *by_layer_type)]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)  # as transformers tests them
 
 
 @contextmanager
 def angles_from_tables(model: Module, length: int) -> Iterator[list[torch.Tensor]]:
-    """The modules that compute cosines and sines, reading them from tables of `length` positions; gives the tables.
+    """The model with its cosines and sines read from tables of `length` positions; yields the tables.
 
-    They are filled at the first pass, and must live as long as a graph that was captured with them.
+    The first pass fills them. A graph that was captured inside needs them as long as it lives.
     """
     modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
     tables: list[torch.Tensor] = []
-    name = getattr(getattr(model, "config", None), "_attn_implementation", None)  # inside `exact` angles have own bits
-    with replaced("forward", {module: _Angles(module, length, name, tables).forward for module in modules}):
+    attention = attention_name(getattr(model, "config", None))  # angles have other bits inside `exact`
+    with replaced("forward", {module: _Angles(module, length, attention, tables).forward for module in modules}):
         yield tables
 
 
 class _Angles:
     def __init__(self, module: Module, length: int, attention: str | None, tables: list[torch.Tensor]) -> None:
-        self.module, self.own, self.tables = module, module.forward, tables
+        self.module, self.original, self.tables = module, module.forward, tables
         self.length, self.attention = length, attention
         self.by_arguments: dict[tuple[Any, ...], torch.Tensor | None] = {}
 
@@ -48,19 +55,19 @@ class _Angles:
             self.by_arguments[key] = self._table(x, position_ids, *args, **kwargs)
         table = self.by_arguments[key]
         if table is None:
-            return self.own(x, position_ids, *args, **kwargs)
+            return self.original(x, position_ids, *args, **kwargs)
         return F.embedding(position_ids, table).chunk(2, dim=-1)
 
     def _table(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """[length, 2 D] of cosines and sines side by side; None where these are not its rows."""
-        last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are alike
-        expected = [(at, self.own(x, at, *args, **kwargs)) for at in (position_ids, last)]
+        """Cosines and sines, [length, 2 D]; None if the module's output is not a lookup by position."""
+        last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are 0
+        expected = [(at, self.original(x, at, *args, **kwargs)) for at in (position_ids, last)]
         kind = None if x is None else (x.dtype, x.device)
         key = (self.length, self.attention, kind, *args, *kwargs.items())
         table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
         if table is None or not _holds(table, expected):
             positions = torch.arange(self.length, device=position_ids.device)[None]
-            made = self.own(x, positions, *args, **kwargs)
+            made = self.original(x, positions, *args, **kwargs)
             if len(made) != 2 or not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in made):
                 return None
             table = torch.cat(made, dim=-1)[0]
@@ -72,44 +79,29 @@ class _Angles:
 
 
 def _holds(table: torch.Tensor, expected: list[tuple[torch.Tensor, Any]]) -> bool:
-    """Whether the rows of the table are these angles, position by position."""
+    """Whether the table has these angles at these positions."""
     return all(torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected)
 
 
 @contextmanager
 def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """The function that turns queries and keys, as one kernel in the files of this model's classes; gives their names.
+    """`apply_rotary_pos_emb` as one kernel in the Python files of the model's classes; yields these files.
 
-    What the kernel does not take still runs in the function that stood there.
+    The original function still computes what the kernel does not support.
     """
-    names = {type(module).__module__ for module in model.modules()}
-    homes = {name: sys.modules[name] for name in names if hasattr(sys.modules[name], _ROTARY_NAME)}
-    homes = {name: home for name, home in homes.items() if name in _OWN or _is_rotary(getattr(home, _ROTARY_NAME))}
-    for name, home in homes.items():
-        own, users = _OWN.get(name, (getattr(home, _ROTARY_NAME), 0))
-        _OWN[name] = (own, users + 1)
-        setattr(home, _ROTARY_NAME, partial(_rotary, own))
-    try:
-        yield list(homes)
-    finally:
-        for name, home in homes.items():
-            own, users = _OWN.pop(name)
-            if users > 1:  # another model of this file still uses it
-                _OWN[name] = (own, users - 1)
-            else:
-                setattr(home, _ROTARY_NAME, own)
+    files = {type(module).__module__ for module in model.modules()}
+    files = {file for file in files if _is_rotary(original_function(file, _FUNCTION))}
+    with replaced_function(_FUNCTION, dict.fromkeys(files, _rotary)):
+        yield list(files)
 
 
-def replaced_function(function: Any) -> Any:
-    """What stood where `fused_rotary` has put this function, or the function itself."""
-    return function.args[0] if isinstance(function, partial) and function.func is _rotary else function
-
-
-def _is_rotary(function: Callable[..., Any]) -> bool:
+def _is_rotary(function: Callable[..., Any] | None) -> bool:
+    if function is None:
+        return False
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(2, heads, 3, 8, generator=generator, device="cpu") for heads in (4, 2)]
     angles = [torch.randn(2, 3, 8, generator=generator, device="cpu") for _ in range(2)]
-    for dtype in TRIED_DTYPES:
+    for dtype in _PROBED_DTYPES:
         arguments = [tensor.to(dtype) for tensor in (*states, *angles)]
         try:
             got = function(*arguments)
@@ -121,14 +113,6 @@ def _is_rotary(function: Callable[..., Any]) -> bool:
     return True
 
 
-def _rotary(own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return (
-        rotary.rotary(*args) if len(args) == 4 and not kwargs and rotary.is_supported(*args) else own(*args, **kwargs)
-    )
-
-
-def frequencies_depend_on_length(config: Any) -> bool:
-    """Whether a longer sequence turns earlier tokens by other angles, so that cached keys would be wrong."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
-    return any(kind.get("rope_type") in ("longrope", "dynamic") for kind in kinds)
+def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    is_supported = len(args) == 4 and not kwargs and rotary.is_supported(*args)
+    return rotary.rotary(*args) if is_supported else original(*args, **kwargs)

@@ -73,22 +73,20 @@ class DecodeStep:
         self._tables: list[Tensor] = []  # which the graph reads
 
     @property
-    def model(self) -> PreTrainedModel:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("The model of this step no longer exists.")
-        return model
-
-    @property
     def is_orphan(self) -> bool:
         """Whether the model no longer exists, so that no call can use this step."""
         return self._model() is None
 
     @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None, "the model no longer exists"
+        return model
+
+    @property
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
-        own = [value for value in self.__dict__.values() if isinstance(value, Tensor)]
-        return [*own, *self._tables]
+        return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
 
     def begin(self, length: int, seq_start: Tensor) -> None:
         """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
@@ -100,15 +98,13 @@ class DecodeStep:
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
         self.token.copy_(tokens[:, None])
-        self._replay_or_forward()
-        assert self.logits is not None
-        return self.logits.to(torch.float32, copy=True)  # the next run overwrites them
+        return self._replay_or_forward().to(torch.float32, copy=True)  # the next run overwrites them
 
-    def _replay_or_forward(self) -> None:
-        if self.graph is None:
-            self.logits = self._forward()
-        else:
-            self.graph.replay()
+    def _replay_or_forward(self) -> Tensor:
+        if self.graph is None or self.logits is None:
+            return self._forward()
+        self.graph.replay()
+        return self.logits
 
     def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
         """Capture the step as a graph. Writes at position `length`, which the first `run` overwrites.
@@ -131,15 +127,16 @@ class DecodeStep:
             if compile == "layers":
                 wait_for(INDUCTOR)
                 changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
-            self._capture(length, seq_start)
+            self._warm_up(length, seq_start)
+            self.begin(length, seq_start)
+            self._capture()
+        self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _run_once(self, length: int, seq_start: Tensor) -> None:
         self.begin(length, seq_start)
         self._forward()
 
-    def _capture(self, length: int, seq_start: Tensor) -> None:
-        self._warm_up(length, seq_start)
-        self.begin(length, seq_start)
+    def _capture(self) -> None:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
@@ -148,7 +145,6 @@ class DecodeStep:
             torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
             raise
         self.graph = graph
-        self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _warm_up(self, length: int, seq_start: Tensor) -> None:
         """Passes before the capture: they compile kernels and let libraries allocate.

@@ -17,7 +17,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
-from hf_static_kv.exactness.invariant_operations import is_harmless, row_operation
+from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant
 from hf_static_kv.patching import attention_of
 from hf_static_kv.testing import dev_config, load_model, random_model
 from tests.conftest import toy_model
@@ -65,7 +65,7 @@ def test_any_chunks_are_the_whole_pass(name, dtype):
 
 
 class TestOtherCaches:
-    """`exact` does not ask for our cache: those of transformers run by rows too."""
+    """`exact` does not ask for our cache: those of transformers are exact too."""
 
     def test_the_default_cache_in_inference_mode(self):
         model, ids = toy_model("llama", "eager"), tokens(length=20)
@@ -214,7 +214,7 @@ class TestNothingIsLeft:
         model, ids = toy_model("gemma3", "eager"), tokens()
         before, ordinary = self.everything(model), model(ids).logits
         with exact(model):
-            assert attention_of(model) == EXACT_ATTENTION_NAME
+            assert attention_of(model) == {"": EXACT_ATTENTION_NAME}
             assert self.everything(model) != before
         assert self.everything(model) == before
         assert torch.equal(model(ids).logits, ordinary)
@@ -262,7 +262,7 @@ class TestNothingIsLeft:
         with exact(model):
             got = model(ids).logits
         hook.remove()
-        assert set(shapes) == {ids.shape}  # and never with what a trial invents
+        assert set(shapes) == {ids.shape}  # and never with random inputs
         assert len(shapes) == 2
         torch.testing.assert_close(got, ordinary, rtol=1e-3, atol=1e-3)
 
@@ -284,7 +284,7 @@ class TestNothingIsLeft:
 
 
 def test_a_model_that_is_compiled_is_not_inside():
-    """A compiler would look into what runs by rows: cached and uncached would part."""
+    """A compiler would trace through the dispatch mode: cached and uncached bits would differ."""
     model, ids = toy_model("gpt_neox", "eager", num_hidden_layers=1), tokens(length=20)
     with exact(model):
         expected = model(ids, use_cache=False).logits
@@ -326,7 +326,7 @@ def lora(model, **settings):
 
 
 class TestWrappers:
-    """What wraps a model is unwrapped where it is known, and calls of it inside run by rows; else it is refused."""
+    """What wraps a model is unwrapped where it is known, and its calls are exact; any other wrapper is refused."""
 
     @pytest.mark.parametrize("has_compiled_code", [False, True])
     def test_a_compiled_model(self, has_compiled_code):
@@ -371,7 +371,7 @@ class TestWrappers:
         with exact(model):
             expected = model(ids, use_cache=False).logits
         with exact(wrapper):
-            assert "forward" in model.__dict__  # the model's own runs by rows: `generate` knows no other
+            assert "forward" in model.__dict__  # `generate` calls the model's own
             assert torch.equal(wrapper(input_ids=ids, use_cache=False).logits, expected)
             cache, common = StaticContiguousCache.from_model(model, 64), {"max_new_tokens": 6, "output_logits": True}
             common |= {"return_dict_in_generate": True, "do_sample": False}
@@ -422,7 +422,7 @@ def test_a_linear_layer_is_one_operation(monkeypatch):
     """As torch dispatches it by itself it is four, and each takes its time."""
     model, ids, names = toy_model("llama", "eager"), tokens(), []
     home = sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
-    monkeypatch.setattr(home, "row_operation", lambda func: names.append(str(func)) or row_operation(func))
+    monkeypatch.setattr(home, "invariant_operation", lambda func: names.append(str(func)) or invariant_operation(func))
     with exact(model):
         model(ids)
     assert names.count("hf_static_kv.linears.default") == 11  # q, k, v, o and down in each of two layers, the head
@@ -440,12 +440,12 @@ class TestRefusals:
         model = toy_model("llama", "eager")
         with exact(model), pytest.raises(RuntimeError, match="exact cannot be entered twice"), exact(model):
             pass
-        assert attention_of(model) == "eager"
+        assert attention_of(model) == {"": "eager"}
 
     @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss", "llama4"])
     def test_an_operation_without_a_kernel_is_named(self, name):
         model = toy_model(name, "eager")
-        with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no kernel by rows for it"):
+        with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no batch-invariant kernel for it"):
             model(tokens())
 
     def test_a_model_that_makes_its_own_mask(self):
@@ -454,9 +454,13 @@ class TestRefusals:
         with pytest.raises(ValueError, match="layers of DogeForCausalLM compute attention masks of"), exact(model):
             pass
 
-    def test_frequencies_that_depend_on_the_length(self):
+    @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
+    @pytest.mark.parametrize("by_layer_type", [False, True])
+    def test_frequencies_that_depend_on_the_length(self, rope_type, by_layer_type):
         model = toy_model("llama", "eager")
-        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+        own = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10_000.0}
+        plain = {"rope_type": "default", "rope_theta": 10_000.0}
+        model.config.rope_parameters = {"sliding_attention": plain, "full_attention": own} if by_layer_type else own
         with pytest.raises(ValueError, match="depend on the length"), exact(model):
             pass
 
@@ -483,7 +487,7 @@ class TestRefusals:
     def test_a_mask_of_ones_own(self):
         model = toy_model("llama", "eager")
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()
-        with exact(model), pytest.raises(ValueError, match="no mask or bias of one's own"):
+        with exact(model), pytest.raises(ValueError, match="pass no 4-dim mask or bias"):
             model(tokens(), attention_mask=mask)
 
     def test_a_mask_with_holes(self):
@@ -494,7 +498,7 @@ class TestRefusals:
 
 
 @pytest.mark.parametrize(
-    ("func", "harmless"),
+    ("func", "is_invariant"),
     [
         (torch.ops.aten.add.Tensor, True),
         (torch.ops.aten.view.default, True),
@@ -506,15 +510,15 @@ class TestRefusals:
     ],
     ids=str,
 )
-def test_what_may_run_as_it_is(func, harmless):
+def test_what_may_run_as_it_is(func, is_invariant):
     numbers = torch.ones(2, 3)
-    assert is_harmless(func, (numbers, numbers), {}) == harmless
+    assert is_batch_invariant(func, (numbers, numbers), {}) == is_invariant
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((1, 3), {}), ((1,), {"alpha": 3})])
 def test_a_product_inside_a_sum_may_be_rounded_or_not(args, kwargs):
-    assert not is_harmless(torch.ops.aten.rsub.Scalar, (torch.ones(3), *args), kwargs)
-    assert is_harmless(torch.ops.aten.rsub.Scalar, (torch.ones(3), 1), {})
+    assert not is_batch_invariant(torch.ops.aten.rsub.Scalar, (torch.ones(3), *args), kwargs)
+    assert is_batch_invariant(torch.ops.aten.rsub.Scalar, (torch.ones(3), 1), {})
 
 
 @pytest.mark.parametrize(("place", "named"), [((True,), {}), ((), {"accumulate": True})])
@@ -522,17 +526,17 @@ def test_a_write_by_index_may_not_sum(place, named):
     """Of the values that are summed into one place, the order is open."""
     arguments = (torch.ones(3), [torch.tensor([0, 0])], torch.ones(2))
     for func in (torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
-        assert is_harmless(func, arguments, {})
-        assert not is_harmless(func, (*arguments, *place), named)
+        assert is_batch_invariant(func, arguments, {})
+        assert not is_batch_invariant(func, (*arguments, *place), named)
 
 
 class TestCumulativeSums:
     def test_integers_are_exact_anyway(self):
-        assert is_harmless(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
+        assert is_batch_invariant(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
 
     def test_whole_numbers_are_summed(self):
         x = torch.ones(2, 300)
-        assert torch.equal(row_operation(torch.ops.aten.cumsum.default)(x, 1), x.cumsum(1))
+        assert torch.equal(invariant_operation(torch.ops.aten.cumsum.default)(x, 1), x.cumsum(1))
 
     @pytest.mark.parametrize(
         "x",
@@ -540,8 +544,8 @@ class TestCumulativeSums:
         ids=["fractions", "too large", "too many for bfloat16", "infinite"],
     )
     def test_what_would_be_rounded_is_refused(self, x):
-        with pytest.raises(RuntimeError, match=r"aten\.cumsum of numbers that are not whole, or too large"):
-            row_operation(torch.ops.aten.cumsum.default)(x, 0)
+        with pytest.raises(RuntimeError, match=r"aten\.cumsum of values that are not integers, or too large"):
+            invariant_operation(torch.ops.aten.cumsum.default)(x, 0)
 
 
 def test_an_exact_step_is_not_used_outside():

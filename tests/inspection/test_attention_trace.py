@@ -137,8 +137,8 @@ class TestNothingElseChanges:
     def test_an_sdpa_model_has_its_attention_back(self):
         model = toy_model("llama", "sdpa").to(DEVICE)
         with trace_attention(model):
-            assert attention_of(model) == "static_contiguous_traced"
-        assert attention_of(model) == "sdpa"
+            assert attention_of(model) == {"": "static_contiguous_traced"}
+        assert attention_of(model) == {"": "sdpa"}
 
     def test_also_after_an_exception(self):
         model = toy_model("llama", "sdpa").to(DEVICE)
@@ -149,7 +149,7 @@ class TestNothingElseChanges:
 
         with pytest.raises(RuntimeError, match="in the middle"):
             fail_inside()
-        assert attention_of(model) == "sdpa"
+        assert attention_of(model) == {"": "sdpa"}
 
     def test_after_it_nothing_is_recorded(self):
         model, inputs = toy("llama"), prompt()
@@ -206,7 +206,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("keywords", "message"),
         [
-            ({"layers": [2]}, "Layer 2 has no attention that could be traced: layers 0, 1 have"),
+            ({"layers": [2]}, "Layer 2 has no attention to trace: layers 0, 1 have"),
             ({"heads": [9]}, r"heads are 0 to \d, got \[9\]"),
         ],
     )
@@ -234,7 +234,7 @@ class TestRefusals:
             pass
         with trace_attention(model), pytest.raises(RuntimeError, match="The model is traced"), exact(model):
             pass
-        assert attention_of(model) == "eager"
+        assert attention_of(model) == {"": "eager"}
 
     @pytest.mark.parametrize("name", ["bloom", "codegen", "gpt_neo", "mpt"])
     def test_a_model_without_the_attention_interface(self, name):
@@ -271,5 +271,5 @@ class TestRefusals:
             full_attention(wrapper, prompt()["input_ids"], layer=0)
 
     def test_several_texts(self):
-        with pytest.raises(ValueError, match=r"takes one text, \[1, n\], got \[2, 3\]"):
+        with pytest.raises(ValueError, match=r"takes one sequence, \[1, n\], got \[2, 3\]"):
             full_attention(toy("llama"), torch.ones(2, 3, dtype=torch.long), layer=0)

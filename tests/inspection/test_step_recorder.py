@@ -150,7 +150,7 @@ class TestOtherWaysToDecode:
         sequences = model.generate(
             PROMPT, logits_processor=[recorder], num_beams=3, num_return_sequences=best_of, do_sample=False, **COMMON
         )
-        with pytest.raises(ValueError, match=r"Beams .* Record greedy decoding or sampling"):
+        with pytest.raises(ValueError, match=r"Beam search .* Record greedy decoding or sampling"):
             recorder.steps(sequences)
 
     @pytest.mark.parametrize("do_sample", [False, True])

@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.decoding.eligibility import has_hooks
-from hf_static_kv.program.fingerprint import _addresses_of, without_address
+from hf_static_kv.program.fingerprint import _addresses_of, type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,7 +164,7 @@ def test_weights_that_are_wrapped(decoding):
 def test_weights_that_do_not_tell_their_address(decoding):
     linear = decoding.model.model.layers[0].mlp.up_proj
     linear.weight = torch.nn.Parameter(Opaque(linear.weight.detach()), requires_grad=False)
-    assert without_address(decoding.model.parameters()) == "Opaque"
+    assert type_without_address(decoding.model.parameters()) == "Opaque"
     got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
     assert torch.equal(got, decoding.tokens(use_cache=False))
     assert decoding.decoder.fallback_reason == "weights of type Opaque have no address of their own"
@@ -190,7 +190,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
     del step
     other = Decoding()
     other.cache, other.decoder = cache, decoder
-    assert other.steps() == 1  # the one whose model is gone has made room
+    assert other.steps() == 1  # the step of the deleted model is dropped
 
 
 def test_a_pickled_decoder_captures_anew(decoding):

@@ -1,4 +1,4 @@
-"""Parts of a model are found by what they compute, replaced for a while, and put back."""
+"""Modules are found by what they compute, replaced inside a context, and restored."""
 
 import inspect
 import sys
@@ -130,7 +130,7 @@ def test_a_model_with_everything_fused_computes_the_same(name):
         expected, before = [model(TOKEN, **place).logits for place in places], everything_in(model)
         with all_fused(model):
             sums = FusedSums()
-            for _ in range(3):  # the first pass watches, the others use what it saw
+            for _ in range(3):  # the first pass records, the others fuse
                 for place, logits in zip(places, expected, strict=True):
                     with sums:
                         assert torch.equal(model(TOKEN, **place).logits, logits)
@@ -186,7 +186,7 @@ class TestLinears:
             model(torch.arange(20)[None])  # too many rows
             assert launches == []
 
-    def test_another_input_than_in_the_pass_that_was_watched(self):
+    def test_another_input_than_in_the_first_pass(self):
         class Twice(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -240,7 +240,7 @@ class TestMLP:
 
 
 def calls_in_two_passes(model):
-    """How many functions a pass calls: the one that is watched, and the next."""
+    """How many functions the first pass calls, and the next."""
     sums, counts = FusedSums(), [0, 0]
     with torch.no_grad(), fused_norms(model):
         model(TOKEN)  # imports and the like
@@ -311,9 +311,9 @@ class TestSums:
             for _ in range(3):
                 with sums:
                     assert torch.equal(model(TOKEN).logits, expected)
-        assert sum(first is not None for _, first in sums.norms) == 6
+        assert sum(norms.before is not None for norms in sums.norms) == 6
 
-    def test_a_pass_that_fails_is_watched_again(self):
+    def test_after_a_first_pass_that_fails_comes_another(self):
         layer = toy_model("gemma3").model.layers[0]
         first, last, sums = layer.post_attention_layernorm, layer.pre_feedforward_layernorm, FusedSums()
         x, y = torch.randn(2, 1, first.weight.shape[0])
@@ -334,7 +334,7 @@ class TestSums:
             assert torch.equal(total, last(x + first(y)))
         assert len(sums.norms) == 1
 
-    def test_a_promise_that_is_used_otherwise_is_kept(self):
+    def test_a_deferred_output_that_is_used_otherwise_is_computed(self):
         """In the first pass the output of a norm goes into a sum alone; in the others elsewhere too, or not at all."""
         layer = toy_model("gemma3").model.layers[0]
         first, last = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
@@ -349,7 +349,8 @@ class TestSums:
             "written": lambda z: (z.mul_(2), last(x + z))[1],
             "written in part": lambda z: (z.view(-1)[:3].zero_(), last(x + z) * z)[1],
             "a number": lambda z: (x.sum() + z.sum()) * last(x + z),
-            "by its name": lambda z: torch.add(input=x, other=z) if z.device.type == "cpu" else last(x + z),
+            "in a tuple": lambda z: torch.cat((z, x)).sum() * last(x + z),
+            "into a sum by name": lambda z: torch.add(input=x, other=z) if z.device.type == "cpu" else last(x + z),
             "into a sum of another width": lambda z: (x[:, :3] + x[:, :3], last(x + z))[1],
         }
         with torch.no_grad():
@@ -359,13 +360,13 @@ class TestSums:
                     sums = FusedSums()
                     with sums:
                         last(x + first(y))
-                    assert sums.norms[0][1].module is first
+                    assert sums.norms[0].before.module is first
                     for _ in range(2):
                         with sums:
                             assert torch.equal(use(first(y)), expected), words
 
     @pytest.mark.parametrize(
-        "watched",
+        "compute",
         [
             lambda x, y, first, last: last(x + (z := first(y))) * z,
             lambda x, y, first, last: (z := first(y)).sum() + last(x + z),
@@ -376,20 +377,20 @@ class TestSums:
         ],
         ids=["after", "before", "twice", "another call", "nothing follows", "its input is written"],
     )
-    def test_what_is_not_for_one_sum_alone_is_no_promise(self, watched):
+    def test_an_output_with_other_uses_than_one_sum_is_not_deferred(self, compute):
         layer = toy_model("gemma3").model.layers[0]
         first, last = layer.post_attention_layernorm, layer.pre_feedforward_layernorm
         x, y = torch.randn(2, 1, first.weight.shape[0])
         with torch.no_grad():
-            expected = watched(x, y.clone(), first, last)
+            expected = compute(x, y.clone(), first, last)
             with fused_norms(layer):
                 sums = FusedSums()
                 for _ in range(2):
                     with sums:
-                        assert torch.equal(watched(x, y.clone(), first, last), expected)
-                assert not any(first for _, first in sums.norms)
+                        assert torch.equal(compute(x, y.clone(), first, last), expected)
+                assert not any(norms.before for norms in sums.norms)
 
-    def test_a_promise_whose_input_is_written_is_broken_aloud(self):
+    def test_a_deferred_output_whose_input_is_written_raises(self):
         layer = toy_model("gemma3").model.layers[0]
         first, last, sums = layer.post_attention_layernorm, layer.pre_feedforward_layernorm, FusedSums()
         x, y = torch.randn(2, 1, first.weight.shape[0])
@@ -409,7 +410,7 @@ class TestSums:
                 thread = Thread(target=lambda: got.append(norm(x)))
                 thread.start()
                 thread.join()
-                assert sums.watched.outputs == {}
+                assert sums.first_pass.outputs == {}
         assert torch.equal(got[0], expected)
 
     def test_in_inference_mode_a_write_cannot_be_seen(self):
@@ -509,15 +510,15 @@ def test_angles_that_are_no_rows_of_a_table_are_computed_as_before():
 class TestReplacing:
     def test_one_inside_the_other(self):
         module = torch.nn.Linear(2, 2)
-        with replaced({module: lambda x: "outer"}):
-            with replaced({module: lambda x: "inner"}):
+        with replaced("forward", {module: lambda x: "outer"}):
+            with replaced("forward", {module: lambda x: "inner"}):
                 assert module(0) == "inner"
             assert module(0) == "outer"
         assert "forward" not in module.__dict__
 
-    def test_what_has_come_in_its_place_meanwhile_stays(self):
+    def test_a_value_that_another_assigned_inside_stays(self):
         module = torch.nn.Linear(2, 2)
-        with replaced({module: lambda x: "ours"}):
+        with replaced("forward", {module: lambda x: "ours"}):
             module.forward = lambda x: "theirs"
         assert module(0) == "theirs"
 
@@ -562,7 +563,7 @@ class TestSingleLinears:
             assert module(input=torch.ones(1, 2)).shape == (1, 3)
 
 
-def test_an_mlp_that_gets_a_hook_meanwhile_runs_as_it_is():
+def test_an_mlp_with_a_new_hook_is_not_fused():
     model, ids, calls = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
     with gated_mlps(model):
         handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: calls.append(args))
