@@ -45,14 +45,14 @@ def drop_the_newest_key(monkeypatch):
 
 
 def see_one_key_less_than_the_window(monkeypatch):
-    attach = StaticContiguousLayer.attach
+    use_storage = StaticContiguousLayer.use_storage
 
-    def broken(layer, group, row):
-        attach(layer, group, row)
+    def broken(layer, group, index):
+        use_storage(layer, group, index)
         if layer.is_sliding:
             layer.sliding_window -= 1
 
-    monkeypatch.setattr(StaticContiguousLayer, "attach", broken)
+    monkeypatch.setattr(StaticContiguousLayer, "use_storage", broken)
 
 
 def crop_one_too_few(monkeypatch):
@@ -76,20 +76,20 @@ def count_what_a_failed_pass_wrote(monkeypatch):
     monkeypatch.setattr(StaticContiguousCache, "_discard_step", broken)
 
 
-def begin_the_text_of_a_step_one_position_late(monkeypatch):
+def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
     begin = DecodeStep.begin
 
-    def broken(step, length, origin):
-        begin(step, length, origin)
-        step.origin += 1
+    def broken(step, length, seq_start):
+        begin(step, length, seq_start)
+        step.seq_start += 1
 
     monkeypatch.setattr(DecodeStep, "begin", broken)
-    monkeypatch.setattr("hf_static_kv.decoding.decoder.compare", lambda step, call: None)  # it would refuse the step
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)  # it would refuse the step
 
 
 def forget_the_streamer(monkeypatch):
-    captured = GraphDecoder._captured
-    monkeypatch.setattr(GraphDecoder, "_captured", lambda decoder, call, streamer: captured(decoder, call, None))
+    decode = GraphDecoder._decode
+    monkeypatch.setattr(GraphDecoder, "_decode", lambda decoder, call, streamer: decode(decoder, call, None))
 
 
 def has(*kinds):
@@ -115,7 +115,7 @@ FAULTS = {
     crop_one_too_few: has(Crop),
     keep_the_rows_in_their_order: has(Rows),
     count_what_a_failed_pass_wrote: has_failure,
-    begin_the_text_of_a_step_one_position_late: has(Call),
+    begin_the_sequence_of_a_step_one_position_late: has(Call),
     forget_the_streamer: has_streamer,
 }
 
