@@ -75,8 +75,8 @@ class AllocatedCache(Cache):
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
         new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
-        place = torch.device(device)
-        self._allocate({i: (LayerShape(heads[i], dims[i], dims[i]), place) for i in new}, batch_size, dtype)
+        kinds = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
+        self._allocate(kinds, batch_size, dtype)
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:

@@ -67,11 +67,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
         return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
 
-    def _views(self, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, length, D] at positions [first, first + length) of the batch rows in use."""
-        assert self.group is not None, "the layer has no storage"
-        return self.group.views(self._index, self.batch_size, first, length)
-
     # --- a step: check, write, commit
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -147,13 +142,14 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self._had_grad, anchor = True, torch.empty(0, requires_grad=True)
             keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
             return keys, values
+        assert self.group is not None, "the layer has no storage"
         self.batch_size, _, tokens, _ = key_states.shape
-        keys, values = self._views(self.length, tokens)
+        keys, values = self.group.views(self._index, self.batch_size, self.length, tokens)
         keys.copy_(key_states)
         values.copy_(value_states)
         self.pending = tokens
         first = self._first_visible()
-        return self._views(first, self.length + tokens - first)
+        return self.group.views(self._index, self.batch_size, first, self.length + tokens - first)
 
     def commit(self) -> None:
         """Append the pending tokens."""
@@ -213,10 +209,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
         Allocates nothing: states go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
         """
+        assert self.group is not None, "the layer has no storage"
         self.discard()
-        before = self._views(0, self.length)
+        before = self.group.views(self._index, self.batch_size, 0, self.length)
         self.batch_size = len(indices)
-        for states, target, buffer in zip(before, self._views(0, self.length), scratch, strict=True):
+        after = self.group.views(self._index, self.batch_size, 0, self.length)
+        for states, target, buffer in zip(before, after, scratch, strict=True):
             target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length]))
 
     @property
