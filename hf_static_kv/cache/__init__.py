@@ -1,1 +1,1 @@
-"""The drop-in cache. Reading order: debug, storage, support, layout, request, layer, callers, allocation, cache."""
+"""The drop-in cache. Reading order: debug, storage, layout, request, layer, allocation, cache."""

@@ -8,13 +8,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache
+from torch import Tensor
+from transformers import Cache
 
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
 from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup, allocate_groups
 
 logger = logging.getLogger(__name__)
+PerLayer = int | Sequence[int]  # one number for all layers, or one for each
 
 
 class AllocatedCache(Cache):
@@ -23,27 +25,19 @@ class AllocatedCache(Cache):
     layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
-        self._plans = plans
-        self._max_cache_len = max_cache_len
+        self._plans, self._max_cache_len = plans, max_cache_len
         self._groups: list[StorageGroup] = []
         # Layers that have not written: without storage, or with storage that was sized by another layer's states.
         self._unsettled = set(range(len(plans)))
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
-    def _allocate(
-        self,
-        layer_indices: Sequence[int],
-        shapes: Sequence[LayerShape],
-        batch_size: int,
-        dtypes: Dtypes,
-        devices: Sequence[torch.device],
-    ) -> None:
+    def _allocate(self, kinds: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype) -> None:
         """Give these layers storage; layers of one shape on one device share one pair of tensors."""
         alike: dict[tuple[LayerShape, torch.device], list[int]] = {}
-        for layer_idx, shape, device in zip(layer_indices, shapes, devices, strict=True):
-            alike.setdefault((shape, device), []).append(layer_idx)
-        self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, dtypes)
-        self._unsettled -= set(layer_indices)
+        for layer_idx, kind in kinds.items():
+            alike.setdefault(kind, []).append(layer_idx)
+        self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, (dtype, dtype))
+        self._unsettled -= set(kinds)
 
     def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
@@ -53,44 +47,36 @@ class AllocatedCache(Cache):
                 self.layers[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
-    def _settle(self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def _settle(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         shape, device = LayerShape.of(key_states, value_states), key_states.device
-        if layer.is_initialized and (layer.shape, layer.device) == (shape, device):
-            self._unsettled.discard(layer_idx)
-            return
-        if layer.is_initialized:
-            logger.warning(
-                "Layer %d has %s on %s, which neither the config nor the first layer told: it and its like get storage "
-                "of their own, and the storage that was allocated for them stays unused.%s",
-                layer_idx,
-                shape,
-                device,
-                " `from_model` places every layer at once." if shape == layer.shape else "",
-            )
-            alike = [i for i in sorted(self._unsettled) if self._plans[i] == plan]
-        else:
+        if not layer.is_initialized:
             absent = (i for i, other in enumerate(self.layers) if not other.is_initialized)
             alike = [i for i in absent if self._plans[i].shape == plan.shape]
-        self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+        elif (layer.shape, layer.device) == (shape, device):
+            alike = []
+        else:
+            logger.warning(
+                f"Layer {layer_idx} has {shape} on {device}, which neither the config nor the first layer told: it and "
+                "its like get storage of their own, and the storage that was allocated for them stays unused."
+                + (" `from_model` places every layer at once." if shape == layer.shape else "")
+            )
+            alike = [i for i in sorted(self._unsettled) if self._plans[i] == plan]
+        if alike:
+            self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
         self._unsettled.discard(layer_idx)
 
     def early_initialization(
-        self,
-        batch_size: int,
-        num_heads: int | list[int],
-        head_dim: int | list[int],
-        dtype: torch.dtype,
-        device: torch.device,
+        self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device
     ) -> None:
         """transformers' way to allocate in advance; layers that have storage already keep it."""
         check_positive(batch_size=batch_size)
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
         new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
-        shapes = [LayerShape(heads[i], dims[i], dims[i]) for i in new]
-        self._allocate(new, shapes, batch_size, (dtype, dtype), [torch.device(device)] * len(new))
+        kinds = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
+        self._allocate(kinds, batch_size, dtype)
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:
@@ -98,12 +84,12 @@ class AllocatedCache(Cache):
         return tuple(self._groups)
 
     @property
-    def key_storage(self) -> torch.Tensor:
+    def key_storage(self) -> Tensor:
         """All keys, [L, B, H, S, D]; a `ValueError` where there is not exactly one group."""
         return self._only_group().keys
 
     @property
-    def value_storage(self) -> torch.Tensor:
+    def value_storage(self) -> Tensor:
         """All values, [L, B, H, S, D]; as `key_storage`."""
         return self._only_group().values
 
@@ -122,9 +108,8 @@ class AllocatedCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a pickle: the cached tokens without the free positions. Loaded, the cache has its capacity again."""
-        used = [layer.used() for layer in self.layers if layer.is_initialized]
-        rows = max((rows for rows, _ in used), default=0)
-        length = max((length for _, length in used), default=0)
+        used = [sizes for layer in self.layers if layer.is_initialized for sizes in layer.used()] or [(0, 0)]
+        rows, length = map(max, zip(*used, strict=True))
         groups = {id(group): group.to_pickle(rows, length) for group in self._groups}
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
@@ -132,7 +117,7 @@ class AllocatedCache(Cache):
         return {**self.__dict__, "_groups": list(groups.values()), "layers": layers}
 
 
-def for_each_layer(name: str, number: int | Sequence[int], num_layers: int) -> list[int]:
+def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:
     numbers = [number] * num_layers if isinstance(number, int) else list(number)
     if len(numbers) != num_layers:
         raise ValueError(f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each.")

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import Lock, get_ident
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.cache import debug
-from hf_static_kv.cache.allocation import AllocatedCache, for_each_layer
-from hf_static_kv.cache.callers import is_in_use, running_model, wait_until_left
+from hf_static_kv.cache import debug, layout
+from hf_static_kv.cache.allocation import AllocatedCache, PerLayer, for_each_layer
 from hf_static_kv.cache.layer import StaticContiguousLayer
-from hf_static_kv.cache.layout import (
-    LayerPlan,
-    check_positive,
-    known_shapes,
-    layer_devices,
-    local_shapes,
-    plan_layers,
-    refuse_missing_layers,
-)
-from hf_static_kv.cache.request import Request, check_request, running_request
+from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request, wait_for_exit
 from hf_static_kv.cache.storage import LayerShape
-from hf_static_kv.cache.support import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
 _TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
@@ -58,10 +49,10 @@ class StaticContiguousCache(AllocatedCache):
     """
 
     def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
-        plans = plan_layers(config)
+        plans = layout.plan_layers(config)
         check_positive(max_cache_len=max_cache_len)
-        check_positions(config, max_cache_len)
-        warn_use_cache_off(config)
+        layout.check_positions(config, max_cache_len)
+        layout.warn_use_cache_off(config)
         self._build(plans, max_cache_len)
 
     @classmethod
@@ -72,23 +63,23 @@ class StaticContiguousCache(AllocatedCache):
         """
         cache = cls(model.config, max_cache_len)
         check_positive(batch_size=batch_size)
-        shapes = local_shapes(model, known_shapes(cache._plans, model.config))
-        devices = layer_devices(model, len(cache))
+        shapes = layout.local_shapes(model, layout.known_shapes(cache._plans, model.config))
+        devices = layout.layer_devices(model, len(cache))
         if shapes is not None:
-            cache._allocate(range(len(cache)), shapes, batch_size, (model.dtype, model.dtype), devices)
+            cache._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
         if (generation_config := getattr(model, "generation_config", None)) is not None:
-            warn_use_cache_off(model.config, generation_config)
+            layout.warn_use_cache_off(model.config, generation_config)
         return cache
 
     @classmethod
     def allocate(
         cls,
         num_layers: int,
-        num_kv_heads: int | Sequence[int],
-        head_dim: int | Sequence[int],
+        num_kv_heads: PerLayer,
+        head_dim: PerLayer,
         max_cache_len: int,
         *,
-        value_head_dim: int | Sequence[int] | None = None,
+        value_head_dim: PerLayer | None = None,
         batch_size: int = 1,
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
@@ -103,28 +94,26 @@ class StaticContiguousCache(AllocatedCache):
         ([2, 1, 4, 16, 8], 4096)
         """
         check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
-        heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
-        key_dims = for_each_layer("head_dim", head_dim, num_layers)
-        value_dims = (
-            key_dims if value_head_dim is None else for_each_layer("value_head_dim", value_head_dim, num_layers)
-        )
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+        columns = [for_each_layer(name, size, num_layers) for name, size in sizes.items()]
         windows = list(sliding_windows) if sliding_windows is not None else [None] * num_layers
         if len(windows) != num_layers:
             raise ValueError(f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for each.")
         check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
-        shapes = [LayerShape(*numbers) for numbers in zip(heads, key_dims, value_dims, strict=True)]
+        shapes = [LayerShape(*numbers) for numbers in zip(*columns, strict=True)]
         cache = cls.__new__(cls)
         cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
-        dtype = dtype or torch.get_default_dtype()
         place = torch.get_default_device() if device is None else torch.device(device)
-        cache._allocate(range(num_layers), shapes, batch_size, (dtype, dtype), [place] * num_layers)
+        kinds = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
+        cache._allocate(kinds, batch_size, dtype or torch.get_default_dtype())
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
         self._written: set[int] = set()  # the layers that have written in it
         self._thread = 0  # the thread that used the cache last
-        self._known_ids: torch.Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
+        self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
         super()._build(plans, max_cache_len)
 
     # --- a call of generate
@@ -136,8 +125,7 @@ class StaticContiguousCache(AllocatedCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         # `generate` sets this on a user's cache before its first pass (transformers 5.17 to 5.22): check the call here.
-        request = running_request()
-        if request is None:
+        if (request := running_request()) is None:
             return
         if isinstance(request.custom_generate, type):
             name = request.custom_generate.__name__
@@ -146,10 +134,7 @@ class StaticContiguousCache(AllocatedCache):
             self.begin_call(request)
 
     def begin_call(self, request: Request) -> None:
-        """Refuse what this cache cannot serve with a `ValueError`; else remember the tokens of the prompt.
-
-        Called by `generate` before its first pass, and by custom loops.
-        """
+        """Before a first pass: refuse what this cache cannot serve, else remember the tokens of the prompt."""
         if self._thread != get_ident():
             self._take_over("begins a call")
         known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
@@ -157,7 +142,7 @@ class StaticContiguousCache(AllocatedCache):
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
 
-    def remember(self, input_ids: torch.Tensor, start: int = 0) -> None:
+    def remember(self, input_ids: Tensor, start: int = 0) -> None:
         """The sequences have these tokens [B, n] from position `start` on; a later prompt with others is refused."""
         known = self._known_ids
         if start == 0:
@@ -168,7 +153,7 @@ class StaticContiguousCache(AllocatedCache):
     def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
         """Another thread used the cache last: raise if it still does."""
         if not amid_a_step:
-            wait_until_left(self, self._thread)
+            wait_for_exit(self, self._thread)
         with _TAKING_OVER:
             if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
@@ -181,13 +166,12 @@ class StaticContiguousCache(AllocatedCache):
     # --- a step
 
     def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         """Write the states [B, H, n, D] after the cached tokens and return views of all that their queries may see.
 
         The views are slices of the storage: [B, H, seq_len + n, D], or for a sliding layer from the oldest position
-        that a query may see. `seq_len` moves when all layers have written. States that do not fit are refused before
-        this layer writes anything; what earlier passes wrote stays.
+        that a query may see. States that do not fit are refused before this layer writes anything.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
@@ -216,7 +200,15 @@ class StaticContiguousCache(AllocatedCache):
     def _begin_step(self, layer_idx: int, kind: tuple[int, int]) -> None:
         layer = self.layers[layer_idx]
         if layer.pending:
-            self._discard_unfinished(layer_idx)
+            # The last pass failed, or the model lacks layers.
+            if (model := running_model()) is not None:
+                layout.refuse_missing_layers(model, len(self.layers))
+            logger.warning(
+                f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
+                f"it is discarded, and writing starts again at position {layer.length}."
+            )
+            self._end_step(StaticContiguousLayer.discard)
+            self._known_ids = None
         if self._step_kind is not None and self._step_kind != kind:
             raise ValueError(
                 f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
@@ -228,41 +220,20 @@ class StaticContiguousCache(AllocatedCache):
             self._known_ids = known if compat.generate_locals() is not None else known[:, : layer.length]
         self._step_kind = kind
 
-    def _discard_unfinished(self, layer_idx: int) -> None:
-        """A layer writes again before its last pass was complete: the pass failed, or the model lacks layers."""
-        if (model := running_model()) is not None:
-            refuse_missing_layers(model, len(self.layers))
-        logger.warning(
-            "The last forward pass wrote layers %s of %d and did not finish: it is discarded, and writing starts "
-            "again at position %d.",
-            sorted(self._written),
-            len(self.layers),
-            self.layers[layer_idx].length,
-        )
-        self._discard_step()
-        self._known_ids = None
-
     def _complete_step(self) -> None:
         if self._step_kind is not None and not torch.compiler.is_compiling():
             debug.log_step(self.layers[0].length, self._step_kind[1], self._step_kind[0], self.max_cache_len)
-        for layer in self.layers:
-            layer.commit()
-        self._end_step()
+        self._end_step(StaticContiguousLayer.commit)
 
-    def _discard_step(self) -> None:
+    def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
+        """Append the pending tokens of every layer, or drop them."""
         for layer in self.layers:
-            layer.discard()
-        self._end_step()
-
-    def _end_step(self) -> None:
+            end(layer)
         self._step_kind = None
         self._written.clear()
 
     def advance(self, n: int) -> None:
-        """Complete a step of `n` tokens by hand, when not all layers are written.
-
-        Not needed after all layers have written: the step is complete then.
-        """
+        """Complete a step of `n` tokens by hand, when not all layers are written."""
         if self._step_kind is None:
             raise ValueError(
                 f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when all "
@@ -273,10 +244,7 @@ class StaticContiguousCache(AllocatedCache):
         self._complete_step()
 
     def mark_written(self, n: int) -> None:
-        """Append `n` tokens that something else has written to the storage: a kernel or a captured graph.
-
-        Every layer's storage must hold them at positions [seq_len, seq_len + n).
-        """
+        """Append `n` tokens that a kernel or a captured graph has written to every layer, from `seq_len` on."""
         free = min(layer.max_cache_len - layer.length for layer in self.layers)
         if not 0 <= n <= free or self._step_kind is not None:
             raise ValueError(
@@ -306,20 +274,15 @@ class StaticContiguousCache(AllocatedCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No tensor is touched."""
         filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
-        shortest = min(filled, key=lambda layer: layer.length)
-        shortest.crop(tokens_to_remove)  # checks, and refuses before any other layer is changed
-        for layer in filled:
-            if layer is not shortest:
-                layer.crop(tokens_to_remove)
-        self._discard_step()
+        for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
+            layer.crop(tokens_to_remove)
+        self._end_step(StaticContiguousLayer.discard)
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
 
     def reset(self) -> None:
         """Remove all tokens, keep the storage and its address. No tensor is touched."""
-        for layer in self.layers:
-            layer.reset()
-        self._end_step()
+        self._end_step(StaticContiguousLayer.reset)
         self._known_ids = None
 
     # --- the batch
@@ -331,7 +294,7 @@ class StaticContiguousCache(AllocatedCache):
         allocated = [layer.max_batch_size for layer in self.layers if layer.is_initialized]
         return (filled or allocated or [-1])[0]
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         """Batch row i becomes what row `beam_idx[i]` is now (beam search), in place; as `batch_select_indices`."""
         if self.seq_len and len(beam_idx) != self.batch_size:
             raise ValueError(
@@ -340,7 +303,7 @@ class StaticContiguousCache(AllocatedCache):
             )
         self.batch_select_indices(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch (indices or a boolean mask), in this order, in place.
 
         Needs memory for the tokens of one layer; without it nothing is changed. An interrupt or a device error while
@@ -349,34 +312,28 @@ class StaticContiguousCache(AllocatedCache):
         filled = [layer for layer in self.layers if layer.length]
         if not filled:
             return
-        if indices.dtype == torch.bool:
-            if len(indices) != self.batch_size:
-                raise ValueError(
-                    f"The mask has {len(indices)} entries for a batch of {self.batch_size}: give one a row."
-                )
-            indices = indices.nonzero().squeeze(1)
         batch_size, max_batch_size = self.batch_size, min(layer.max_batch_size for layer in filled)
+        if indices.dtype == torch.bool:
+            if len(indices) != batch_size:
+                raise ValueError(f"The mask has {len(indices)} entries for a batch of {batch_size}: give one a row.")
+            indices = indices.nonzero().squeeze(1)
         # Read on the host on purpose: an index out of range must not become a device-side assert.
-        bad = [i for i in indices.tolist() if not 0 <= i < batch_size]
-        if bad:
+        if bad := [i for i in indices.tolist() if not 0 <= i < batch_size]:
             raise ValueError(f"Row {bad[0]} is out of range: the batch has rows 0 to {batch_size - 1}.")
         if not 1 <= len(indices) <= max_batch_size:
             raise ValueError(
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
             )
-        self._discard_step()
+        self._end_step(StaticContiguousLayer.discard)
         self._known_ids = None
-        self._select_rows(filled, indices)
-
-    def _select_rows(self, layers: list[StaticContiguousLayer], indices: torch.Tensor) -> None:
         # All memory is allocated first, so that running out of it leaves every layer as it was.
-        length = max(layer.length for layer in layers)
-        groups = {id(layer.group): layer.group for layer in layers if layer.group is not None}
+        length = max(layer.length for layer in filled)
+        groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}
         indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
         scratch = {key: group.scratch(len(indices), length) for key, group in groups.items()}
         try:
-            for layer in layers:
+            for layer in filled:
                 layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])
         except BaseException:
             self.reset()  # some layers have the new rows and some the old ones

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_static_kv.cache.request import CONTINUE_OR_RESET
@@ -31,17 +32,15 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
         self.max_cache_len = max_cache_len
-        self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
-        self.length = 0
-        self.pending = 0
+        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        self.length = self.pending = 0
         self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
         self.group: StorageGroup | None = None
         self._index = 0  # this layer's index in the group
         self._had_grad = False  # whether states that require grad were written since the last reset
+        self.was_assigned = False  # since the last reset
         # While only one of keys and values has been assigned: the (batch, length) that the other still has.
         self._half_assigned: dict[str, tuple[int, int]] = {}
-        self.was_assigned = False  # since the last reset
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -52,35 +51,25 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
-        self.group, self._index = group, index
-        self.shape = group.shape
-        self.dtype, self.value_dtype = group.keys.dtype, group.values.dtype
-        self.device = group.keys.device
+        self.group, self._index, self.shape = group, index, group.shape
+        self.dtype, self.value_dtype, self.device = group.keys.dtype, group.values.dtype, group.keys.device
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
         members = (LayerShape.of(key_states, value_states), key_states.device, [0])
         dtypes = key_states.dtype, value_states.dtype
         (group,) = allocate_groups([members], self.max_cache_len, key_states.shape[0], dtypes)
         self.use_storage(group, index=0)
 
-    def used(self) -> tuple[int, int]:
+    def used(self) -> list[tuple[int, int]]:
         """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
-        in_use = [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
-        return max(rows for rows, _ in in_use), max(length for _, length in in_use)
-
-    def _views(self, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [B, H, length, D] at positions [first, first + length) of the batch rows in use."""
-        assert self.group is not None, "the layer has no storage"
-        return self.group.views(self._index, self.batch_size, first, length)
+        return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
 
     # --- a step: check, write, commit
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states and return the views that attention reads, for a layer that is used alone."""
         self.check(key_states, value_states, has_storage=self.is_initialized)
         if not self.is_initialized:
@@ -89,11 +78,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.commit()
         return views
 
-    def check(self, key_states: torch.Tensor, value_states: torch.Tensor, has_storage: bool = True) -> None:
-        """Refuse states that cannot be written, with the numbers and the remedy, before anything is written.
-
-        `has_storage=False` leaves out what compares them with the storage.
-        """
+    def check(self, key_states: Tensor, value_states: Tensor, has_storage: bool = True) -> None:
+        """Refuse states that cannot be written; `has_storage=False` compares nothing with the storage."""
         size, value_size = key_states.shape, value_states.shape
         if len(size) != 4 or len(value_size) != 4 or size[:3] != value_size[:3]:
             raise ValueError(
@@ -122,8 +108,17 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 "nothing is cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes the dtype and "
                 "device of the states, under autocast too; `from_model` takes those of the model."
             )
-        if batch_size != self.batch_size if self.length else batch_size > self.max_batch_size:
-            self._refuse_batch(batch_size)
+        if self.length:
+            if batch_size != self.batch_size:
+                raise ValueError(
+                    f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call "
+                    "reset() to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
+                )
+        elif batch_size > self.max_batch_size:
+            raise ValueError(
+                f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch rows. Build the "
+                f"cache with `from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count)."
+            )
 
     def _refuse_tokens(self, tokens: int) -> None:
         if tokens == 0:
@@ -136,39 +131,25 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             "larger cache, or free positions with crop or reset."
         )
 
-    def _refuse_batch(self, batch_size: int) -> None:
-        if self.length:
-            raise ValueError(
-                f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call reset() "
-                "to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
-            )
-        raise ValueError(
-            f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch rows. Build the cache "
-            f"with `from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count)."
-        )
+    def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see.
 
-    def write(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see."""
+        Under autograd the storage stays out of the graph, and a backward pass through the views raises.
+        """
         if torch.is_grad_enabled() and (self._had_grad or key_states.requires_grad or value_states.requires_grad):
-            return self._write_without_graph(key_states, value_states)
+            with torch.no_grad():
+                views = self.write(key_states, value_states)
+            self._had_grad, anchor = True, torch.empty(0, requires_grad=True)
+            keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
+            return keys, values
+        assert self.group is not None, "the layer has no storage"
         self.batch_size, _, tokens, _ = key_states.shape
-        keys, values = self._views(self.length, tokens)
+        keys, values = self.group.views(self._index, self.batch_size, self.length, tokens)
         keys.copy_(key_states)
         values.copy_(value_states)
         self.pending = tokens
         first = self._first_visible()
-        return self._views(first, self.length + tokens - first)
-
-    def _write_without_graph(
-        self, key_states: torch.Tensor, value_states: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`write` under autograd: the storage stays out of its graph, and a backward pass through the views raises."""
-        with torch.no_grad():
-            views = self.write(key_states, value_states)
-        self._had_grad = True
-        anchor = torch.empty(0, requires_grad=True)
-        keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
-        return keys, values
+        return self.group.views(self._index, self.batch_size, first, self.length + tokens - first)
 
     def commit(self) -> None:
         """Append the pending tokens."""
@@ -204,10 +185,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Remove the last `-tokens_to_remove` tokens. No state moves: older positions are all still there."""
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         if tokens_to_remove > 0:
-            keep = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
-            remedy = (
-                keep if tokens_to_remove < self.length else f"There are only {self.length} tokens: nothing to remove."
-            )
+            remedy = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
+            if tokens_to_remove >= self.length:
+                remedy = f"There are only {self.length} tokens: nothing to remove."
             raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}")
         if -tokens_to_remove > self.length:
             raise ValueError(
@@ -220,24 +200,25 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def reset(self) -> None:
         """Remove all tokens, keep the storage. No tensor is touched."""
         self.discard()
-        self.length, self.was_assigned = 0, False
-        self._had_grad = False
+        self.length, self.was_assigned, self._had_grad = 0, False, False
         if self.is_initialized:
             self.batch_size = self.max_batch_size
 
-    def select_rows(self, indices: torch.Tensor, scratch: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
         """Batch row i becomes what row `indices[i]` is now, in place; the batch then has len(indices) rows.
 
         Allocates nothing: states go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
         """
+        assert self.group is not None, "the layer has no storage"
         self.discard()
-        before = self._views(0, self.length)
+        before = self.group.views(self._index, self.batch_size, 0, self.length)
         self.batch_size = len(indices)
-        for states, target, buffer in zip(before, self._views(0, self.length), scratch, strict=True):
+        after = self.group.views(self._index, self.batch_size, 0, self.length)
+        for states, target, buffer in zip(before, after, scratch, strict=True):
             target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length]))
 
     @property
-    def keys(self) -> torch.Tensor | None:
+    def keys(self) -> Tensor | None:
         """The keys [B, H, length, D] of the sequence, a view; None before allocation. Pending tokens are not in it.
 
         Assigning replaces the sequence: a prefix of this very view only sets the length (and batch), anything else is
@@ -246,25 +227,25 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         return self._states("keys")
 
     @keys.setter
-    def keys(self, states: torch.Tensor | None) -> None:
+    def keys(self, states: Tensor | None) -> None:
         self._assign("keys", states)
 
     @property
-    def values(self) -> torch.Tensor | None:
+    def values(self) -> Tensor | None:
         """The values [B, H, length, D] of the sequence; as `keys`."""
         return self._states("values")
 
     @values.setter
-    def values(self, states: torch.Tensor | None) -> None:
+    def values(self, states: Tensor | None) -> None:
         self._assign("values", states)
 
-    def _states(self, name: str) -> torch.Tensor | None:
+    def _states(self, name: str) -> Tensor | None:
         if self.group is None:
             return None
         batch_size, length = self._half_assigned.get(name, (self.batch_size, self.length))
         return self.group.views(self._index, batch_size, 0, length)[0 if name == "keys" else 1]
 
-    def _assign(self, name: str, states: torch.Tensor | None) -> None:
+    def _assign(self, name: str, states: Tensor | None) -> None:
         if states is None:
             self.discard()
             self.length = 0
@@ -275,13 +256,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
                 "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
             )
-        own: torch.Tensor = getattr(self.group, name)[self._index]  # [B, H, S, D]
-        rows, heads, capacity, head_dim = own.shape
-        fits = states.ndim == 4 and states.shape[1::2] == (heads, head_dim)
-        if not fits or states.shape[0] > rows or states.shape[2] > capacity or _kind(states) != _kind(own):
+        own: Tensor = getattr(self.group, name)[self._index]  # [B, H, S, D]
+        kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
+        fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
+        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
             raise ValueError(
-                f"The assigned {name} are {list(states.shape)} {_kind(states)}; this layer holds up to "
-                f"{list(own.shape)} {_kind(own)}. Convert them, or build a larger cache."
+                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
+                f"{own_kind}. Convert them, or build a larger cache."
             )
         batch_size, length = states.shape[0], states.shape[2]
         is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
@@ -300,22 +281,17 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 class _ForwardOnly(torch.autograd.Function):
     """Views of the storage as a function of the states: a backward pass that reaches them raises.
 
-    The storage is written in place and cannot keep the graph of older tokens: their gradients would silently be
-    missing. `anchor` requires grad for states that do not, written after some that did.
+    The gradients of older tokens would silently be missing. `anchor` requires grad for states that do not, written
+    after some that did.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, *states_and_views: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        _, _, keys, values = states_and_views
-        return keys.detach(), values.detach()
+    def forward(ctx: Any, anchor: Tensor, *states_and_views: Tensor) -> tuple[Tensor, Tensor]:
+        return states_and_views[2].detach(), states_and_views[3].detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
             "Gradients cannot flow through a StaticContiguousCache: it is written in place. For training use "
             "`DynamicCache` or no cache; where no gradients are wanted, wrap the call in `torch.no_grad()`."
         )
-
-
-def _kind(states: torch.Tensor) -> tuple[torch.dtype, torch.device]:
-    return states.dtype, states.device

@@ -1,18 +1,21 @@
-"""What a call of `generate` asks for, and what a cache refuses before the first token.
+"""Who uses a cache, what a call of `generate` asks for, and what a cache refuses before the first token.
 
-`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. `running_request` reads
-all of it from the frame of `generate`. Where that cannot be read, a call is checked later, pass by pass.
+`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. All of it is read from
+the frames of the stack. Where that cannot be read, a call is checked later, pass by pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import monotonic, sleep
+from types import FrameType
 from typing import Any
 
-import torch
 import transformers
-from transformers import GenerationConfig
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import MaxLengthCriteria
 
@@ -23,12 +26,43 @@ _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".
 CONTINUE_OR_RESET = "Call reset() before another sequence; to continue this one, pass the old tokens plus the new ones."
 
 
-@dataclass(frozen=True, eq=False)
+def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a stack that run a model's own methods, innermost first."""
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            yield frame
+        frame = frame.f_back
+
+
+def running_model() -> PreTrainedModel | None:
+    """The innermost model whose forward pass this is called from; None where there is none."""
+    frame = next(_model_frames(sys._getframe(1)), None)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def is_in_use(cache: Cache, thread: int) -> bool:
+    """Whether this thread is inside `generate` or a forward pass of a model that was given the cache."""
+    for frame in _model_frames(sys._current_frames().get(thread)):
+        names, is_call = frame.f_locals, frame.f_code.co_name in ("generate", "forward")
+        given = [names, *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict))]
+        if is_call and any(arguments.get("past_key_values") is cache for arguments in given):
+            return True
+    return False
+
+
+def wait_for_exit(cache: Cache, thread: int, patience_s: float = 0.5) -> None:
+    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
+    deadline = monotonic() + patience_s
+    while is_in_use(cache, thread) and monotonic() < deadline:
+        sleep(0.005)
+
+
+@dataclass(eq=False)
 class Request:
     """One call of `generate`: its prompt and its settings."""
 
     model: Any
-    input_ids: torch.Tensor  # [B, n]; n = 0 where the prompt is `inputs_embeds` alone
+    input_ids: Tensor  # [B, n]; n = 0 where the prompt is `inputs_embeds` alone
     config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None
@@ -38,10 +72,10 @@ class Request:
     stopping_criteria: Sequence[Any] = ()  # the caller's own
     has_own_limit: bool = True  # False: only the model's defaults limit the length
 
-    @property
-    def mask(self) -> torch.Tensor | None:
-        """[B, n], 1 where there is a token; None where there is no padding."""
-        return self.model_kwargs.get("attention_mask")
+    def __post_init__(self) -> None:
+        self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n], 1 where there is a token
+        self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")  # [B, n, hidden], always the whole prompt
+        self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
 
     @property
     def mask_length(self) -> int:
@@ -59,16 +93,6 @@ class Request:
         return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
 
     @property
-    def tokens(self) -> torch.Tensor | None:
-        """The ids [B, n] of positions from `past` on; None where the prompt is `inputs_embeds`."""
-        return self.input_ids if self.embeds is None else None
-
-    @property
-    def embeds(self) -> torch.Tensor | None:
-        """The prompt as embeddings [B, n, hidden], always the whole one."""
-        return self.model_kwargs.get("inputs_embeds")
-
-    @property
     def prompt_length(self) -> int:
         """Tokens of the prompt, cached ones included."""
         return self.past + self.input_ids.shape[1] if self.embeds is None else self.embeds.shape[1]
@@ -81,10 +105,9 @@ class Request:
     @property
     def max_positions(self) -> int:
         """Positions of a cache that the longest generation writes. Its last token is never written."""
-        positions = self.prompt_length + self.max_new_tokens - 1
         # Prompt lookup may propose this many tokens when two are missing, and all of them are written.
-        proposed = self.config.prompt_lookup_num_tokens
-        return positions + int(proposed) - 1 if proposed else positions
+        proposed = int(self.config.prompt_lookup_num_tokens or 1)
+        return self.prompt_length + self.max_new_tokens + proposed - 2
 
     @property
     def mode(self) -> GenerationMode:
@@ -93,22 +116,13 @@ class Request:
 
 def running_request() -> Request | None:
     """The request of the innermost `generate` of this thread; None where none can be read."""
-    names = compat.generate_locals()
-    if names is None:
+    if (names := compat.generate_locals()) is None:
         return None
+    same_names = ("input_ids", "model_kwargs", "streamer", "assistant_model", "synced_gpus", "custom_generate")
     try:
-        return Request(
-            model=names["self"],
-            input_ids=names["input_ids"],
-            config=names["generation_config"],
-            model_kwargs=names["model_kwargs"],
-            streamer=names["streamer"],
-            assistant_model=names["assistant_model"],
-            synced_gpus=names["synced_gpus"],
-            custom_generate=names["custom_generate"],
-            stopping_criteria=tuple(names["stopping_criteria"] or ()),
-            has_own_limit=_has_own_limit(names),
-        )
+        fields = {name: names[name] for name in same_names}
+        fields |= {"model": names["self"], "config": names["generation_config"], "has_own_limit": _has_own_limit(names)}
+        return Request(**fields, stopping_criteria=tuple(names["stopping_criteria"] or ()))
     except KeyError:  # a version of transformers with other variable names
         return None
 
@@ -122,21 +136,11 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
-def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: torch.Tensor | None) -> None:
+def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: Tensor | None) -> None:
     """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
 
     `known_ids` [B, k] are the first cached tokens, as far as they are known.
     """
-    _refuse_no_cache(request)
-    _refuse_another_past(request, seq_len)
-    if seq_len:
-        _refuse_to_continue(request, seq_len)
-        _refuse_other_tokens(request, seq_len, known_ids)
-    if request.has_own_limit and request.max_positions > max_cache_len:
-        _refuse_overflow(request, max_cache_len)
-
-
-def _refuse_no_cache(request: Request) -> None:
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
@@ -145,9 +149,6 @@ def _refuse_no_cache(request: Request) -> None:
         )
     if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
         raise ValueError("A model that trains with gradient checkpointing writes to no cache. Call model.eval() first.")
-
-
-def _refuse_another_past(request: Request, seq_len: int) -> None:
     new = request.input_ids.shape[1]
     if request.embeds is None and request.past and request.past != seq_len:
         raise ValueError(
@@ -157,6 +158,11 @@ def _refuse_another_past(request: Request, seq_len: int) -> None:
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
+    if seq_len:
+        _refuse_to_continue(request, seq_len)
+        _refuse_other_tokens(request, seq_len, known_ids)
+    if request.has_own_limit and request.max_positions > max_cache_len:
+        _refuse_overflow(request, max_cache_len)
 
 
 def _refuse_to_continue(request: Request, seq_len: int) -> None:
@@ -170,14 +176,13 @@ def _refuse_to_continue(request: Request, seq_len: int) -> None:
             f"Chunked prefill of transformers {transformers.__version__} starts at position 0, and the cache already "
             f"holds {seq_len} tokens. Omit prefill_chunk_size, call reset() first, or install transformers 5.22."
         )
-    if request.is_whole and request.prompt_length <= seq_len:
+    if request.is_whole and (length := request.prompt_length) <= seq_len:
         raise ValueError(
-            f"A prompt of {request.prompt_length} has no new tokens: the cache already holds {seq_len}. "
-            f"{CONTINUE_OR_RESET}"
+            f"A prompt of {length} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}"
         )
 
 
-def _refuse_other_tokens(request: Request, seq_len: int, known_ids: torch.Tensor | None) -> None:
+def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
         return
@@ -191,8 +196,7 @@ def _refuse_other_tokens(request: Request, seq_len: int, known_ids: torch.Tensor
         row, position = differs.nonzero()[0].tolist()
         raise ValueError(
             f"The prompt does not continue the cached sequence: token {position} of row {row} is "
-            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. "
-            f"{CONTINUE_OR_RESET}"
+            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. {CONTINUE_OR_RESET}"
         )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
 # The layers of one group: what they store, where, and their indices in the model.
@@ -24,8 +25,8 @@ class LayerShape:
     value_head_dim: int
 
     @classmethod
-    def of(cls, key_states: torch.Tensor, value_states: torch.Tensor) -> LayerShape:
-        """The shape that a layer's own states show. `key_states`, `value_states`: [B, H, n, D]."""
+    def of(cls, key_states: Tensor, value_states: Tensor) -> LayerShape:
+        """The shape of a layer's own states [B, H, n, D]."""
         return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3])
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
@@ -34,10 +35,8 @@ class LayerShape:
         return batch_size * max_cache_len * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
-        dims = f"{self.key_head_dim}"
-        if self.value_head_dim != self.key_head_dim:
-            dims += f" (keys) and {self.value_head_dim} (values)"
-        return f"{self.num_kv_heads} KV heads of dim {dims}"
+        values = "" if self.value_head_dim == self.key_head_dim else f" (keys) and {self.value_head_dim} (values)"
+        return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}"
 
 
 class StorageGroup:
@@ -59,29 +58,21 @@ class StorageGroup:
     # A step asks for at most three slices: where to write, what full layers see, what sliding layers see.
     _MAX_RECENT = 4
 
-    def __init__(
-        self,
-        num_layers: int,
-        shape: LayerShape,
-        max_cache_len: int,
-        batch_size: int,
-        dtypes: Dtypes,
-        device: torch.device,
-    ) -> None:
-        self.shape = shape
-        self._recent: dict[tuple[int, int, int], tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = {}
+    def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
+        self.shape, device, layers = members
+        self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._pickled: tuple[int, int] | None = None  # (batch rows, positions) that a pickle keeps; None: all
-        head = (num_layers, batch_size, shape.num_kv_heads, max_cache_len)
+        head = (len(layers), batch_size, self.shape.num_kv_heads, max_cache_len)
         # Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(*head, shape.key_head_dim, dtype=dtypes[0], device=device)
+            self.keys = torch.zeros(*head, self.shape.key_head_dim, dtype=dtypes[0], device=device)
             try:
-                self.values = torch.zeros(*head, shape.value_head_dim, dtype=dtypes[1], device=device)
+                self.values = torch.zeros(*head, self.shape.value_head_dim, dtype=dtypes[1], device=device)
             except RuntimeError:
                 del self.keys  # the traceback keeps `self` alive
                 raise
 
-    def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows.
 
         All layers of a step ask for the same slices, so these are made once for all layers: every torch call costs the
@@ -101,15 +92,14 @@ class StorageGroup:
         return found[0][index], found[1][index]
 
     @staticmethod
-    def _slices(storage: torch.Tensor, batch_size: int, first: int, length: int) -> tuple[torch.Tensor, ...]:
+    def _slices(storage: Tensor, batch_size: int, first: int, length: int) -> tuple[Tensor, ...]:
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
 
-    def scratch(self, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def scratch(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
         """Memory for `rows` batch rows and `length` positions of one layer: keys and values [rows, H, length, D]."""
-        head = (rows, self.shape.num_kv_heads, length)
-        keys = self.keys.new_empty(*head, self.shape.key_head_dim)
-        return keys, self.values.new_empty(*head, self.shape.value_head_dim)
+        head, shape = (rows, self.shape.num_kv_heads, length), self.shape
+        return self.keys.new_empty(*head, shape.key_head_dim), self.values.new_empty(*head, shape.value_head_dim)
 
     def to_pickle(self, rows: int, length: int) -> StorageGroup:
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
@@ -122,40 +112,29 @@ class StorageGroup:
         state = {**self.__dict__, "_recent": {}, "_pickled": None}
         if self._pickled is not None:
             rows, length = self._pickled
-            state["_sizes"] = self.keys.shape, self.values.shape
             for name in ("keys", "values"):  # a clone: a view would be saved with all of its storage
-                state[name] = getattr(self, name)[:, :rows, :, :length].clone()
+                state[name] = state[name][:, :rows, :, :length].clone(), state[name].shape
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        sizes = state.pop("_sizes", None)
+        for name in ("keys", "values"):
+            if isinstance(state[name], tuple):
+                states, size = state[name]
+                with torch.inference_mode(False):
+                    state[name] = states.new_zeros(size)
+                    state[name][:, : states.shape[1], :, : states.shape[3]].copy_(states)
         self.__dict__.update(state)
-        if sizes is not None:
-            with torch.inference_mode(False):
-                self.keys, self.values = _zero_padded(self.keys, sizes[0]), _zero_padded(self.values, sizes[1])
-
-    def __copy__(self) -> StorageGroup:
-        copied = type(self).__new__(type(self))
-        copied.__dict__.update({**self.__dict__, "_recent": {}})
-        return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StorageGroup:
-        copied = memo[id(self)] = copy.copy(self)
-        copied._pickled = None
+        copied = memo[id(self)] = type(self).__new__(type(self))
         with torch.inference_mode(False):
-            copied.keys, copied.values = self.keys.clone(), self.values.clone()
+            own = {"keys": self.keys.clone(), "values": self.values.clone(), "_recent": {}, "_pickled": None}
+        copied.__dict__.update({**self.__dict__, **own})
         return copied
 
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
-
-
-def _zero_padded(states: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-    """Zeros of this size whose first batch rows and positions are the states."""
-    storage = states.new_zeros(size)
-    storage[:, : states.shape[1], :, : states.shape[3]].copy_(states)
-    return storage
 
 
 def allocate_groups(
@@ -164,8 +143,8 @@ def allocate_groups(
     """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
     groups: list[StorageGroup] = []
     try:
-        for shape, device, layers in members:
-            groups.append(StorageGroup(len(layers), shape, max_cache_len, batch_size, dtypes, device))
+        for layers in members:
+            groups.append(StorageGroup(layers, max_cache_len, batch_size, dtypes))
     except RuntimeError as error:
         groups.clear()  # the traceback keeps this frame alive
         # The CPU's allocator has no exception of its own.
@@ -180,22 +159,22 @@ def _what_fits(members: Sequence[Members], max_cache_len: int, batch_size: int, 
     for shape, device, layers in members:
         num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
         wanted[device] = wanted.get(device, 0) + num_bytes
-    free = {device: _free_bytes(device) for device in wanted if device.type == "cuda"}
+    cuda = torch.cuda
+    free = {  # on the device, or reserved by torch's allocator and not in use
+        device: cuda.mem_get_info(device)[0] + cuda.memory_reserved(device) - cuda.memory_allocated(device)
+        for device in wanted
+        if device.type == "cuda"
+    }
     places = [
         f"{num_bytes:,} bytes on {device}" + (f", where {free[device]:,} are free" if device in free else "")
         for device, num_bytes in wanted.items()
     ]
-    message = (
-        f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in {dtypes[0]} takes "
-        f"{'; '.join(places)}. "
-    )
+    fits = ""
     if free:
         longest = min(max_cache_len * free[device] // wanted[device] for device in free)
-        message += f"About max_cache_len={longest} would fit. " if longest else "Not one token would fit. "
-    return message + "Use a shorter max_cache_len, a smaller batch (beams count), or a model in a smaller dtype."
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Free on the device, or reserved by torch's allocator and not in use."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
+        fits = f"About max_cache_len={longest} would fit. " if longest else "Not one token would fit. "
+    return (
+        f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in {dtypes[0]} takes "
+        f"{'; '.join(places)}. {fits}"
+        "Use a shorter max_cache_len, a smaller batch (beams count), or a model in a smaller dtype."
+    )
