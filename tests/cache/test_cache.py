@@ -99,6 +99,12 @@ class TestAllocation:
             "Layer 1 has 1 KV heads of dim 6 on cpu, which neither the config nor the first layer told" in caplog.text
         )
 
+    def test_layers_that_have_written_keep_their_storage_when_a_later_one_has_another_shape(self):
+        cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=4), max_cache_len=8)
+        for layer_idx, dim in enumerate([4, 4, 6, 6]):
+            cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
+        assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3, 4]
+
     def test_after_the_first_step_the_shape_is_settled(self):
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
         step(cache, 1, 2)
