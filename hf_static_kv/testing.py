@@ -9,36 +9,26 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class DevModel:
-    """A model as its publisher describes it: enough to build its true shape with random weights."""
+class Source(NamedTuple):
+    """Where weights are: a folder or hub id, and the name of a GGUF file in it."""
 
-    hub_id: str
-    model_type: str
-    fields: dict[str, Any]
+    location: str
+    gguf_file: str | None = None
 
 
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
-DEV_MODELS = {name: DevModel(**shape) for name, shape in _SHAPES["dev_models"].items()}
+DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
 MINIATURES = ("llama", "qwen3", "gemma3")
 _MINIATURE_FOLDER = Path("examples", "models")
+Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
@@ -47,47 +37,30 @@ def dev_config(name: str) -> PreTrainedConfig:
     >>> dev_config("qwen3-1.7b").num_hidden_layers
     28
     """
-    model = _named(name, DEV_MODELS)
-    return AutoConfig.for_model(model.model_type, **{"tie_word_embeddings": True, **model.fields})
+    return _config(name, "dev_models")
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A toy of a dev model with grouped-query attention: "llama", "qwen3" or "gemma3".
+    """A toy with grouped-query attention: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8)."""
+    return _config(name, "tiny", **overrides)
 
-    "gemma3" has 5 sliding layers to 1 full, with a window of 8.
-    """
-    shape = _named(name, _SHAPES["tiny"])
+
+def _config(name: str, kind: str, **overrides: Any) -> PreTrainedConfig:
+    if (shape := _SHAPES[kind].get(name)) is None:
+        raise ValueError(f"Unknown dev model {name!r}: choose one of {', '.join(_SHAPES[kind])}.")
     return AutoConfig.for_model(shape["model_type"], **{**shape["fields"], **overrides})
 
 
 def random_model(
-    config: PreTrainedConfig,
-    seed: int = 0,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    **kwargs: Any,
+    config: PreTrainedConfig, seed: int = 0, *, device: Device = "cpu", dtype: torch.dtype = torch.float32, **extra: Any
 ) -> PreTrainedModel:
     """A model with random weights, made on the device; the same seed gives the same weights."""
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where weights are: a folder or hub id, and the name of a GGUF file in it."""
-
-    location: str
-    gguf_file: str | None = None
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """Keyword arguments of `from_pretrained` beside the location."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
 def find_source(model: str) -> Source:
@@ -101,7 +74,7 @@ def find_source(model: str) -> Source:
     if model in ("smollm2", "smollm2-135m"):
         return _smollm2_source()
     if model in DEV_MODELS:
-        return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model].hub_id)
+        return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model])
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -122,12 +95,8 @@ def load_model(
     >>> model.config.sliding_window
     32
     """
-    source = find_source(model)
-    with _one_line_errors(model, source):
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.extra)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype, device_map=device, attn_implementation=attn, **source.extra
-        )
+    tokenizer = _load(AutoTokenizer, model)
+    loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
     loaded.train(False)
     return loaded, tokenizer
 
@@ -138,31 +107,22 @@ def load_config(model: str) -> PreTrainedConfig:
     >>> load_config("llama").max_position_embeddings
     512
     """
+    return _load(AutoConfig, model)  # type: ignore[no-any-return]
+
+
+def _load(kind: Any, model: str, **kwargs: Any) -> Any:
     source = find_source(model)
-    with _one_line_errors(model, source):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.location, **source.extra)
-    return config
-
-
-def weights_variable(name: str) -> str:
-    """The environment variable that names a dev model's folder."""
-    return "HF_STATIC_KV_" + name.upper().replace("-", "_").replace(".", "_")
-
-
-@contextmanager
-def _one_line_errors(model: str, source: Source) -> Iterator[None]:
-    """Raise a `ValueError` of one line for any error of loading."""
+    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
     try:
-        yield
+        return kind.from_pretrained(source.location, **kwargs, **gguf)
     except Exception as error:  # many types: missing, private or broken files, other formats
         reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
         raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
 
 
-def _named(name: str, models: dict[str, Any]) -> Any:
-    if name not in models:
-        raise ValueError(f"Unknown dev model {name!r}: choose one of {', '.join(models)}.")
-    return models[name]
+def weights_variable(name: str) -> str:
+    """The environment variable that names a dev model's folder."""
+    return "HF_STATIC_KV_" + name.upper().replace("-", "_").replace(".", "_")
 
 
 def _miniature_folder(name: str) -> Path:

@@ -106,8 +106,8 @@ def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
 @pytest.mark.parametrize("name", NAMES)
 def test_real_weights_are_exact(name, full_float32):
     folder = os.environ.get(weights_variable(name))
-    if not folder and not isinstance(try_to_load_from_cache(DEV_MODELS[name].hub_id, "config.json"), str):
-        pytest.skip(f"no weights of {DEV_MODELS[name].hub_id}: set {weights_variable(name)} or download them")
+    if not folder and not isinstance(try_to_load_from_cache(DEV_MODELS[name], "config.json"), str):
+        pytest.skip(f"no weights of {DEV_MODELS[name]}: set {weights_variable(name)} or download them")
     model, tokenizer = load_model(name, device="cuda" if torch.cuda.is_available() else "cpu")
     messages = [{"role": "user", "content": "Count to ten."}]
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)

@@ -3,11 +3,9 @@
     with exact(model):
         model.generate(**inputs, past_key_values=cache)        the bits of `use_cache=False`, in bfloat16 too
 
-Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently. So a
-pass over one new token does not give the bits of a pass over the whole sequence. Inside the context every operation is
-batch-invariant: its result for a token does not depend on what else is computed in the same call.
-
-A dispatch mode decides for each operation, so there is no list of models:
+Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently.
+Inside the context every operation is batch-invariant: its result for a token does not depend on what else is computed
+in the same call. A dispatch mode decides for each operation, so there is no list of models:
 
     elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
     linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
@@ -19,10 +17,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat, patching
@@ -36,13 +35,12 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
-def exact(model: torch.nn.Module) -> Iterator[None]:
+def exact(model: Module) -> Iterator[None]:
     """Inside, the model's output for a token has the same bits whatever else is computed with it.
 
     Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
     slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
-    reaches the tokens before it. Do not change or copy the model inside; on exit, also after an exception, it is
-    restored.
+    reaches the tokens before it. Do not change or copy the model inside. On exit, also on an error, it is restored.
 
     `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
     too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
@@ -58,53 +56,42 @@ def exact(model: torch.nn.Module) -> Iterator[None]:
     True
     """
     inner = patching.unwrapped(model, "exact")
-    _refuse_compiled(model, inner)
-    _refuse(inner)
-    with (
-        patching.attention_implementation(inner, EXACT_ATTENTION_NAME),
-        fused_norms(inner),
-        fused_rotary(inner),
-        gated_mlps(inner),
-        single_linears(inner),
-        _batch_invariant(inner),
-    ):
+    _refuse(model, inner)
+    with ExitStack() as changes:
+        changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
+        for change in (fused_norms, fused_rotary, gated_mlps, single_linears, _batch_invariant):
+            changes.enter_context(change(inner))
         yield
 
 
-def _refuse_compiled(wrapper: torch.nn.Module, model: PreTrainedModel) -> None:
-    """Raise where dynamo cannot be disabled: for a part of the model, or for the whole with fullgraph=True."""
+def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
         raise ValueError(
             "exact does not run compiled code, and this model is compiled with fullgraph=True, which makes that an "
             "error: pass and call the model that is not compiled."
         )
-    for name, part in model.named_modules():
-        is_compiled = compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part)
-        if part is not model and is_compiled:
+    modules = dict(model.named_modules())
+    for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
+        if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
             raise ValueError(
                 f"{name} is compiled by torch, and compiled code is not batch-invariant: load the model without "
                 "compiling its parts. A model that is compiled as a whole can be exact."
             )
-
-
-def _refuse(model: PreTrainedModel) -> None:
     attention = patching.attention_of(model).values()
     if EXACT_ATTENTION_NAME in attention:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
     if TRACED_ATTENTION_NAME in attention:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
-    if any(module.training for module in model.modules()):  # a new adapter is in training mode
+    if any(module.training for module in modules.values()):  # a new adapter is in training mode
         raise ValueError("exact is for inference: call model.eval() first.")
     if model.dtype not in _DTYPES:
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):
         raise ValueError("The rotary frequencies of this model depend on the length: cached keys cannot be exact.")
     patching.require_attention_interface(model, "exact has no batch-invariant kernel for its attention.")
-    if any(hasattr(module, "prepare_dynamic_mask") for module in model.modules()):
-        raise ValueError(
-            f"The layers of {type(model).__name__} compute attention masks of their own, for which exact has no "
-            "batch-invariant kernel."
-        )
+    if any(hasattr(module, "prepare_dynamic_mask") for module in modules.values()):
+        own_masks = f"The layers of {type(model).__name__} compute attention masks of their own"
+        raise ValueError(f"{own_masks}, for which exact has no batch-invariant kernel.")
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:

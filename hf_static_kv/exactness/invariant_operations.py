@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -49,11 +49,12 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     """Whether torch's own implementation of this call is batch-invariant."""
     if _is_always_invariant(func):
         return True
+    name, is_pointwise = _name_and_tag(func)
     # `alpha` multiplies before the add: whether that product is rounded depends on the kernel.
-    if _is_correctly_rounded(func) and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
+    if is_pointwise and name in _CORRECTLY_ROUNDED and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
         return True
     # With `accumulate`, values at the same index are added in no fixed order.
-    if func.overloadpacket.__name__ in _WRITES_BY_INDEX and not _argument(func, args, kwargs, 3, "accumulate", False):
+    if name in _WRITES_BY_INDEX and not _argument(func, args, kwargs, 3, "accumulate", False):
         return True
     if func.namespace == "hf_static_kv":
         return False
@@ -61,72 +62,56 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
     if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
         return True
-    return torch.Tag.pointwise in func.tags and not any(tensor.device.type == "cpu" for tensor in tensors)
+    return is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors)
 
 
 @cache  # called a thousand times in a pass
+def _name_and_tag(func: Any) -> tuple[str, bool]:
+    return func.overloadpacket.__name__, torch.Tag.pointwise in func.tags
+
+
+@cache
 def _is_always_invariant(func: Any) -> bool:
-    name = func.overloadpacket.__name__
+    name, schema = func.overloadpacket.__name__, compat.schema(func)
     if func.namespace == "hf_static_kv":
         return name in _OWN_OPERATIONS
-    schema = compat.schema(func)
     if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
         return True
     aliases = [result.alias_info for result in schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)  # a view
 
 
-@cache
-def _is_correctly_rounded(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags and func.overloadpacket.__name__ in _CORRECTLY_ROUNDED
-
-
 def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
     """An argument that is given by name or by position."""
-    if len(args) > index and compat.schema(func).arguments[index].name == name:
-        return args[index]
-    return kwargs.get(name, default)
+    is_positional = len(args) > index and compat.schema(func).arguments[index].name == name
+    return args[index] if is_positional else kwargs.get(name, default)
 
 
 @cache
 def invariant_operation(func: Any) -> Callable[..., Any] | None:
     """The batch-invariant operation that runs in place of this one, or None."""
-    if func in _INVARIANT:
-        return _INVARIANT[func]
-    if func.namespace == "aten" and torch.Tag.pointwise in func.tags and _is_approximated(func):
-        return lambda x, *args, **kwargs: _in_blocks(func, x, *args, **kwargs)
-    return None
+    is_replaced = func in _INVARIANT or func.namespace != "aten" or not _is_approximated(func)
+    return _INVARIANT.get(func) if is_replaced else partial(_in_blocks, func)
 
 
 def _is_approximated(func: Any) -> bool:
-    """Whether it is a function of one tensor that is not correctly rounded, such as exp."""
-    name, arguments = func.overloadpacket.__name__, compat.schema(func).arguments
-    takes_tensor = [_is_tensor(argument.type) for argument in arguments]
-    writes = any(argument.alias_info is not None for argument in arguments)
-    is_one = takes_tensor[0] and sum(takes_tensor) == 1
-    return is_one and not writes and name not in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS
-
-
-def _is_tensor(kind: Any) -> bool:
-    """Whether an argument of this type holds tensors: Tensor, Tensor?, Tensor[]."""
-    while isinstance(kind, torch.OptionalType | torch.ListType):
-        kind = kind.getElementType()
-    return isinstance(kind, torch.TensorType)
+    """Whether it is an elementwise function of one tensor that is not correctly rounded, such as exp."""
+    name, is_pointwise = _name_and_tag(func)
+    if not is_pointwise or name in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS:
+        return False
+    arguments = compat.schema(func).arguments
+    takes_tensor = ["Tensor" in str(argument.type) for argument in arguments]  # also Tensor? and Tensor[]
+    return takes_tensor[0] and sum(takes_tensor) == 1 and all(argument.alias_info is None for argument in arguments)
 
 
 def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """On a CPU scalar code may compute the last elements of a tensor or of a thread: blocks hold whole vectors."""
     if x.device.type != "cpu" or not x.is_floating_point():
-        result: Tensor = func(x, *args, **kwargs)
-        return result
+        return func(x, *args, **kwargs)  # type: ignore[no-any-return]
     flat = x.reshape(-1)
     padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64))  # 64: a multiple of every vector length
     blocks = [func(block.clone(), *args, **kwargs) for block in torch.split(padded, _BLOCK)]
     return torch.cat(blocks)[: len(flat)].view(x.shape)
-
-
-def _mm(x: Tensor, other: Tensor) -> Tensor:
-    return invariant_linear(x, other.t())
 
 
 def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
@@ -136,8 +121,9 @@ def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
-    shares_weight = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
-    if shares_weight:  # a linear layer whose input is not contiguous
+    if other.stride(0) == 0 or (
+        len(other) == 1 and other.stride(1) == 1
+    ):  # a linear layer whose input is not contiguous
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
@@ -154,8 +140,7 @@ def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: 
 
 
 def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
-    total = _sum(x, dim, keepdim, dtype=torch.float32)
-    return (total / x.shape[-1]).to(dtype or x.dtype)
+    return (_sum(x, dim, keepdim, dtype=torch.float32) / x.shape[-1]).to(dtype or x.dtype)
 
 
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -214,7 +199,7 @@ def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tenso
 
 
 _INVARIANT: dict[Any, Callable[..., Any]] = {
-    aten.mm.default: _mm,
+    aten.mm.default: lambda x, other: invariant_linear(x, other.t()),
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten.mean.dim: _mean,

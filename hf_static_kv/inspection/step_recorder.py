@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 _REMEDY = (
@@ -29,19 +30,28 @@ class StepRecorder(LogitsProcessor):
         if best < 1:
             raise ValueError(f"best must be at least 1, got {best}.")
         self.best, self.tokenizer = best, tokenizer
-        self.prompt_len = 0
-        self._scores: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # best tokens, log-probs, entropy
-        self._chosen: list[torch.Tensor] = []  # log-probs of the chosen tokens
-        self._log_probs: torch.Tensor | None = None  # [B, V] of the newest step, whose token is not chosen yet
-        self._ids = torch.empty(0, 0)  # the sequences before the newest step
-        self._is_continuous = torch.tensor(True)  # every step had the sequences of the last and a token; read deferred
+        self._begin(torch.empty(0, 0))
+
+    def _begin(self, prompt: Tensor) -> None:
+        self.prompt_len = prompt.shape[1]  # 0 for a prompt of embeddings
+        self._ids = prompt  # the sequences before the newest step
+        self._scores: list[tuple[Tensor, Tensor, Tensor]] = []  # best tokens, log-probs, entropy
+        self._chosen: list[Tensor] = []  # log-probs of the chosen tokens
+        self._log_probs: Tensor | None = None  # [B, V] of the newest step, whose token is not chosen yet
+        # Whether every step had the sequences of the last and a token; read deferred.
+        self._is_continuous = torch.ones((), dtype=torch.bool, device=prompt.device)
         self._was_read = False
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if self._is_next(input_ids):
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        (batch_size, length), is_unread = self._ids.shape, bool(self._scores) and not self._was_read
+        if is_unread and input_ids.shape == (batch_size, length + 1):  # comparing tokens here would synchronize
             self._is_continuous = self._is_continuous & (input_ids[:, :-1] == self._ids).all()
             self._choose(input_ids[:, -1])
         else:
+            n = self.prompt_len
+            is_longer = len(input_ids) == batch_size and input_ids.shape[1] > n
+            if is_unread and is_longer and torch.equal(input_ids[:, :n], self._ids[:, :n]):  # maybe the recorded call
+                raise ValueError(f"This sequence has the prompt of the record and is not its next step. {_REMEDY}")
             self._begin(input_ids)
         log_probs = scores.float().log_softmax(dim=-1)
         top = log_probs.topk(min(self.best, log_probs.shape[-1]), dim=-1)
@@ -50,48 +60,28 @@ class StepRecorder(LogitsProcessor):
         self._log_probs, self._ids = log_probs, input_ids.clone()
         return scores
 
-    def _is_next(self, input_ids: torch.Tensor) -> bool:
-        """Whether this looks like the next step. Only shapes are compared: comparing tokens would synchronize."""
-        batch_size, length = self._ids.shape
-        return bool(self._scores) and not self._was_read and input_ids.shape == (batch_size, length + 1)
-
-    def _begin(self, input_ids: torch.Tensor) -> None:
-        """Start a new record. Raise where this may be the recorded call: a longer sequence with the same prompt."""
-        prompt = self._ids[:, : self.prompt_len]
-        is_longer = bool(self._scores) and len(prompt) == len(input_ids) and input_ids.shape[1] > self.prompt_len
-        if is_longer and not self._was_read and torch.equal(input_ids[:, : self.prompt_len], prompt):
-            raise ValueError(f"This sequence has the prompt of the record and is not its next step. {_REMEDY}")
-        self.prompt_len = input_ids.shape[1]  # 0 for a prompt of embeddings
-        self._scores, self._chosen, self._log_probs, self._was_read = [], [], None, False
-        self._is_continuous = torch.ones((), dtype=torch.bool, device=input_ids.device)
-
-    def _choose(self, tokens: torch.Tensor) -> None:
+    def _choose(self, tokens: Tensor) -> None:
         if self._log_probs is not None:
             self._chosen.append(self._log_probs.gather(-1, tokens[:, None])[:, 0])
             self._log_probs = None
 
-    def steps(self, sequences: torch.Tensor) -> list[list[dict[str, Any]]]:
+    def steps(self, sequences: Tensor) -> list[list[dict[str, Any]]]:
         """The steps of each batch row: token, text, probability, the best tokens with theirs, entropy in nats.
 
         All batch rows have the same number of steps: those after the end of a sequence are padding.
         """
         sequences = sequences.to(self._ids.device)
-        self._check(sequences)
-        self._was_read = True
-        new = sequences[:, self.prompt_len :]
-        if len(self._chosen) < new.shape[1]:
-            self._choose(new[:, len(self._chosen)])
-        return [[self._step(n, row, int(token)) for n, token in enumerate(tokens)] for row, tokens in enumerate(new)]
-
-    def _check(self, sequences: torch.Tensor) -> None:
-        new, known = sequences.shape[1] - self.prompt_len, self._ids[:, : sequences.shape[1]]
+        new, known = sequences[:, self.prompt_len :], self._ids[:, : sequences.shape[1]]
         remedy = f"pass what the same call of generate returned. {_REMEDY}"
-        if not 0 < new <= len(self._scores):
-            raise ValueError(
-                f"{len(self._scores)} steps were recorded and the sequences hold {new} new tokens: {remedy}"
-            )
+        num_steps, num_new = len(self._scores), sequences.shape[1] - self.prompt_len
+        if not 0 < num_new <= num_steps:
+            raise ValueError(f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens: {remedy}")
         if not bool(self._is_continuous) or not torch.equal(sequences[:, : known.shape[1]], known):
             raise ValueError(f"The sequences are not those whose steps were recorded: {remedy}")
+        self._was_read = True
+        if len(self._chosen) < num_new:
+            self._choose(new[:, len(self._chosen)])
+        return [[self._step(n, row, int(token)) for n, token in enumerate(tokens)] for row, tokens in enumerate(new)]
 
     def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
         tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])

@@ -10,6 +10,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedModel
 
@@ -23,7 +24,7 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 
 
 def model_fingerprint(
-    model: PreTrainedModel, modules: Sequence[Module], storage: torch.Tensor, is_exact: bool
+    model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
 ) -> tuple[Any, ...]:
     """Equal for two calls if and only if a step that was captured in the first serves the second.
 
@@ -33,47 +34,36 @@ def model_fingerprint(
     distinct_kinds = tuple(dict.fromkeys(kinds))
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
-    return (
-        weakref.ref(model),
-        hash(tuple(_addresses(modules, storage))),
-        hash((*kinds, *settings, *_adapters(modules))),
-        distinct_kinds,
-        _functions(distinct_kinds),
-        _patches(modules, is_exact),
-        _rotary_values(modules),
-    )
+    addresses, state = hash(tuple(_addresses(modules, storage))), hash((*kinds, *settings, *_adapters(modules)))
+    functions, patches = _functions(distinct_kinds), _patches(modules, is_exact)
+    return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
 
-def type_without_address(tensors: Iterable[torch.Tensor]) -> str | None:
+def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
-    for tensor in tensors:
-        if compat.inner_tensors(tensor) is None and tensor.numel() and tensor.data_ptr() == 0:
-            return type(tensor).__name__
-    return None
+    found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
+    return next((type(tensor).__name__ for tensor in found), None)
 
 
-def _addresses(modules: Sequence[Module], storage: torch.Tensor) -> list[int]:
+def _addresses(modules: Sequence[Module], storage: Tensor) -> list[int]:
     tensors = [storage]
     for module in modules:
         tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
-        tensors += [own for own in module.__dict__.values() if isinstance(own, torch.Tensor)]
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
     return [address for tensor in tensors for address in _addresses_of(tensor)]
 
 
-def _addresses_of(tensor: torch.Tensor) -> list[int]:
+def _addresses_of(tensor: Tensor) -> list[int]:
     """One address, or those of the tensors inside a wrapper such as a quantised weight."""
     inner = compat.inner_tensors(tensor)
     return [tensor.data_ptr()] if inner is None else [address for part in inner for address in _addresses_of(part)]
 
 
 def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:
-    return [
-        tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES)
-        for module in modules
-        # Not `hasattr(module, ...)`: `Module.__getattr__` is slow.
-        if hasattr(type(module), "active_adapters") or "active_adapters" in module.__dict__
-        if not callable(module.active_adapters)  # a whole model has a method of this name
-    ]
+    # Not `hasattr(module, ...)`: `Module.__getattr__` is slow. A whole model has a method of this name.
+    has_state = (m for m in modules if hasattr(type(m), "active_adapters") or "active_adapters" in m.__dict__)
+    adapters = [module for module in has_state if not callable(module.active_adapters)]
+    return [tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES) for module in adapters]
 
 
 def _functions(kinds: Sequence[type[Any]]) -> tuple[Any, ...]:
@@ -103,8 +93,7 @@ def _identity(function: Any) -> Any:
     if isinstance(function, MethodType):
         return _identity(function.__func__), _identity(function.__self__)
     try:
-        reference = weakref.ref(function)
-        hash(reference)
+        hash(reference := weakref.ref(function))
     except TypeError:  # a builtin, which is never deleted, or an object that cannot be hashed
         return id(function)
     return reference

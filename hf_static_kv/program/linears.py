@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from hf_static_kv.compat import copy_with_submodules
@@ -22,13 +25,13 @@ def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[lis
     `run` is one pass of the model, in which consecutive linear layers with the same input are found.
     """
     with gated_mlps(model):
-        fused = _gate_and_up_layers(model)
+        owners = [getattr(module.forward, "__self__", None) for module in model.modules()]
+        mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]  # also of a context around this one
+        fused = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
         groups = _groups_by_input([m for m in model.modules() if _is_plain(m) and m not in fused], run)
-        forwards: dict[Module, Callable[..., Any]] = {}
-        for group in groups:
-            shared = _SharedInput(group)
-            forwards.update({module: _GroupMember(shared, i).forward for i, module in enumerate(group)})
-        with replaced("forward", forwards):
+        shared = [_SharedInput(group) for group in groups]
+        members: dict[Module, Any] = {layer: _GroupMember(s, i) for s in shared for i, layer in enumerate(s.group)}
+        with replaced("forward", {layer: member.forward for layer, member in members.items()}):
             yield groups
 
 
@@ -44,9 +47,10 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
 @contextmanager
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
     """The model with gate, up, activation and product of its MLPs as one operation; yields these MLPs."""
-    mlps = {module: activation for module in model.modules() if (activation := mlp_activation(module)) is not None}
-    with replaced("forward", {module: _GatedMLP(module, activation).forward for module, activation in mlps.items()}):
-        yield list(mlps)
+    activations = {module: mlp_activation(module) for module in model.modules()}
+    forwards: dict[Module, Any] = {m: _GatedMLP(m, name).forward for m, name in activations.items() if name is not None}
+    with replaced("forward", forwards):
+        yield list(forwards)
 
 
 def mlp_activation(module: Module) -> str | None:
@@ -54,24 +58,17 @@ def mlp_activation(module: Module) -> str | None:
     parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     if not all(_is_plain(part) and part.bias is None for part in parts):
         return None
-    gate, up, _ = parts
-    if gate.weight.stride() != up.weight.stride() or not all(is_unmodified(part) for part in module.modules()):
+    if parts[0].weight.stride() != parts[1].weight.stride() or not all(map(is_unmodified, module.modules())):
         return None
     with torch.device("cpu"):
-        return _matching_activation(module)
-
-
-def _matching_activation(module: Module) -> str | None:
-    generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
-    gate, up, down = (_random_linear(*sizes, generator) for sizes in ((8, 12), (8, 12), (12, 8)))
-    try:
-        got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
-    except Exception:  # it takes other arguments, or needs its own size
-        return None
-    for activation in linear.ACTIVATIONS:
-        if torch.equal(got, down(linear.activate(gate(x), activation) * up(x))):
-            return activation
-    return None
+        generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
+        gate, up, down = (_random_linear(*sizes, generator) for sizes in ((8, 12), (8, 12), (12, 8)))
+        try:
+            got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
+        except Exception:  # it takes other arguments, or needs its own size
+            return None
+        expected = ((name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS)
+        return next((name for name, output in expected if torch.equal(got, output)), None)
 
 
 def _random_linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:
@@ -90,62 +87,40 @@ class _SingleLinear(Computes):
     def __init__(self, module: Linear) -> None:
         self.module = module
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name of the argument is torch's
+    def forward(self, input: Tensor) -> Tensor:  # the name of the argument is torch's
         module = self.module
-        output: torch.Tensor = linear.linears(input, [module.weight], [] if module.bias is None else [module.bias])
-        return output
+        return linear.linears(input, [module.weight], [] if module.bias is None else [module.bias])  # type: ignore[no-any-return]
 
 
 class _GatedMLP:
-    def __init__(self, module: Module, activation: str) -> None:
-        self.module: Any = module
-        self.activation = activation
+    def __init__(self, module: Any, activation: str) -> None:
+        self.module, self.activation = module, activation
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         gate, up = self.module.gate_proj, self.module.up_proj
         if not _is_plain(gate) or not _is_plain(up):  # a hook or an adapter was added since
-            output: torch.Tensor = type(self.module).forward(self.module, x)
-        else:
-            output = self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))
-        return output
-
-
-def _gate_and_up_layers(model: Module) -> set[Module]:
-    """The layers inside `_GatedMLP`s, of this context or of one around it."""
-    forwards = (getattr(module.forward, "__self__", None) for module in model.modules())
-    mlps = [forward.module for forward in forwards if isinstance(forward, _GatedMLP)]
-    return {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
+            return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
+        return self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))  # type: ignore[no-any-return]
 
 
 def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[list[Linear]]:
     """The layers that `run` calls once, in groups of consecutive calls with the same input tensor."""
-    calls: list[tuple[Any, torch.Tensor]] = []  # inputs are kept, so that each has its own identity
-
-    def note(module: Module, args: tuple[Any, ...]) -> None:
-        calls.append((module, args[0]))
-
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
+    calls: list[tuple[Any, Tensor]] = []  # inputs are kept, so that each has its own identity
+    with ExitStack() as hooks:
+        for layer in layers:
+            hooks.enter_context(layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args[0]))))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    modules = [module for module, _ in calls]
-    groups: list[list[Linear]] = []
-    before = None
-    for module, x in calls:
-        if modules.count(module) > 1:
-            before = None
-        elif x is before and len(groups[-1]) < linear.MAX_WEIGHTS and _can_share_launch(groups[-1][0], module):
-            groups[-1].append(module)
-        else:
-            groups.append([module])
-            before = x
+    counts, groups, size = Counter(layer for layer, _ in calls), [], linear.MAX_WEIGHTS
+
+    def kind(call: tuple[Any, Tensor]) -> tuple[bool, int, bool, torch.dtype]:  # equal for layers that share a launch
+        layer, x = call
+        return counts[layer] == 1, id(x), layer.bias is None, layer.weight.dtype
+
+    for (is_called_once, *_), same in groupby(calls, kind):
+        group = [layer for layer, _ in same]
+        if is_called_once:
+            groups += [group[i : i + size] for i in range(0, len(group), size)]
     return groups
-
-
-def _can_share_launch(a: Linear, b: Linear) -> bool:
-    return (a.bias is None) == (b.bias is None) and a.weight.dtype == b.weight.dtype
 
 
 class _SharedInput:
@@ -153,28 +128,23 @@ class _SharedInput:
 
     def __init__(self, group: list[Linear]) -> None:
         self.group = group
-        self.x: torch.Tensor | None = None
-        self.outputs: tuple[torch.Tensor, ...] = ()
-
-    def compute(self, x: torch.Tensor) -> None:
-        biases = [] if self.group[0].bias is None else [module.bias for module in self.group]
-        y = linear.linears(x, [module.weight for module in self.group], biases)
-        self.x, self.outputs = x, y.split([module.out_features for module in self.group], dim=-1)
+        self.x: Tensor | None = None
+        self.outputs: tuple[Tensor, ...] = ()
 
 
 class _GroupMember:
-    """One linear layer of a group that shares its input."""
-
     def __init__(self, shared: _SharedInput, i: int) -> None:
         self.shared, self.i = shared, i
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shared, module = self.shared, self.shared.group[self.i]
+    def forward(self, x: Tensor) -> Tensor:
+        shared, group, module = self.shared, self.shared.group, self.shared.group[self.i]
         if self.i == 0 and x.numel() <= linear.MAX_TOKENS * x.shape[-1]:
-            shared.compute(x)
+            biases = [] if module.bias is None else [member.bias for member in group]
+            outputs = linear.linears(x, [member.weight for member in group], biases)
+            shared.x, shared.outputs = x, outputs.split([member.out_features for member in group], dim=-1)
         if shared.x is not x:  # too many tokens, or another input than in `run`
             return F.linear(x, module.weight, module.bias)
         output = shared.outputs[self.i]
-        if self.i == len(shared.group) - 1:
+        if self.i == len(group) - 1:
             shared.x, shared.outputs = None, ()
         return output

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn import Module
 from transformers import PreTrainedConfig
 
@@ -19,7 +20,7 @@ from hf_static_kv.patching import is_unmodified, original_function, replaced, re
 _PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
 _FUNCTION = "apply_rotary_pos_emb"
 # Captured steps share the tables of a module: one of 32k positions takes about 30 MB.
-_TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, torch.Tensor]] = WeakKeyDictionary()
+_TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, Tensor]] = WeakKeyDictionary()
 
 
 def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
@@ -31,54 +32,51 @@ def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
 
 
 @contextmanager
-def angles_from_tables(model: Module, length: int) -> Iterator[list[torch.Tensor]]:
+def angles_from_tables(model: Module, length: int) -> Iterator[list[Tensor]]:
     """The model with its cosines and sines read from tables of `length` positions; yields the tables.
 
     The first pass fills them. A graph that was captured inside needs them as long as it lives.
     """
     modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
-    tables: list[torch.Tensor] = []
+    tables: list[Tensor] = []
     attention = attention_name(getattr(model, "config", None))  # angles have other bits inside `exact`
     with replaced("forward", {module: _Angles(module, length, attention, tables).forward for module in modules}):
         yield tables
 
 
 class _Angles:
-    def __init__(self, module: Module, length: int, attention: str | None, tables: list[torch.Tensor]) -> None:
+    def __init__(self, module: Module, length: int, attention: str | None, tables: list[Tensor]) -> None:
         self.module, self.original, self.tables = module, module.forward, tables
         self.length, self.attention = length, attention
-        self.by_arguments: dict[tuple[Any, ...], torch.Tensor | None] = {}
+        self.by_arguments: dict[tuple[Any, ...], Tensor | None] = {}
 
-    def forward(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         key = (*args, *kwargs.items())
         if key not in self.by_arguments:
             self.by_arguments[key] = self._table(x, position_ids, *args, **kwargs)
-        table = self.by_arguments[key]
-        if table is None:
+        if (table := self.by_arguments[key]) is None:
             return self.original(x, position_ids, *args, **kwargs)
         return F.embedding(position_ids, table).chunk(2, dim=-1)
 
-    def _table(self, x: torch.Tensor, position_ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+    def _table(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
         """Cosines and sines, [length, 2 D]; None if the module's output is not a lookup by position."""
         last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are 0
         expected = [(at, self.original(x, at, *args, **kwargs)) for at in (position_ids, last)]
-        kind = None if x is None else (x.dtype, x.device)
-        key = (self.length, self.attention, kind, *args, *kwargs.items())
+        key = (self.length, self.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
         table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
         if table is None or not _holds(table, expected):
             positions = torch.arange(self.length, device=position_ids.device)[None]
             made = self.original(x, positions, *args, **kwargs)
-            if len(made) != 2 or not all(isinstance(part, torch.Tensor) and part.ndim == 3 for part in made):
+            if len(made) != 2 or not all(isinstance(part, Tensor) and part.ndim == 3 for part in made):
                 return None
-            table = torch.cat(made, dim=-1)[0]
-            if not _holds(table, expected):
+            if not _holds(table := torch.cat(made, dim=-1)[0], expected):
                 return None
             _TABLES[self.module][key] = table
         self.tables.append(table)
         return table
 
 
-def _holds(table: torch.Tensor, expected: list[tuple[torch.Tensor, Any]]) -> bool:
+def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
     """Whether the table has these angles at these positions."""
     return all(torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected)
 
@@ -89,20 +87,19 @@ def fused_rotary(model: Module) -> Iterator[list[str]]:
 
     The original function still computes what the kernel does not support.
     """
-    files = {type(module).__module__ for module in model.modules()}
-    files = {file for file in files if _is_rotary(original_function(file, _FUNCTION))}
+    all_files = {type(module).__module__ for module in model.modules()}
+    files = [file for file in all_files if _is_rotary(original_function(file, _FUNCTION))]
     with replaced_function(_FUNCTION, dict.fromkeys(files, _rotary)):
-        yield list(files)
+        yield files
 
 
 def _is_rotary(function: Callable[..., Any] | None) -> bool:
     if function is None:
         return False
-    generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, heads, 3, 8, generator=generator, device="cpu") for heads in (4, 2)]
-    angles = [torch.randn(2, 3, 8, generator=generator, device="cpu") for _ in range(2)]
+    generator, shapes = torch.Generator().manual_seed(0), ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+    tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]  # query, key, cos, sin
     for dtype in _PROBED_DTYPES:
-        arguments = [tensor.to(dtype) for tensor in (*states, *angles)]
+        arguments = [tensor.to(dtype) for tensor in tensors]
         try:
             got = function(*arguments)
         except Exception:  # another function of that name, with other arguments
