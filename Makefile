@@ -1,4 +1,4 @@
-# make test      everything CI runs: a fresh .venv, ruff, mypy --strict, pytest
+# make test      ruff, mypy --strict, and all tests that need no GPU and no minutes, in .venv
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
 # make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records

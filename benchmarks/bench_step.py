@@ -72,7 +72,7 @@ def replay_of(decoder: GraphDecoder, workload: Workload) -> Callable[[int], None
     seq_start = torch.zeros(workload.batch_size, dtype=torch.int64, device=workload.device)
 
     def replay(times: int) -> None:
-        step.begin(workload.prompt_len, seq_start)
+        step.set_position(workload.prompt_len, seq_start)
         for _ in range(times):
             step.graph.replay()
 

@@ -10,11 +10,8 @@ In a captured step `layer_idx` of a layer's modules is a `StepLayer`, which has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import attend, decode_attention
 from hf_static_kv.kernels.invariant_attention import invariant_attention
+from hf_static_kv.patching import without_cudnn
 
 ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
@@ -87,31 +85,6 @@ def static_contiguous_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
         )
     return output, None
-
-
-_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """SDPA without cuDNN's implementation. The switch is process-wide: overlapping threads share one change of it."""
-    global _cudnn_users, _cudnn_before
-    cuda: Any = torch.backends.cuda
-    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
-        yield  # the user allows cuDNN only
-        return
-    with _CUDNN_LOCK:
-        if _cudnn_users == 0:
-            _cudnn_before = cuda.cudnn_sdp_enabled()
-            cuda.enable_cudnn_sdp(False)
-        _cudnn_users += 1
-    try:
-        yield
-    finally:
-        with _CUDNN_LOCK:
-            _cudnn_users -= 1
-            if _cudnn_users == 0:
-                cuda.enable_cudnn_sdp(_cudnn_before)
 
 
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -236,26 +209,6 @@ def _pack_spans(spans: Tensor) -> Tensor:
 def _unpack_spans(mask: Any) -> Tensor:
     """Spans [B, q, 3] from a mask [B, 3, q, 1]."""
     return mask[..., 0].transpose(1, 2)  # type: ignore[no-any-return]
-
-
-# --- passes that belong to no sequence
-
-_VERIFICATION_PASS: ContextVar[bool] = ContextVar("verification_pass", default=False)
-
-
-def is_verification_pass() -> bool:
-    """Whether the pass that runs verifies a captured step: a trace does not record it."""
-    return _VERIFICATION_PASS.get()
-
-
-@contextmanager
-def verification_pass() -> Iterator[None]:
-    """Inside, passes of a model are verifications."""
-    before = _VERIFICATION_PASS.set(True)
-    try:
-        yield
-    finally:
-        _VERIFICATION_PASS.reset(before)
 
 
 AttentionInterface.register(ATTENTION_NAME, static_contiguous_attention)

@@ -2,6 +2,9 @@
 
 Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
 the package imports without them. Each function says what happens when its name is gone.
+
+One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/cache.py checks the call then.
+Without it: as for `generate_locals`.
 """
 
 from __future__ import annotations
@@ -67,17 +70,17 @@ def can_set_attention(model: Any) -> bool:
 
 
 def attention_name(config: Any) -> str | None:
-    """The attention implementation that a config names."""
+    """The attention implementation that a config names. Without it: None, and `can_set_attention` is False."""
     return getattr(config, "_attn_implementation", None)
 
 
 def clear_attention_name(config: Any) -> None:
-    """Name no attention, as in the config of a part that has none."""
+    """Name no attention, as in the config of a part that has none. Without it: nothing reads what this sets."""
     config._attn_implementation = None
 
 
 def collects_outputs(hook: Any) -> bool:
-    """Whether transformers left this hook behind to collect outputs; it does nothing in other calls."""
+    """Whether transformers left this hook behind to collect outputs. Without the module: GraphDecoder falls back."""
     return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
@@ -130,12 +133,12 @@ def has_global_hooks() -> bool:
 
 
 def write_count(tensor: Tensor) -> int | object:
-    """How often the tensor was written in place. Without it: a new object, equal to no earlier count."""
+    """How often a tensor was written in place, 0 in inference mode. Without it: an object equal to no earlier count."""
     return 0 if tensor.is_inference() else getattr(tensor, "_version", object())
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The tensors that a wrapper subclass consists of, such as a quantised weight; None for an ordinary tensor."""
+    """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
@@ -211,7 +214,7 @@ def load_inductor() -> None:
     AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
 
 
-# --- Triton
+# --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
 
 
 def pdl_instructions() -> tuple[Any, Any]:
@@ -258,5 +261,5 @@ def hash_triton() -> None:
 
 
 def load_gluon() -> None:
-    """Import Triton's second language, which some versions do at the first launch."""
+    """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
     import triton.experimental.gluon  # noqa: F401

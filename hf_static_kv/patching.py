@@ -1,8 +1,10 @@
-"""What is changed on a model inside a context and put back on exit; and the model inside a wrapper.
+"""What is changed inside a context and put back on exit, on a model or around its passes; and unwrapping.
 
 with replaced("forward", {module: forward}): ...                    an attribute of some modules
-with replaced_function("apply_rotary_pos_emb", {file: own}): ...    a function of some Python files
+with replaced_function("apply_rotary_pos_emb", {module: f}): ...     a function of some Python modules
 with attention_implementation(model, "static_contiguous"): ...      the attention of a model
+with without_cudnn(): ...                                           the implementations that SDPA may use
+with verification_pass(): ...                                       a mark: these passes belong to no sequence
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
+from threading import Lock
 from typing import Any
 
+import torch
 from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
 _ABSENT = object()
-_ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (file, name): the function, and how many contexts replace it
+_ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (module, name): function, number of users
 
 
 @contextmanager
@@ -41,39 +46,39 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def replaced_function(name: str, files: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """The function `name` of these Python files replaced by `files[file](original, ...)`.
+def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """The function `name` of these Python modules replaced by `modules[module](original, ...)`.
 
-    Contexts of several models of one file may overlap: the last one to leave restores the original.
+    Contexts of several models of one Python module may overlap: the last one to leave restores the original.
     """
-    for file, function in files.items():
-        original, users = _ORIGINALS.get((file, name), (getattr(sys.modules[file], name), 0))
-        _ORIGINALS[file, name] = original, users + 1
-        setattr(sys.modules[file], name, partial(function, original))
+    for module, function in modules.items():
+        original, users = _ORIGINALS.get((module, name), (getattr(sys.modules[module], name), 0))
+        _ORIGINALS[module, name] = original, users + 1
+        setattr(sys.modules[module], name, partial(function, original))
     try:
         yield
     finally:
-        for file in files:
-            original, users = _ORIGINALS.pop((file, name))
+        for module in modules:
+            original, users = _ORIGINALS.pop((module, name))
             if users > 1:
-                _ORIGINALS[file, name] = original, users - 1
+                _ORIGINALS[module, name] = original, users - 1
             else:
-                setattr(sys.modules[file], name, original)
+                setattr(sys.modules[module], name, original)
 
 
-def original_function(file: str, name: str) -> Any:
-    """The function of a Python file, also while it is replaced."""
-    return _ORIGINALS.get((file, name), (getattr(sys.modules[file], name, None), 0))[0]
+def original_function(module: str, name: str) -> Any:
+    """The function of a Python module, also while it is replaced."""
+    return _ORIGINALS.get((module, name), (getattr(sys.modules[module], name, None), 0))[0]
 
 
-class Computes:
-    """Base of replacements whose `forward` computes what the class of its module says, and may be replaced again."""
+class Replaceable:
+    """Base of replacements that may be replaced again: a linear layer of `exact` is fused once more for a capture."""
 
 
 def is_unmodified(module: Module) -> bool:
     """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate puts one there)."""
     forward = module.__dict__.get("forward")
-    is_own = forward is None or isinstance(getattr(forward, "__self__", None), Computes)
+    is_own = forward is None or isinstance(getattr(forward, "__self__", None), Replaceable)
     return is_own and not compat.forward_hooks(module)
 
 
@@ -135,3 +140,46 @@ def _inside(wrapper: Any, used_by: str) -> Any:
             "Adapters inside the model, such as LoRA, are served."
         )
     return wrapper.get_base_model()
+
+
+_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """SDPA without cuDNN's implementation. The switch is process-wide: overlapping threads share one change of it."""
+    global _cudnn_users, _cudnn_before
+    cuda: Any = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
+        yield  # the user allows cuDNN only
+        return
+    with _CUDNN_LOCK:
+        if _cudnn_users == 0:
+            _cudnn_before = cuda.cudnn_sdp_enabled()
+            cuda.enable_cudnn_sdp(False)
+        _cudnn_users += 1
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            _cudnn_users -= 1
+            if _cudnn_users == 0:
+                cuda.enable_cudnn_sdp(_cudnn_before)
+
+
+_VERIFICATION_PASS: ContextVar[bool] = ContextVar("verification_pass", default=False)
+
+
+def is_verification_pass() -> bool:
+    """Whether the pass that runs verifies a captured step: a trace does not record it."""
+    return _VERIFICATION_PASS.get()
+
+
+@contextmanager
+def verification_pass() -> Iterator[None]:
+    """Inside, passes of a model are verifications."""
+    before = _VERIFICATION_PASS.set(True)
+    try:
+        yield
+    finally:
+        _VERIFICATION_PASS.reset(before)

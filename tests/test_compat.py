@@ -14,7 +14,7 @@ import torch
 import torch.nn.modules.module as torch_module
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, compat, exact
-from hf_static_kv.kernels import preload
+from hf_static_kv.program import preload
 from tests.conftest import COMMON, PROMPT, toy_model
 
 BARE = SimpleNamespace()  # has none of the names

@@ -11,21 +11,21 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 # Reading order is import order: a file imports only from the ones before it, inside folders too.
 READING_ORDER = {
     "": ["compat"],
-    "cache": ["debug", "storage", "support", "layout", "request", "layer", "callers", "allocation", "cache"],
+    "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache"],
     "kernels": [
-        "preload", "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
+        "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
         "write_token", "decode_attention_triton", "decode_attention", "invariant_attention", "linear_triton",
         "invariant_linear_triton", "invariant_linear", "linear", "invariant_sum_triton", "invariant_sum",
         "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
     ],
     ".": ["patching", "attention"],
-    "program": ["linears", "norms", "rotary", "fingerprint", "step"],
+    "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],
     "decoding": ["call", "eligibility", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "exact"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["testing", "__init__"],
 }  # fmt: skip
-ORDER = [f"{room.strip('.')}/{name}".lstrip("/") for room, names in READING_ORDER.items() for name in names]
+ORDER = [f"{folder.strip('.')}/{name}".lstrip("/") for folder, names in READING_ORDER.items() for name in names]
 
 
 def imports_of(source):

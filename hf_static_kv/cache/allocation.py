@@ -28,7 +28,7 @@ class AllocatedCache(Cache):
         self._plans, self._max_cache_len = plans, max_cache_len
         self._groups: list[StorageGroup] = []
         # Layers that have not written: without storage, or with storage that was sized by another layer's states.
-        self._unsettled = set(range(len(plans)))
+        self._unconfirmed = set(range(len(plans)))
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
     def _allocate(self, kinds: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class AllocatedCache(Cache):
         for layer_idx, kind in kinds.items():
             alike.setdefault(kind, []).append(layer_idx)
         self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, (dtype, dtype))
-        self._unsettled -= set(kinds)
+        self._unconfirmed -= set(kinds)
 
     def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
@@ -58,14 +58,14 @@ class AllocatedCache(Cache):
             alike = []
         else:
             logger.warning(
-                f"Layer {layer_idx} has {shape} on {device}, which neither the config nor the first layer told: it and "
-                "its like get storage of their own, and the storage that was allocated for them stays unused."
+                f"Layer {layer_idx} has {shape} on {device}, unlike the config and the first layer: new storage is "
+                "allocated for it and the layers with the same plan, and their old storage stays unused."
                 + (" `from_model` places every layer at once." if shape == layer.shape else "")
             )
-            alike = [i for i in sorted(self._unsettled) if self._plans[i] == plan]
+            alike = [i for i in sorted(self._unconfirmed) if self._plans[i] == plan]
         if alike:
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
-        self._unsettled.discard(layer_idx)
+        self._unconfirmed.discard(layer_idx)
 
     def early_initialization(
         self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device

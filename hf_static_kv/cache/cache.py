@@ -110,7 +110,7 @@ class StaticContiguousCache(AllocatedCache):
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
-        self._step_kind: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
+        self._step_size: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
         self._written: set[int] = set()  # the layers that have written in it
         self._thread = 0  # the thread that used the cache last
         self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
@@ -181,16 +181,16 @@ class StaticContiguousCache(AllocatedCache):
         layer = self.layers[layer_idx]
         if not torch.compiler.is_compiling() and self._thread != get_ident():
             # First of all: two threads must not both allocate.
-            self._take_over(f"writes layer {layer_idx}", self._step_kind is not None and not layer.pending)
-        if layer_idx in self._unsettled:
+            self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
+        if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
             self._settle(layer_idx, key_states, value_states)
         layer.check(key_states, value_states)
         kind = key_states.shape[0], key_states.shape[2]
-        if layer.pending or kind != self._step_kind:
+        if layer.pending or kind != self._step_size:
             self._begin_step(layer_idx, kind)
         views = layer.write(key_states, value_states)
-        if layer_idx == debug.traced_layer:
+        if layer_idx == debug.logged_layer:
             debug.log_layer(layer_idx, layer.length + kind[1], kind[1], views[0].shape[2])
         self._written.add(layer_idx)
         if len(self._written) == len(self.layers):
@@ -209,47 +209,47 @@ class StaticContiguousCache(AllocatedCache):
             )
             self._end_step(StaticContiguousLayer.discard)
             self._known_ids = None
-        if self._step_kind is not None and self._step_kind != kind:
+        if self._step_size is not None and self._step_size != kind:
             raise ValueError(
                 f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
-                f"{self._step_kind}. Give every layer the same tokens, or call advance({self._step_kind[1]}) first."
+                f"{self._step_size}. Give every layer the same tokens, or call advance({self._step_size[1]}) first."
             )
         known = self._known_ids
         if known is not None and not torch.compiler.is_compiling() and known.shape[1] > layer.length:
             # Tokens that `generate` has announced belong to its own passes, not to those of another caller.
             self._known_ids = known if compat.generate_locals() is not None else known[:, : layer.length]
-        self._step_kind = kind
+        self._step_size = kind
 
     def _complete_step(self) -> None:
-        if self._step_kind is not None and not torch.compiler.is_compiling():
-            debug.log_step(self.layers[0].length, self._step_kind[1], self._step_kind[0], self.max_cache_len)
+        if self._step_size is not None and not torch.compiler.is_compiling():
+            debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
         self._end_step(StaticContiguousLayer.commit)
 
     def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
         """Append the pending tokens of every layer, or drop them."""
         for layer in self.layers:
             end(layer)
-        self._step_kind = None
+        self._step_size = None
         self._written.clear()
 
     def advance(self, n: int) -> None:
         """Complete a step of `n` tokens by hand, when not all layers are written."""
-        if self._step_kind is None:
+        if self._step_size is None:
             raise ValueError(
                 f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when all "
                 f"{len(self.layers)} layers have written; call `update` first."
             )
-        if n != self._step_kind[1]:
-            raise ValueError(f"advance({n}): the step in progress has {self._step_kind[1]} tokens. Advance by that.")
+        if n != self._step_size[1]:
+            raise ValueError(f"advance({n}): the step in progress has {self._step_size[1]} tokens. Advance by that.")
         self._complete_step()
 
     def mark_written(self, n: int) -> None:
         """Append `n` tokens that a kernel or a captured graph has written to every layer, from `seq_len` on."""
         free = min(layer.max_cache_len - layer.length for layer in self.layers)
-        if not 0 <= n <= free or self._step_kind is not None:
+        if not 0 <= n <= free or self._step_size is not None:
             raise ValueError(
                 f"mark_written({n}): {free} positions are free after the {self.seq_len} cached tokens"
-                + (", and a step is in progress." if self._step_kind else ".")
+                + (", and a step is in progress." if self._step_size else ".")
             )
         for layer in self.layers:
             layer.length += n

@@ -13,13 +13,13 @@ import logging
 import os
 
 logger = logging.getLogger("hf_static_kv")
-traced_layer: int | None = None
+logged_layer: int | None = None
 
 
 def turn_on(layer: int | None = None) -> None:
     """Log to standard error, with the views of one layer if one is named."""
-    global traced_layer
-    traced_layer = layer
+    global logged_layer
+    logged_layer = layer
     logger.setLevel(logging.DEBUG)
     if not any(getattr(handler, "is_ours", False) for handler in logger.handlers):
         handler = logging.StreamHandler()

@@ -155,7 +155,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Append the pending tokens."""
         if self.pending:
             self.length += self.pending
-            self.discard()
+            self.pending = 0
+            self._half_assigned.clear()
 
     def discard(self) -> None:
         """Drop the pending tokens; their positions are free again."""

@@ -15,11 +15,11 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
-from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAMES, without_cudnn
+from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
-from hf_static_kv.patching import attention_of
+from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
 from hf_static_kv.program.step import GreedyStep
 
@@ -125,7 +125,7 @@ class Call:
         if length != wanted:
             refuse_missing_layers(self.model, len(self.cache.layers))
         if returned is not self.cache:
-            raise NotCaptured(f"the model replaced the cache by {kind_of(returned)} of its own")
+            raise NotCaptured(f"the model returned {kind_of(returned)} in place of the cache")
         if length != wanted:
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
 
@@ -159,5 +159,5 @@ def _request(model: Any, input_ids: Tensor, config: GenerationConfig, model_kwar
 
 
 def kind_of(thing: object) -> str:
-    """A noun phrase for an error."""
-    return "absent" if thing is None else f"a {type(thing).__name__}"
+    """What an error calls a thing that should be a cache."""
+    return "None" if thing is None else f"a {type(thing).__name__}"

@@ -29,8 +29,8 @@ from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.verification import verify
-from hf_static_kv.kernels.preload import INDUCTOR, TRITON, load
 from hf_static_kv.patching import attention_implementation
+from hf_static_kv.program.preload import INDUCTOR, TRITON, load
 from hf_static_kv.program.step import COMPILE, DecodeStep, GreedyStep
 
 logger = logging.getLogger(__name__)
@@ -122,8 +122,8 @@ class GraphDecoder:
             with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
                 _run(step, sampling, call, logits)
         cache.crop(-sampling.overrun)
-        sampling.refuse_to_be_cut_short(cache)
         call.remember(sampling.ids)
+        sampling.refuse_to_be_cut_short(cache)
         return sampling.result(cache)
 
     # --- captured steps
@@ -134,7 +134,7 @@ class GraphDecoder:
         key = (is_greedy, *call.fingerprint)
         known = steps.pop(key, None)
         if known is None:
-            self._limit(steps)
+            self._evict(steps)
         step = known if isinstance(known, DecodeStep) else self._try_new_step(call, is_greedy, known)
         steps[key] = step  # the newest now
         if isinstance(step, _Failure):
@@ -167,10 +167,10 @@ class GraphDecoder:
             verify(step, call)
         return step
 
-    def _limit(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
+    def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
         """Drop steps whose model no longer exists, and the oldest where there are too many.
 
-        A model that changes between calls, or ever new batch sizes, would fill the memory with graphs.
+        A model that changes between calls, or a new batch size in every call, would fill the memory with graphs.
         """
         for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
             del steps[key]
@@ -184,6 +184,7 @@ class GraphDecoder:
     def _known_failure(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache) or {}
+        # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
         failures = {key[1:]: step for key, step in steps.items() if isinstance(step, _Failure)}
         failure = failures.get(call.fingerprint) if failures else None
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
@@ -213,7 +214,7 @@ class GraphDecoder:
 def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: Tensor) -> None:
     """From the logits after the prompt to the last token; `step` is None where one token is all."""
     if step is not None:
-        step.begin(call.cache.seq_len, call.seq_start)
+        step.set_position(call.cache.seq_len, call.seq_start)
     if isinstance(step, GreedyStep):
         _run_greedily(step, sampling, call, logits)
         return
@@ -227,13 +228,13 @@ def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tens
     if sampling.append(logits):
         return
     first = call.cache.seq_len + 1  # the position of the second new token
-    step.start(sampling.last_tokens, sampling.unfinished, call.eos, sampling.pad)
+    step.set_state(sampling.last_tokens, sampling.unfinished, call.eos, sampling.pad)
     is_over = False
     while not is_over:
-        flag = step.advance()
+        flag = step.replay()
         _mark_written(call)
-        is_over = sampling.advance(flag)
-    sampling.take(step.state.sequences[:, first : call.cache.seq_len + 1])
+        is_over = sampling.count_token(flag)
+    sampling.set_last(step.state.sequences[:, first : call.cache.seq_len + 1])
 
 
 def _mark_written(call: Call) -> None:

@@ -80,26 +80,26 @@ class Sampling:
     def _is_over(self) -> bool:
         if self.criteria:
             self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
-            if self.finished.was_set(self.unfinished.max() == 0):  # deferred: one token too many was selected
+            if self.finished.push(self.unfinished.max() == 0):  # deferred: one token too many was selected
                 self.overrun = 1
                 if self.rng_state is not None:  # undo the draw of that token
                     torch.cuda.set_rng_state(self.rng_state, self.ids.device)
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
-    def advance(self, is_over: Tensor) -> bool:
+    def count_token(self, is_over: Tensor) -> bool:
         """Count one more token, selected on the device; whether the call is over."""
         self.length += 1
-        if self.criteria and self.finished.was_set(is_over):
+        if self.criteria and self.finished.push(is_over):
             self.overrun = 1
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
-    def take(self, tokens: Tensor) -> None:
+    def set_last(self, tokens: Tensor) -> None:
         """The last tokens [B, n], selected on the device."""
         self.ids[:, self.length - tokens.shape[1] : self.length] = tokens
 
     def refuse_to_be_cut_short(self, cache: StaticContiguousCache) -> None:
         """Raise where the cache is full and nothing else ended the sequences; the cache keeps their tokens."""
-        if self.is_cut_short and self.length >= self.max_length and not self.overrun and not self.finished.settle():
+        if self.is_cut_short and self.length >= self.max_length and not self.overrun and not self.finished.newest():
             raise ValueError(
                 f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} tokens, and no end "
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."
@@ -129,12 +129,12 @@ class StopFlag:
         self.on_host: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
 
-    def was_set(self, flag: Tensor) -> bool:
-        """Take this step's flag; whether the one before was set. Not deferred: `is_set` is this step's, at once."""
+    def push(self, flag: Tensor) -> bool:
+        """Take this step's flag and return the one before. Not deferred: `is_set` is this step's, at once."""
         if not (self.deferred and flag.is_cuda):
             self.is_set = bool(flag)
             return False
-        earlier = self.settle()
+        earlier = self.newest()
         if self.on_host is None:
             self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
         self.on_host.copy_(flag, non_blocking=True)
@@ -142,7 +142,7 @@ class StopFlag:
         self.arrived.record(torch.cuda.current_stream(flag.device))  # the model may not be on the current device
         return earlier
 
-    def settle(self) -> bool:
+    def newest(self) -> bool:
         """Whether the newest flag is set; synchronizes with it."""
         if self.arrived is None or self.on_host is None:
             return self.is_set

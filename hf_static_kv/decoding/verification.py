@@ -1,14 +1,16 @@
 """Verification: a new step must give the logits of an ordinary pass, up to rounding, before it is used.
 
-    whole sequence    the newest token after all cached tokens
-    two tokens        as if the sequence began with the token before the newest
-    across a window   at a position that has crossed a window
+    case              position of the newest token             exposes
+    whole sequence    after all cached tokens                  a key that is not written, a wrong position
+    two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
+    across a window   where a window no longer begins at 0     a window that is too wide or too narrow
 
-A lost key, or one that should not be seen, is one of many: its values are made so large that no average hides it. What
-a verification changes in the storage it puts back.
+One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones. The
+storage is restored afterwards.
 
-How far rounding moves logits is measured: the ordinary pass runs again with the outputs of all weights moved by up to
-one unit in the last place, which is more than another order of summation does.
+In bf16 and fp16 the allowed difference is measured: the ordinary pass runs again with the outputs of all modules with
+parameters moved by up to one unit in the last place, which is more than another order of summation does. In float32 it
+is sqrt(eps) times the largest logit, inside `exact` zero.
 """
 
 from __future__ import annotations
@@ -21,27 +23,27 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import compat
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, verification_pass, without_cudnn
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
-from hf_static_kv.patching import attention_implementation
+from hf_static_kv.patching import attention_implementation, verification_pass, without_cudnn
 from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
 _EDGE = 4  # positions before a window in the case across it
-_LOUD = 8.0  # factor of values that a pass must overwrite
-_HALF = (torch.bfloat16, torch.float16)  # in float32 half of the digits are enough to see any of this
+_UNWRITTEN = 8.0  # further factor at the newest position: a pass that does not write there reads this
+_HALF = (torch.bfloat16, torch.float16)  # float32 needs no measured bound: half of its digits show every fault
 _MARGIN = 2.0  # times the root mean square of what the noise does; see `_rounding_noise`
 
 
 class Case(NamedTuple):
     """One pass: the newest token at `position`, in sequences that begin at `seq_start` [B].
 
-    Values at `loud` positions are `scale` times the usual ones; those at `position`, until the pass writes, larger.
+    The storage holds planted values, `scale` times as large as usual, at the `planted` positions and at `position`.
     """
 
     position: int
     seq_start: Tensor
-    loud: range
+    planted: range
     scale: float
 
 
@@ -76,8 +78,8 @@ def _verify(step: DecodeStep, call: Call, case: Case) -> None:
     found: list[tuple[float, float]] = []
 
     def agrees(attempt: int) -> bool:
-        tokens = (call.last_tokens.to(call.device) - attempt).abs()
-        with _loud_values(call, case):
+        tokens = (call.last_tokens.to(call.device) - attempt).abs()  # the newest token, or another valid one
+        with _planted_values(call, case):
             found.append(_difference_and_bound(step, call, case, tokens))
         return found[-1][0] <= found[-1][1]
 
@@ -88,7 +90,7 @@ def _verify(step: DecodeStep, call: Call, case: Case) -> None:
 
 def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
-    step.begin(case.position, case.seq_start)
+    step.set_position(case.position, case.seq_start)
     got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
     expected = _ordinary_logits(call, case, tokens)
     difference = _difference(got, expected)
@@ -134,21 +136,21 @@ def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
 
 
 @contextmanager
-def _loud_values(call: Call, case: Case) -> Iterator[None]:
+def _planted_values(call: Call, case: Case) -> Iterator[None]:
     """The storage with large values, and keys of zero, which get an average weight, where the case wants them."""
     storage, rows, length = call.cache.storage_groups[0], len(case.seq_start), call.cache.seq_len
     keys, values = storage.keys[:, :rows], storage.values[:, :rows]
-    positions = torch.tensor([*case.loud, case.position], device=values.device)
+    positions = torch.tensor([*case.planted, case.position], device=values.device)
     before = keys.index_select(3, positions), values.index_select(3, positions)
     usual = values[:, :, :, max(0, length - _EDGE) : length].float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
     generator = torch.Generator(values.device).manual_seed(0)
-    loud = torch.randn(before[1].shape, generator=generator, device=values.device)
-    loud *= case.scale * usual.view(-1, 1, 1, 1, 1)
-    loud[:, :, :, -1] *= _LOUD
+    planted = torch.randn(before[1].shape, generator=generator, device=values.device)
+    planted *= case.scale * usual.view(-1, 1, 1, 1, 1)
+    planted[:, :, :, -1] *= _UNWRITTEN
     try:
         keys.index_fill_(3, positions, 0.0)
-        largest = torch.finfo(values.dtype).max / _LOUD  # 65,504 / 8 in float16
-        values.index_copy_(3, positions, loud.clamp(-largest, largest).to(values.dtype))
+        largest = torch.finfo(values.dtype).max / _UNWRITTEN  # 65,504 / 8 in float16
+        values.index_copy_(3, positions, planted.clamp(-largest, largest).to(values.dtype))
         yield
     finally:
         keys.index_copy_(3, positions, before[0])

@@ -65,7 +65,7 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if attention.is_verification_pass():
+        if patching.is_verification_pass():
             return
         weights = weights if self.heads is None else weights[:, self.heads]
         positions = torch.arange(first, first + weights.shape[-1], device=weights.device)

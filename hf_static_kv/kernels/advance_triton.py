@@ -9,7 +9,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 @triton.jit
 def _advance(
-    cache_position, seq_start, windows, spans, positions, spans_b, spans_l, B, L,
+    cache_position, seq_start, windows, spans, position_ids, spans_b, spans_l, B, L,
     TILE_B: tl.constexpr, TILE_L: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_sync(PDL)
@@ -18,7 +18,7 @@ def _advance(
     tl.store(cache_position, position)
     b, layer = tl.arange(0, TILE_B), tl.arange(0, TILE_L)
     start = tl.load(seq_start + b, mask=b < B, other=0)
-    tl.store(positions + b, position - start, mask=b < B)
+    tl.store(position_ids + b, position - start, mask=b < B)
     window = tl.load(windows + layer, mask=layer < L, other=0)
     mask = (b[:, None] < B) & (layer[None, :] < L)
     span = spans + b[:, None] * spans_b + layer[None, :] * spans_l
@@ -28,12 +28,12 @@ def _advance(
 
 
 def advance_triton(
-    cache_position: Tensor, seq_start: Tensor, windows: Tensor, spans: Tensor, positions: Tensor
+    cache_position: Tensor, seq_start: Tensor, windows: Tensor, spans: Tensor, position_ids: Tensor
 ) -> None:
     batch, layers, _ = spans.shape
     if spans.stride(-1) != 1:
         raise ValueError("advance needs spans whose last dim has stride 1.")
     launch(
-        _advance, (1,), spans, cache_position, seq_start, windows, spans, positions, *spans.stride()[:2], batch, layers,
-        TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers), num_warps=4,
+        _advance, (1,), spans, cache_position, seq_start, windows, spans, position_ids, *spans.stride()[:2], batch,
+        layers, TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers), num_warps=4,
     )  # fmt: skip

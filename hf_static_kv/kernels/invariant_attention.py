@@ -8,8 +8,6 @@ On a GPU the decode kernel runs, with several queries per program. On a CPU the 
 shape, so that every query runs the same code.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -26,8 +24,8 @@ def invariant_attention(
     values: Tensor,
     spans: Tensor,
     scale: float,
-    softcap: Optional[float],  # noqa: UP045  # torch reads the annotation
-    sinks: Optional[Tensor],  # noqa: UP045
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Attention over each query's span; zeros for an empty span.
 

@@ -57,6 +57,7 @@ def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 
 def linears_kernel(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """The kernel for one token, or for more the tensor-core kernel, which is also batch-invariant."""
     from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
     from hf_static_kv.kernels.linear_triton import linears_triton
 

@@ -26,7 +26,7 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 def model_fingerprint(
     model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
 ) -> tuple[Any, ...]:
-    """Equal for two calls if and only if a step that was captured in the first serves the second.
+    """Differs between two calls when something changed that a captured step is known to depend on.
 
     It keeps neither the model nor a part of it alive.
     """
@@ -67,12 +67,12 @@ def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:
 
 
 def _functions(kinds: Sequence[type[Any]]) -> tuple[Any, ...]:
-    """The `forward` of each class and the functions in its Python file: libraries patch either to speed a model up."""
-    files = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules)
+    """The `forward` of each class and the functions beside it: libraries patch either to speed a model up."""
+    modules = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules)
     functions = (
-        original_function(file, name) if type(value) is partial else value  # `fused_rotary` replaces it with a partial
-        for file in files
-        for name, value in vars(sys.modules[file]).items()
+        original_function(module, name) if type(value) is partial else value  # as `fused_rotary` leaves it
+        for module in modules
+        for name, value in vars(sys.modules[module]).items()
         if type(value) in (FunctionType, partial)
     )
     return (*(kind.forward for kind in kinds), *functions)

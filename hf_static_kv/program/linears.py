@@ -15,7 +15,7 @@ from torch.nn import Linear, Module, Parameter
 
 from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
-from hf_static_kv.patching import Computes, is_unmodified, replaced
+from hf_static_kv.patching import Replaceable, is_unmodified, replaced
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def _is_plain(module: object) -> TypeGuard[Linear]:
 
 
 # Methods, not partials: `torch.compile` takes a partial for a constant and compiles every layer anew.
-class _SingleLinear(Computes):
+class _SingleLinear(Replaceable):
     def __init__(self, module: Linear) -> None:
         self.module = module
 

@@ -92,15 +92,16 @@ class _FusedNorm:
 
 
 class FusedSums(TorchFunctionMode):
-    """Around each pass of a model with fused norms: a sum and the norms before and after it run as one kernel.
+    """Around each pass of a model with fused norms: computes a residual sum together with the norms next to it.
 
-        s = x + before(other), after(s)        without `before` where no norm precedes the sum
+        h = x + attention(...)      n-th sum of the pass          h, y = add_rms_norm(x, attention(...))
+        y = norm(h)                 the norm after it             y, computed already
+        h = x + norm(mlp(...))      a norm before it (Gemma)      in the same kernel as well
 
-    The first pass records which norms belong to which sum. A later pass assumes that its n-th sum is the n-th recorded
-    one. The norm after a sum checks that its input is that sum. The norm before a sum returns a deferred output if
-    nothing but the sum used it in the first pass; any other operation that receives the deferred output gets the
-    computed tensor. So a wrong assumption costs only time, as long as side effects that torch does not see stay the
-    same. Compiled code is not changed.
+    The first pass records the norms next to its n-th sum; later passes assume that their n-th sum has the same ones.
+    A wrong assumption costs time only: the norm after a sum checks that its input is that sum. The norm before a sum
+    returns a lazy output, and any operation but that sum gets the computed tensor in its place. Side effects that torch
+    does not see must be the same in every pass. Compiled code is not changed.
     """
 
     def __init__(self) -> None:
@@ -108,7 +109,7 @@ class FusedSums(TorchFunctionMode):
         self.first_pass: _FirstPass | None = _FirstPass()  # None after a first pass without an error
         self.norms: list[_SumNorms] = []  # of the n-th sum
         self.norms_before: set[_FusedNorm | None] = set()
-        self.deferred: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
+        self.lazy: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
 
     def __enter__(self) -> FusedSums:
         self.norms_left = iter(self.norms)
@@ -123,45 +124,45 @@ class FusedSums(TorchFunctionMode):
             self.norms_before = {norms.before for norms in self.norms}
         elif self.first_pass is not None:
             self.first_pass = _FirstPass()
-        _THIS_THREAD.sums, self.deferred = None, {}
+        _THIS_THREAD.sums, self.lazy = None, {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        deferred = [self.deferred.get(id(arg)) for arg in args]
-        inputs = [arg if output is None else output.x for arg, output in zip(args, deferred, strict=True)]
+        lazy = [self.lazy.get(id(arg)) for arg in args]
+        inputs = [arg if output is None else output.x for arg, output in zip(args, lazy, strict=True)]
         is_sum = func in _SUMS and not kwargs and _are_alike(inputs)
         if self.first_pass is not None:
             return self.first_pass.call(func, args, kwargs, is_sum)
         after, before = next(self.norms_left, _SumNorms()) if is_sum else _SumNorms()
         if after is None or not (inputs[0].shape[-1:] == after.module.weight.shape and inputs[0].is_floating_point()):
             return func(*self._computed(list(args)), **self._computed(kwargs))
-        for i, output in enumerate(deferred):
+        for i, output in enumerate(lazy):
             if output is not None and output.norm is before and output.value is None:
                 return after.of_sum(self._computed(args[1 - i]), output.unwritten_input, output.parts)
         return after.of_sum(*self._computed(list(args)))
 
     def norm_of(self, x: Tensor, norm: _FusedNorm) -> Tensor:
-        """The output of a norm, deferred where its sum computes it."""
+        """The output of a norm, lazy where its sum computes it."""
         if self.first_pass is not None:
             return self.first_pass.norm_of(x, norm)
         x = self._computed(x)
         if norm not in self.norms_before:
             return rms_norm(x, *norm.parts)
         output = _NormOutput(x, norm, torch.empty_like(x, device="meta"))
-        self.deferred[id(output.tensor)] = output
+        self.lazy[id(output.tensor)] = output
         return output.tensor
 
     def _computed(self, value: Any) -> Any:
-        """The value with the computed tensor in place of each deferred output, also in nested lists."""
-        if not (outputs := self.deferred):
+        """The value with the computed tensor in place of each lazy output, also in nested lists."""
+        if not (outputs := self.lazy):
             return value
         return _map_leaves(lambda leaf: outputs[id(leaf)].compute() if id(leaf) in outputs else leaf, value)
 
 
 class _NormOutput:
-    """The output of a norm: the tensor itself in the first pass, later a meta tensor in place of a deferred value."""
+    """The output of a norm: the tensor itself in the first pass, later a meta tensor in place of a lazy value."""
 
     def __init__(self, x: Tensor, norm: _FusedNorm, tensor: Tensor) -> None:
         self.x, self.norm, self.parts, self.tensor, self.writes = x, norm, norm.parts, tensor, write_count(x)
@@ -217,8 +218,8 @@ class _FirstPass:
         """Note where the output of a norm goes; returns the value."""
         if (output := self.outputs.get(id(value))) is not None:
             # Inference tensors do not count writes.
-            can_be_deferred = not output.x.is_inference() and write_count(output.x) == output.writes
-            output.uses.append(sum_number if can_be_deferred else None)
+            can_be_lazy = not output.x.is_inference() and write_count(output.x) == output.writes
+            output.uses.append(sum_number if can_be_lazy else None)
         return value
 
     def norms_of_sums(self) -> list[_SumNorms]:

@@ -83,14 +83,14 @@ def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
 
 @contextmanager
 def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel in the Python files of the model's classes; yields these files.
+    """`apply_rotary_pos_emb` as one kernel in the Python modules of the model's classes; yields their names.
 
     The original function still computes what the kernel does not support.
     """
-    all_files = {type(module).__module__ for module in model.modules()}
-    files = [file for file in all_files if _is_rotary(original_function(file, _FUNCTION))]
-    with replaced_function(_FUNCTION, dict.fromkeys(files, _rotary)):
-        yield files
+    names = {type(module).__module__ for module in model.modules()}
+    names = {name for name in names if _is_rotary(original_function(name, _FUNCTION))}
+    with replaced_function(_FUNCTION, dict.fromkeys(names, _rotary)):
+        yield sorted(names)
 
 
 def _is_rotary(function: Callable[..., Any] | None) -> bool:

@@ -1,9 +1,9 @@
 """One decode step with every input at a fixed address, so that a CUDA graph can hold it.
 
     token -> model -> logits      each layer writes its keys and values straight into the storage
-    cache_position, positions, spans      advance on the device: the host changes nothing from step to step
+    cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
 
-On a CPU the same step runs without a graph.
+On a CPU there is no graph and nothing is fused: the model's own modules run, with the step's cache and attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.kernels.advance import advance
 from hf_static_kv.kernels.greedy import GreedyState, select_greedy
-from hf_static_kv.kernels.preload import INDUCTOR, TRITON, wait_for
 from hf_static_kv.kernels.write_token import write_token
 from hf_static_kv.patching import replaced
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.norms import FusedSums, fused_norms
+from hf_static_kv.program.preload import INDUCTOR, TRITON, wait_for
 from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 
 COMPILE = ("none", "layers")
@@ -41,7 +41,7 @@ _MAX_COMPILED = 256  # compiled layers in one process; dynamo's own limit of 8 w
 
 
 class DecodeStep:
-    """One new token for each batch row: `begin` sets the position, every `run` appends a token and gives its logits.
+    """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
 
     Holds the cache's storage and not the cache, whose length the caller moves.
     """
@@ -56,8 +56,8 @@ class DecodeStep:
         self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)  # the last position that was written
-        self.positions = torch.zeros_like(self.seq_start)
+        self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)  # of the newest token
+        self.position_ids = torch.zeros_like(self.seq_start)
         # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
         self.spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
@@ -88,7 +88,7 @@ class DecodeStep:
         """The tensors that the step holds beside the model and the cache."""
         return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
 
-    def begin(self, length: int, seq_start: Tensor) -> None:
+    def set_position(self, length: int, seq_start: Tensor) -> None:
         """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
         if length >= self.max_cache_len:
             raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
@@ -128,12 +128,12 @@ class DecodeStep:
                 wait_for(INDUCTOR)
                 changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
             self._warm_up(length, seq_start)
-            self.begin(length, seq_start)
+            self.set_position(length, seq_start)
             self._capture()
         self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _run_once(self, length: int, seq_start: Tensor) -> None:
-        self.begin(length, seq_start)
+        self.set_position(length, seq_start)
         self._forward()
 
     def _capture(self) -> None:
@@ -171,10 +171,10 @@ class DecodeStep:
         return {module: self.layers[i] for module, i in own.items()}
 
     def _advance_and_run(self) -> Tensor:
-        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.positions)
+        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
         output = self.model(
             input_ids=self.token,
-            position_ids=self.positions,
+            position_ids=self.position_ids,
             attention_mask=self.mask,
             past_key_values=self.cache,
             use_cache=True,
@@ -208,7 +208,7 @@ class GreedyStep(DecodeStep):
     def buffers(self) -> list[Tensor]:
         return [*super().buffers, *self.state]
 
-    def start(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
+    def set_state(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
         """Set the state after the first tokens [B]: unfinished rows [B], end tokens, the token after an end."""
         self.token.copy_(tokens[:, None])
         self.state.unfinished.copy_(unfinished[:, None])
@@ -218,7 +218,7 @@ class GreedyStep(DecodeStep):
         if pad is not None:
             self.state.pad.copy_(pad.reshape(1))
 
-    def advance(self) -> Tensor:
+    def replay(self) -> Tensor:
         """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
         self._replay_or_forward()
         return self.state.is_over
@@ -289,11 +289,12 @@ class _StepCache(Cache):
         super().__init__(layers=[])
         self.cache_position, self.capacity = cache_position, max_cache_len
 
-    def update(  # type: ignore[override]  # a layer in place of its index
+    def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
-        return layer_idx.keys, layer_idx.values
+        layer = layer_idx
+        write_token(layer.keys, layer.values, key_states, value_states, self.cache_position)
+        return layer.keys, layer.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0

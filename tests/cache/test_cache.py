@@ -95,9 +95,7 @@ class TestAllocation:
             cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
         assert [list(layer.keys.shape) for layer in cache.layers] == [[1, 1, 2, 4], [1, 1, 2, 6], [1, 1, 2, 6]]
         assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3]
-        assert (
-            "Layer 1 has 1 KV heads of dim 6 on cpu, which neither the config nor the first layer told" in caplog.text
-        )
+        assert "Layer 1 has 1 KV heads of dim 6 on cpu, unlike the config and the first layer" in caplog.text
 
     def test_layers_that_have_written_keep_their_storage_when_a_later_one_has_another_shape(self):
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=4), max_cache_len=8)

@@ -25,10 +25,10 @@ from transformers import (
 )
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
-from hf_static_kv.attention import ATTENTION_NAME, without_cudnn
+from hf_static_kv.attention import ATTENTION_NAME
 from hf_static_kv.decoding.eligibility import has_hooks
 from hf_static_kv.decoding.sampling import StopFlag
-from hf_static_kv.patching import attention_implementation
+from hf_static_kv.patching import attention_implementation, without_cudnn
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.step import DecodeStep, _decoder_layers, compiled_layers
 from tests.conftest import (
@@ -175,14 +175,14 @@ class TestStopFlag:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
         flag, on_gpu = StopFlag(deferred=True), SimpleNamespace(is_cuda=True, device="cuda:1")
         flag.on_host = SimpleNamespace(copy_=lambda source, non_blocking: None)
-        flag.was_set(on_gpu)
+        flag.push(on_gpu)
         assert recorded == ["the stream of cuda:1"]
 
     def test_one_that_is_not_deferred_is_read_at_once(self):
         flag = StopFlag(deferred=False)
-        assert not flag.was_set(torch.tensor(True))
+        assert not flag.push(torch.tensor(True))
         assert flag.is_set
-        assert flag.settle()
+        assert flag.newest()
 
 
 class TestOutputs:
@@ -679,13 +679,13 @@ class TestCompiled:
         with torch.no_grad():
             model(PROMPT.cpu(), past_key_values=cache)
             step = DecodeStep(model, cache, 1)
-            step.begin(cache.seq_len, origin)
+            step.set_position(cache.seq_len, origin)
             expected = step.run(token)
             with (
                 fused_linears(model, lambda: step.run(token)),
                 compiled_layers(model, 6, backend=counter),
             ):
-                step.begin(cache.seq_len, origin)
+                step.set_position(cache.seq_len, origin)
                 got = [step.run(token), step.run(token)]
         assert counter.frame_count == kinds
         assert torch.equal(got[0], expected)

@@ -71,7 +71,7 @@ def count_what_a_failed_pass_wrote(monkeypatch):
     def broken(cache):
         for layer in cache.layers:
             layer.commit()
-        cache._step_kind = None
+        cache._step_size = None
 
     monkeypatch.setattr(StaticContiguousCache, "_discard_step", broken)
 

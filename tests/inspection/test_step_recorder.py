@@ -27,7 +27,7 @@ def clean_logger():
     yield
     debug.logger.setLevel(logging.NOTSET)
     debug.logger.handlers = [h for h in debug.logger.handlers if not getattr(h, "is_ours", False)]
-    debug.traced_layer = None
+    debug.logged_layer = None
 
 
 class TestSteps:

@@ -4,7 +4,7 @@ import sys
 import threading
 from threading import Event, Timer
 
-from hf_static_kv.kernels import preload
+from hf_static_kv.program import preload
 
 
 def test_a_part_is_loaded_once_and_waited_for():
