@@ -1,4 +1,4 @@
-"""What compare.py, measure_exact.py, draw_attention.py and train_miniatures.py share: prompts, inputs, and the head of a JSON record."""
+"""What the larger programs here share: prompts, inputs, and the head of a JSON record."""
 
 from __future__ import annotations
 
