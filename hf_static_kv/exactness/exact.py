@@ -61,17 +61,14 @@ def exact(model: Module) -> Iterator[None]:
 
 def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
-        raise ValueError(
-            "exact does not run compiled code, and this model is compiled with fullgraph=True, which makes that an "
-            "error: pass and call the model that is not compiled."
-        )
+        problem = "this model is compiled with fullgraph=True, which makes that an error"
+        remedy = "pass and call the model that is not compiled"
+        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
-            raise ValueError(
-                f"{name} is compiled by torch, and compiled code is not batch-invariant: load the model without "
-                "compiling its parts. A model that is compiled as a whole can be exact."
-            )
+            remedy = "load the model without compiling its parts. A model that is compiled as a whole can be exact."
+            raise ValueError(f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}")
     attention = patching.attention_of(model).values()
     if EXACT_ATTENTION_NAME in attention:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")

@@ -195,13 +195,8 @@ def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tenso
 
 _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: lambda x, other: invariant_linear(x, other.t()),
-    aten.addmm.default: _addmm,
-    aten.bmm.default: _bmm,
-    aten.mean.dim: _mean,
-    aten.sum.dim_IntList: _sum,
-    aten.cumsum.default: _cumsum,
-    aten._softmax.default: _softmax,
-    aten.native_layer_norm.default: _layer_norm,
-    torch.ops.hf_static_kv.linears.default: _linears,
-    torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
-}
+    aten.addmm.default: _addmm, aten.bmm.default: _bmm,
+    aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
+    aten._softmax.default: _softmax, aten.native_layer_norm.default: _layer_norm,
+    torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
+}  # fmt: skip

@@ -50,10 +50,8 @@ class AttentionTrace:
     def matrix(self, layer: int, batch_row: int = 0) -> Tensor:
         """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not attend."""
         if not (rows := self.of_layer(layer)):
-            raise ValueError(
-                f"Nothing was recorded for layer {layer}: the model did not run inside the context, or the layer does "
-                "not call transformers' attention interface."
-            )
+            cause = "the model did not run inside the context, or the layer does not call"
+            raise ValueError(f"Nothing was recorded for layer {layer}: {cause} transformers' attention interface.")
         length = max(int(row.positions[-1]) + 1 for row in rows)
         matrix = torch.zeros(rows[0].weights.shape[1], len(rows), length)
         for n, row in enumerate(rows):

@@ -110,8 +110,7 @@ class FusedSums(TorchFunctionMode):
         self.deferred: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
 
     def __enter__(self) -> FusedSums:
-        self.norms_left = iter(self.norms)
-        _THIS_THREAD.sums = self
+        _THIS_THREAD.sums, self.norms_left = self, iter(self.norms)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
