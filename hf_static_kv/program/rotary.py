@@ -83,7 +83,7 @@ def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
 
 @contextmanager
 def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel, where it can run, in the files of the model's classes; yields these files."""
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the files of the model's classes; yields them."""
     all_files = {type(module).__module__ for module in model.modules()}
     files = [file for file in all_files if _is_rotary(original_function(file, _FUNCTION))]
     with replaced_function(_FUNCTION, dict.fromkeys(files, _rotary)):
