@@ -717,7 +717,7 @@ class TestCompiled:
             raise RuntimeError("in the middle")
 
         hook = model.model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="in the middle"):
+        with pytest.raises(RuntimeError, match="in the middle"), attention_implementation(model, ATTENTION_NAME):
             step.run(torch.tensor([5]))
         hook.remove()
         assert [layer.index for layer in inside] == before
