@@ -173,8 +173,9 @@ class TestTriton:
         preload._thread.cache_clear()
         preload.load(preload.TRITON)
         preload.wait_for(preload.TRITON)
+        assert not any(preload._thread(part).is_alive() for part in preload.TRITON)
         preload._thread.cache_clear()
-        compat.load_kernel(BARE)
+        assert compat.load_kernel(BARE) is None
 
 
 def test_the_package_imports_without_any_of_them():
