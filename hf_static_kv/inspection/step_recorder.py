@@ -85,12 +85,9 @@ class StepRecorder(LogitsProcessor):
 
     def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
         tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])
-        best = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
-        return {
-            **self._entry(token, self._chosen[n][row].exp().item()),
-            "best": [self._entry(*candidate) for candidate in best],
-            "entropy": entropy.item(),
-        }
+        best = [self._entry(*pair) for pair in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)]
+        chosen = self._entry(token, self._chosen[n][row].exp().item())
+        return {**chosen, "best": best, "entropy": entropy.item()}
 
     def _entry(self, token: int, probability: float) -> dict[str, Any]:
         text = None if self.tokenizer is None else str(self.tokenizer.decode([token]))

@@ -26,15 +26,15 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 def model_fingerprint(
     model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
 ) -> tuple[Any, ...]:
-    """Differs between two calls when something changed that a captured step is known to depend on.
-
-    It keeps neither the model nor a part of it alive.
-    """
-    kinds = [type(module) for module in modules]
-    distinct_kinds = tuple(dict.fromkeys(kinds))
+    """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
+    tensors, kinds = [storage], [type(module) for module in modules]
+    for module in modules:
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    addresses = hash(tuple(address for tensor in tensors for address in _addresses_of(tensor)))
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
-    addresses, state = hash(tuple(_addresses(modules, storage))), hash((*kinds, *settings, *_adapters(modules)))
+    state, distinct_kinds = hash((*kinds, *settings, *_adapters(modules))), tuple(dict.fromkeys(kinds))
     functions, patches = _functions(distinct_kinds), _patches(modules, is_exact)
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
@@ -43,14 +43,6 @@ def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
     found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
     return next((type(tensor).__name__ for tensor in found), None)
-
-
-def _addresses(modules: Sequence[Module], storage: Tensor) -> list[int]:
-    tensors = [storage]
-    for module in modules:
-        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
-        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
-    return [address for tensor in tensors for address in _addresses_of(tensor)]
 
 
 def _addresses_of(tensor: Tensor) -> list[int]:

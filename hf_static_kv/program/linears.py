@@ -62,19 +62,16 @@ def mlp_activation(module: Module) -> str | None:
         return None
     with torch.device("cpu"):
         generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
-        gate, up, down = (_random_linear(*sizes, generator) for sizes in ((8, 12), (8, 12), (12, 8)))
+        # On the CPU `Linear` would draw from torch's global generator.
+        gate, up, down = (Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8)))
+        for layer in (gate, up, down):
+            layer.weight = Parameter(torch.randn(layer.weight.shape, generator=generator), requires_grad=False)
         try:
             got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
         except Exception:  # it takes other arguments, or needs its own size
             return None
         expected = ((name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS)
         return next((name for name, output in expected if torch.equal(got, output)), None)
-
-
-def _random_linear(inputs: int, outputs: int, generator: torch.Generator) -> Linear:
-    layer = Linear(inputs, outputs, bias=False, device="meta")  # on the CPU it would draw from torch's global generator
-    layer.weight = Parameter(torch.randn(outputs, inputs, generator=generator), requires_grad=False)
-    return layer
 
 
 def _is_plain(module: object) -> TypeGuard[Linear]:

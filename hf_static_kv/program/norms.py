@@ -18,7 +18,7 @@ from hf_static_kv.compat import write_count
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, NormStyle, add_rms_norm, rms_norm, rms_norm_plain
 from hf_static_kv.patching import is_unmodified, replaced
 
-_PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
+PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
 _EPS_NAMES = ("variance_epsilon", "eps")
 _SUMS = (Tensor.add, Tensor.__add__, torch.add)
 _THIS_THREAD = local()  # its `sums` are the FusedSums of the current pass
@@ -57,7 +57,7 @@ def norm_style(module: Module) -> NormStyle | None:
         generator, dim, eps = torch.Generator().manual_seed(0), next(module.parameters()).shape[0], _eps(module)
         tensors = torch.randn(dim, generator=generator), torch.randn(3, dim, generator=generator)
         cases = []
-        for dtype in _PROBED_DTYPES:
+        for dtype in PROBED_DTYPES:
             (weight, x), probe = (tensor.to(dtype) for tensor in tensors), copy.deepcopy(module).to("cpu", dtype)
             probe.weight = Parameter(weight, requires_grad=False)
             cases.append((x, weight, probe(x)))
@@ -70,25 +70,25 @@ def norm_style(module: Module) -> NormStyle | None:
 class _FusedNorm:
     def __init__(self, module: Any, style: NormStyle) -> None:
         self.module, self.eps, self.style = module, _eps(module), style
-        self.sum: Tensor | None = None
-        self.output: Tensor | None = None  # computed together with the sum
-        self.writes: object = 0
+        self.computed: tuple[Tensor, Tensor, object] | None = None  # a sum, its norm, the write count of the sum
 
     @property
     def parts(self) -> Norm:
         return Norm(self.module.weight, self.eps, self.style)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or (sums := getattr(_THIS_THREAD, "sums", None)) is None:
+        sums: FusedSums | None = None if torch.compiler.is_compiling() else getattr(_THIS_THREAD, "sums", None)
+        if sums is None:
             return rms_norm(hidden_states, *self.parts)
-        output, is_sum = self.output, hidden_states is self.sum and write_count(hidden_states) == self.writes
-        self.sum = self.output = None
-        return output if is_sum and output is not None else sums.norm_of(hidden_states, self)
+        computed, self.computed = self.computed, None
+        if computed is not None and hidden_states is computed[0] and write_count(hidden_states) == computed[2]:
+            return computed[1]
+        return sums.norm_of(hidden_states, self)
 
     def of_sum(self, x: Tensor, other: Tensor, before: Norm | None = None) -> Tensor:
-        self.sum, self.output = add_rms_norm(x, other, *self.parts, before)
-        self.writes = write_count(self.sum)
-        return self.sum
+        total, output = add_rms_norm(x, other, *self.parts, before)
+        self.computed = total, output, write_count(total)
+        return total
 
 
 class FusedSums(TorchFunctionMode):
@@ -101,7 +101,7 @@ class FusedSums(TorchFunctionMode):
     The first pass records the norms next to its n-th sum; later passes assume that their n-th sum has the same ones.
     A wrong assumption costs time only: the norm after a sum checks that its input is that sum. The norm before a sum
     returns a lazy output, and any operation but that sum gets the computed tensor in its place. Side effects that torch
-    does not see must be the same in every pass. Compiled code is not changed.
+    does not see must be the same in every pass.
     """
 
     def __init__(self) -> None:
@@ -112,8 +112,7 @@ class FusedSums(TorchFunctionMode):
         self.lazy: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
 
     def __enter__(self) -> FusedSums:
-        self.norms_left = iter(self.norms)
-        _THIS_THREAD.sums = self
+        _THIS_THREAD.sums, self.norms_left = self, iter(self.norms)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -128,7 +127,7 @@ class FusedSums(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # compiled code is not changed
             return func(*args, **kwargs)
         lazy = [self.lazy.get(id(arg)) for arg in args]
         inputs = [arg if output is None else output.x for arg, output in zip(args, lazy, strict=True)]
@@ -226,8 +225,8 @@ class _FirstPass:
         before: list[_FusedNorm | None] = [None] * len(self.norms_after)
         calls = Counter(output.norm for output in self.outputs.values())
         for output in self.outputs.values():
-            number = output.uses[0] if len(output.uses) == 1 and calls[output.norm] == 1 else None
-            if number is not None and self.norms_after[number] is not None:
+            is_used_once = len(output.uses) == 1 and calls[output.norm] == 1
+            if is_used_once and (number := output.uses[0]) is not None and self.norms_after[number] is not None:
                 before[number] = output.norm
         return list(map(_SumNorms, self.norms_after, before))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from hf_static_kv.compat import attention_name
 from hf_static_kv.kernels import rotary
 from hf_static_kv.patching import is_unmodified, original_function, replaced, replaced_function
+from hf_static_kv.program.norms import PROBED_DTYPES
 
-_PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
 _FUNCTION = "apply_rotary_pos_emb"
 # Captured steps share the tables of a module: one of 32k positions takes about 30 MB.
 _TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, Tensor]] = WeakKeyDictionary()
@@ -46,8 +46,8 @@ def angles_from_tables(model: Module, length: int) -> Iterator[list[Tensor]]:
 
 class _Angles:
     def __init__(self, module: Module, length: int, attention: str | None, tables: list[Tensor]) -> None:
-        self.module, self.original, self.tables = module, module.forward, tables
-        self.length, self.attention = length, attention
+        self.module, self.length, self.attention, self.tables = module, length, attention, tables
+        self.original = module.forward
         self.by_arguments: dict[tuple[Any, ...], Tensor | None] = {}
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -67,9 +67,9 @@ class _Angles:
         if table is None or not _holds(table, expected):
             positions = torch.arange(self.length, device=position_ids.device)[None]
             made = self.original(x, positions, *args, **kwargs)
-            if len(made) != 2 or not all(isinstance(part, Tensor) and part.ndim == 3 for part in made):
-                return None
-            if not _holds(table := torch.cat(made, dim=-1)[0], expected):
+            is_pair = len(made) == 2 and all(isinstance(part, Tensor) and part.ndim == 3 for part in made)
+            table = torch.cat(made, dim=-1)[0] if is_pair else None
+            if table is None or not _holds(table, expected):
                 return None
             _TABLES[self.module][key] = table
         self.tables.append(table)
@@ -83,31 +83,24 @@ def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
 
 @contextmanager
 def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel in the Python modules of the model's classes; yields their names.
-
-    The original function still computes what the kernel does not support.
-    """
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields their names."""
     names = {type(module).__module__ for module in model.modules()}
     names = {name for name in names if _is_rotary(original_function(name, _FUNCTION))}
     with replaced_function(_FUNCTION, dict.fromkeys(names, _rotary)):
         yield sorted(names)
 
 
-def _is_rotary(function: Callable[..., Any] | None) -> bool:
-    if function is None:
-        return False
+def _is_rotary(function: Any) -> bool:
     generator, shapes = torch.Generator().manual_seed(0), ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
     tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]  # query, key, cos, sin
-    for dtype in _PROBED_DTYPES:
-        arguments = [tensor.to(dtype) for tensor in tensors]
-        try:
-            got = function(*arguments)
-        except Exception:  # another function of that name, with other arguments
-            return False
-        expected = rotary.rotary_plain(*arguments)
-        if len(got) != 2 or not all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)):
-            return False
-    return True
+    with suppress(Exception):  # no function, or another one of that name
+        for dtype in PROBED_DTYPES:
+            arguments = [tensor.to(dtype) for tensor in tensors]
+            pairs = zip(function(*arguments), rotary.rotary_plain(*arguments), strict=True)
+            if not all(torch.equal(got, expected) for got, expected in pairs):
+                return False
+        return True
+    return False
 
 
 def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
