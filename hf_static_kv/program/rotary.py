@@ -83,7 +83,7 @@ def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
 
 @contextmanager
 def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields their names."""
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields these."""
     names = {type(module).__module__ for module in model.modules()}
     names = {name for name in names if _is_rotary(original_function(name, _FUNCTION))}
     with replaced_function(_FUNCTION, dict.fromkeys(names, _rotary)):

@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
+from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.step import DecodeStep, _decoder_layers, compiled_layers
 from tests.conftest import toy_model as toy_on_cpu
@@ -77,7 +78,7 @@ class TestCompiled:
             raise RuntimeError("in the middle")
 
         hook = model.model.layers[2].register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="in the middle"):
+        with pytest.raises(RuntimeError, match="in the middle"), attention_implementation(model, ATTENTION_NAME):
             step.run(torch.tensor([5]))
         hook.remove()
         assert [layer.index for layer in inside] == before
