@@ -24,7 +24,7 @@ compare: .venv/.installed
 
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
-	$(PYTHON) -m pytest -m "not slow and not gpu" -rs tests/kernels tests/program tests/decoding tests/inspection
+	$(PYTHON) -m pytest -m "not slow and not gpu" -rs tests/kernels tests/program tests/decoding tests/inspection tests/test_attention.py tests/test_patching.py
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 --dist worksteal -m "not slow"
