@@ -11,6 +11,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from threading import Lock
 from types import SimpleNamespace
 
 import pytest
@@ -33,10 +34,16 @@ def _on_the_path(monkeypatch):
 
 
 class InThisProcess:
-    """Stands in for `FreshProcess`: importing torch in a new process takes seconds."""
+    """Stands in for `FreshProcess`: importing torch in a new process takes seconds.
+
+    One after the other: two threads in `from_pretrained` leave transformers with weights untied for good.
+    """
+
+    LOADING = Lock()
 
     def __init__(self, cls, *args):
-        self.served = cls(*args)
+        with self.LOADING:
+            self.served = cls(*args)
 
     def call(self, method, *args):
         return getattr(self.served, method)(*args)
