@@ -105,8 +105,8 @@ class StaticContiguousCache(AllocatedCache):
         cache = cls.__new__(cls)
         cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
         place = torch.get_default_device() if device is None else torch.device(device)
-        kinds = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
-        cache._allocate(kinds, batch_size, dtype or torch.get_default_dtype())
+        places = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
+        cache._allocate(places, batch_size, dtype or torch.get_default_dtype())
         return cache
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
@@ -186,18 +186,18 @@ class StaticContiguousCache(AllocatedCache):
             layer.check(key_states, value_states, has_storage=False)
             self._settle(layer_idx, key_states, value_states)
         layer.check(key_states, value_states)
-        kind = key_states.shape[0], key_states.shape[2]
-        if layer.pending or kind != self._step_size:
-            self._begin_step(layer_idx, kind)
+        size = key_states.shape[0], key_states.shape[2]
+        if layer.pending or size != self._step_size:
+            self._begin_step(layer_idx, size)
         views = layer.write(key_states, value_states)
         if layer_idx == debug.logged_layer:
-            debug.log_layer(layer_idx, layer.length + kind[1], kind[1], views[0].shape[2])
+            debug.log_layer(layer_idx, layer.length + size[1], size[1], views[0].shape[2])
         self._written.add(layer_idx)
         if len(self._written) == len(self.layers):
             self._complete_step()
         return views
 
-    def _begin_step(self, layer_idx: int, kind: tuple[int, int]) -> None:
+    def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
         layer = self.layers[layer_idx]
         if layer.pending:
             # The last pass failed, or the model lacks layers.
@@ -209,16 +209,16 @@ class StaticContiguousCache(AllocatedCache):
             )
             self._discard_step()
             self._known_ids = None
-        if self._step_size is not None and self._step_size != kind:
+        if self._step_size is not None and self._step_size != size:
             raise ValueError(
-                f"Layer {layer_idx} brings (batch, tokens) = {kind} into a step where earlier layers brought "
+                f"Layer {layer_idx} brings (batch, tokens) = {size} into a step where earlier layers brought "
                 f"{self._step_size}. Give every layer the same tokens, or call advance({self._step_size[1]}) first."
             )
         known = self._known_ids
         if known is not None and not torch.compiler.is_compiling() and known.shape[1] > layer.length:
             # Tokens that `generate` has announced belong to its own passes, not to those of another caller.
             self._known_ids = known if compat.generate_locals() is not None else known[:, : layer.length]
-        self._step_size = kind
+        self._step_size = size
 
     def _complete_step(self) -> None:
         if self._step_size is not None and not torch.compiler.is_compiling():

@@ -295,6 +295,19 @@ class TestLengths:
             )
         assert cache.seq_len == 24
 
+    def test_after_such_an_error_the_decoder_knows_what_it_generated(self, model):
+        model.generation_config = GenerationConfig(max_length=500, pad_token_id=0)
+        cache = StaticContiguousCache(model.config, 24)
+        expected = model.generate(PROMPT, **{**ASKED, "max_new_tokens": 12}, use_cache=False)
+        how = {"attention_mask": torch.ones_like(PROMPT), "do_sample": False, "custom_generate": GraphDecoder()}
+        with pytest.raises(ValueError, match="The cache is full"):
+            model.generate(PROMPT, **how, past_key_values=cache)
+        cache.crop(-4)
+        others = expected[:, :21].clone()
+        others[0, 15] = 127 - others[0, 15]
+        with pytest.raises(ValueError, match="does not continue the cached sequence: token 15 of row 0"):
+            model.generate(others, max_new_tokens=2, past_key_values=cache)
+
 
 class TestWhatGenerateKeepsFromALoop:
     def test_a_streamer_is_served(self, model):
