@@ -371,7 +371,7 @@ class TestAModelThatUsesAnotherCache:
 
         model.prepare_inputs_for_generation = prepare
         assert torch.equal(generate(model, cache, custom_generate=decoder), expected)
-        assert decoder.fallback_reason == "the model replaced the cache by a DynamicCache of its own"
+        assert decoder.fallback_reason == "the model returned a DynamicCache in place of the cache"
         assert cache.seq_len == 0
 
     def test_layers_that_are_missing_are_named_after_the_prompt(self, model):

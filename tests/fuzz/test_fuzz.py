@@ -77,13 +77,13 @@ def count_what_a_failed_pass_wrote(monkeypatch):
 
 
 def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
-    begin = DecodeStep.begin
+    set_position = DecodeStep.set_position
 
     def broken(step, length, seq_start):
-        begin(step, length, seq_start)
+        set_position(step, length, seq_start)
         step.seq_start += 1
 
-    monkeypatch.setattr(DecodeStep, "begin", broken)
+    monkeypatch.setattr(DecodeStep, "set_position", broken)
     monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)  # it would refuse the step
 
 
