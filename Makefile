@@ -1,7 +1,7 @@
-# make test      everything CI runs: a fresh .venv, ruff, mypy --strict, pytest
+# make test      ruff, mypy --strict, and all tests that need no GPU and no minutes, in .venv
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
-# make results   benchmarks/RESULTS.md and its pictures, from the records in benchmarks/results
+# make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 # make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3
@@ -17,20 +17,20 @@ test: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/pytest -n 2 -m "not slow"
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 compare: .venv/.installed
 	.venv/bin/python examples/compare.py --plot compare.png
 
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
-	$(PYTHON) -m pytest -rs tests/test_kernels.py tests/test_step_kernels.py tests/test_row_kernels.py tests/test_decode.py tests/test_trace.py tests/test_trial.py tests/test_fingerprint.py
+	$(PYTHON) -m pytest -m "not slow and not gpu" -rs tests/kernels tests/program tests/decoding tests/inspection tests/test_attention.py tests/test_patching.py
 
 test-5.17: .venv-5.17/.installed
-	.venv-5.17/bin/pytest -n 2 -m "not slow"
+	.venv-5.17/bin/pytest -n 2 --dist worksteal -m "not slow"
 
 fuzz: .venv/.installed
-	.venv/bin/python tests/fuzz/fuzz.py --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
+	.venv/bin/python -m tests.fuzz.fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
 
 results: .venv/.installed
 	.venv/bin/python benchmarks/write_results.py

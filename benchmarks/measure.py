@@ -1,4 +1,4 @@
-"""How it is timed: a synchronised clock, the bytes that a step must read, the memory's bandwidth."""
+"""Timers, the bytes that a decode step must read, and the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from contenders import CONTENDERS, Keywords
 from processes import FreshProcess
 from transformers import PreTrainedModel, StoppingCriteria
+from workload import Workload
 
-from hf_static_kv.layout import known_shapes, plan_layers
+from hf_static_kv.cache.layout import known_shapes, plan_layers
 
 BANDWIDTH_BYTES = {"cuda": 4 << 30, "cpu": 1 << 28}
 
@@ -31,26 +33,52 @@ def seconds(call: Callable[[], object], device: str) -> float:
 
 
 class Clock(StoppingCriteria):
-    """Never stops a run; waits for the device after each token and notes when it was there."""
+    """Synchronizes and takes the time after each token; never stops a run."""
 
     def __init__(self, device: str, batch_size: int) -> None:
         self.device = device
         self.times: list[float] = []
-        self.go_on = torch.zeros(batch_size, dtype=torch.bool, device=device)
+        self.not_done = torch.zeros(batch_size, dtype=torch.bool, device=device)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         synchronize(self.device)
         self.times.append(time.perf_counter())
-        return self.go_on
+        return self.not_done
 
     @property
     def step_ms(self) -> list[float]:
-        """Milliseconds from each token to the next: one fewer than there are tokens."""
+        """Milliseconds from each token to the next: one value fewer than tokens."""
         return [(after - before) * 1e3 for before, after in zip(self.times, self.times[1:], strict=False)]
 
 
+class TimedGenerate:
+    """`generate` with one contender. The first call builds its cache and decoder; later calls use them again."""
+
+    def __init__(self, model: PreTrainedModel, contender: str, workload: Workload) -> None:
+        self.model: Any = model
+        self.contender, self.workload, self.prompt = contender, workload, workload.prompt()
+        self.keywords: Keywords = {}
+        self._next_keywords: Callable[[], Keywords] | None = None
+
+    def seconds(self, new_tokens: int, **more: Any) -> float:
+        return seconds(lambda: self._generate(new_tokens, **more), self.workload.device)
+
+    def step_ms(self) -> float:
+        """Milliseconds of a decode step, (TN - T1) / (N - 1): the cost of the loop is included."""
+        new_tokens = self.workload.new_tokens
+        first, total = self.seconds(1), self.seconds(new_tokens)
+        return (total - first) / (new_tokens - 1) * 1e3
+
+    def _generate(self, new_tokens: int, **more: Any) -> None:
+        if self._next_keywords is None:
+            set_up = CONTENDERS[self.contender].set_up
+            self._next_keywords = set_up(self.model, self.workload.max_cache_len, self.workload.batch_size)
+        self.keywords = self._next_keywords()
+        self.model.generate(**self.prompt, **self.keywords, **more, max_new_tokens=new_tokens, do_sample=False)
+
+
 def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest, for a handful of trials.
+    """Median, minimum and maximum of a few trials.
 
     >>> spread([3.0, 1.0, 2.0])
     {'median': 2.0, 'min': 1.0, 'max': 3.0}
@@ -59,7 +87,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """With linear interpolation between neighbours.
+    """Interpolated linearly.
 
     >>> percentile([1.0, 2.0, 3.0, 5.0], 50)
     2.5
@@ -68,15 +96,15 @@ def percentile(values: list[float], percent: float) -> float:
 
 
 def latency(step_ms: list[float]) -> dict[str, float]:
-    """A step's time in one run, for hundreds of steps."""
+    """Mean and percentiles over the steps of one run."""
     middle = {f"p{percent}": percentile(step_ms, percent) for percent in (50, 95, 99)}
     return {"mean": statistics.fmean(step_ms), **middle, "min": min(step_ms), "max": max(step_ms)}
 
 
 def weights_read(model: PreTrainedModel) -> int:
-    """Bytes of the weights that one decode step of a dense model reads.
+    """Bytes of the weights that one decode step of a dense model reads: each parameter once.
 
-    Every parameter once; of an embedding table that is not the output's as well, a step reads one row: not counted.
+    An embedding table that is not tied to the output is not counted: a step reads one entry of it.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -84,40 +112,40 @@ def weights_read(model: PreTrainedModel) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def cache_read(model: PreTrainedModel, text: int, batch_size: int) -> int:
-    """Bytes of keys and values that one decode step reads when the text, its own token included, is this long."""
+def cache_read(model: PreTrainedModel, seq_len: int, batch_size: int) -> int:
+    """Bytes of keys and values that one decode step reads; `seq_len` includes its own token."""
     plans = plan_layers(model.config)
     shapes = known_shapes(plans, model.config)
     return sum(
-        shape.num_bytes(min(text, plan.sliding_window or text), batch_size, model.dtype)
+        shape.num_bytes(min(seq_len, plan.sliding_window or seq_len), batch_size, (model.dtype, model.dtype))
         for plan, shape in zip(plans, shapes, strict=True)
     )
 
 
 def bytes_per_step(model: PreTrainedModel, prompt_len: int, new_tokens: int, batch_size: int) -> float | None:
-    """What a decode step must read, in the mean over the steps that follow a prompt: weights once, and the cache.
+    """Bytes that a decode step must read, weights and cache: the mean over the steps after a prompt.
 
-    None where that is not known: a mixture of experts reads a part of its weights, and some configs do not tell the
-    shape of their keys.
+    None where it is not known: a mixture of experts reads a part of its weights, and some configs do not give the
+    shape of the keys.
     """
     config = model.config.get_text_config()
     if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
         return None
-    texts = range(prompt_len + 1, prompt_len + max(new_tokens, 2))
+    lengths = range(prompt_len + 1, prompt_len + max(new_tokens, 2))
     try:
-        return weights_read(model) + statistics.fmean(cache_read(model, text, batch_size) for text in texts)
+        return weights_read(model) + statistics.fmean(cache_read(model, n, batch_size) for n in lengths)
     except ValueError:
         return None
 
 
 class Bandwidth:
-    """How fast a device reads; a class, so that a fresh process can hold it and give the memory back."""
+    """The read bandwidth of a device; a class, so that it can run in a `FreshProcess`."""
 
     def __init__(self, device: str) -> None:
         self.device = device
 
     def read(self) -> float:
-        """Bytes per second: sums over a large tensor, 5 without a pause between, the median of 10 such after 3."""
+        """Bytes per second of five sums over a large tensor: the median of 10 trials after 3 for warming up."""
         _load_libraries(self.device)
         numbers = torch.ones(BANDWIDTH_BYTES[torch.device(self.device).type] // 4, device=self.device)
         times = [seconds(lambda: [numbers.sum() for _ in range(5)], self.device) for _ in range(13)][3:]
@@ -125,7 +153,7 @@ class Bandwidth:
 
 
 def _load_libraries(device: str) -> None:
-    """Have the libraries read from the disk once, so that the first contender's cold start does not pay for it."""
+    """Read the libraries from disk once, so that the first call of the first contender does not pay for it."""
     states = torch.ones(
         1, 4, 64, 64, device=device, dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32
     )
@@ -134,7 +162,7 @@ def _load_libraries(device: str) -> None:
 
 
 def measure_bandwidth(device: str) -> float:
-    """`Bandwidth.read` in a process of its own."""
+    """`Bandwidth.read` in a fresh process."""
     process = FreshProcess(Bandwidth, device)
     try:
         bandwidth: float = process.call("read")

@@ -1,4 +1,4 @@
-"""An object in a fresh process of its own, called from here: nothing that ran before can have warmed it up."""
+"""An object in a fresh process, so that nothing that ran before has warmed it up."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ import tempfile
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Imported once for all processes: without it each of them would spend seconds on it before its model is loaded.
+# Imported once in the fork server: otherwise each process spends seconds on it.
 _PRELOADED = ["accelerate", "hf_static_kv", "hf_static_kv.testing", "transformers.models.auto.modeling_auto"]
 _PRELOADED += ["transformers.models.auto.tokenization_auto", "transformers.generation", "transformers.modeling_utils"]
 
 
 def preload(module: str) -> None:
-    """Import this once for all processes too. Call it before the first of them; what is not there is left out."""
+    """Import this module in the fork server too. Call it before the first process starts."""
     _PRELOADED.append(module)
 
 
 class Failed(Exception):
-    """A call in the other process raised, or the process died: the exception's name there and the line it said."""
+    """A call in the other process raised, or the process died: the exception's name and first line."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
 
 
 class FreshProcess:
-    """`cls(*args)` in a new process, with no compiled code on disk; its methods are called by name.
+    """`cls(*args)` in a new process, with empty compile caches on disk; its methods are called by name.
 
-    Imports are done before the process is forked, the device is first touched in it.
+    Modules are imported before the fork; the device is first used after it.
     """
 
     def __init__(self, cls: type, *args: Any) -> None:
@@ -48,7 +48,7 @@ class FreshProcess:
         return self._answer()
 
     def close(self) -> None:
-        """End the process and give back its memory; once is enough, twice does no harm."""
+        """End the process and free its memory. A second call does nothing."""
         self.connection.close()
         self.process.join(timeout=10)
         if self.process.is_alive():
@@ -76,7 +76,7 @@ def _context() -> Any:
 
 
 def _serve(connection: Connection, cls: type, args: tuple[Any, ...]) -> None:
-    """Build the object, then answer one call after the other with (result, failure) until the other side closes."""
+    """Build the object, then answer each call with (result, failure) until the connection closes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
         os.environ["TRITON_CACHE_DIR"] = os.path.join(folder, "triton")
@@ -89,7 +89,7 @@ def _serve(connection: Connection, cls: type, args: tuple[Any, ...]) -> None:
                 else:
                     result = getattr(served, method)(*args)
                 connection.send((result, None))
-            except Exception as error:  # sent back as words: not every exception can be pickled
+            except Exception as error:  # as text: not every exception can be pickled
                 connection.send((None, (type(error).__name__, next(iter(str(error).splitlines()), ""))))
             message = _next(connection)
 

@@ -1,9 +1,10 @@
-"""What a benchmark runs: a model, a prompt, a number of new tokens; and the arguments that say so on a command line."""
+"""What a benchmark runs (a model, a prompt, a number of new tokens), and its command-line arguments."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
@@ -15,12 +16,12 @@ from hf_static_kv.testing import DEV_MODELS, dev_config, load_config, load_model
 
 
 class BadArgument(Exception):
-    """Something that the user can mend; its message is one line."""
+    """An argument that the user must change. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One text to generate. `max_cache_len` is the room that a static cache is given."""
+    """One generation. `max_cache_len` is the capacity of a static cache."""
 
     model: str
     device: str
@@ -40,21 +41,33 @@ class Workload:
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
+    def summary(self) -> dict[str, Any]:
+        """What a record says of it when the sizes vary inside the run."""
+        shown = {"model": self.model, "dtype": self.dtype, "batch_size": self.batch_size}
+        return {**shown, "random_weights": self.has_random_weights}
+
     def build_model(self) -> PreTrainedModel:
-        """The model on its device: a dev model's true shape with random weights, anything else loaded."""
+        """The model on its device: a dev model in its true shape with random weights, any other with its weights."""
         quiet()
         dtype = getattr(torch, self.dtype)
         if self.has_random_weights:
             model = random_model(dev_config(self.model), device=self.device, dtype=dtype)
         else:
-            model, _ = load_model(self.model, device=self.device, dtype=dtype)
-        # An end token that no model can choose: the test for it is paid, as in any real run, and no run stops early.
+            model = self._load(dtype)
+        # An end token outside the vocabulary: every run pays for the test, and none stops early.
         model.generation_config.eos_token_id = model.config.get_text_config().vocab_size
         model.generation_config.pad_token_id = 0
         return model
 
+    def _load(self, dtype: torch.dtype) -> PreTrainedModel:
+        try:
+            model, _ = load_model(self.model, device=self.device, dtype=dtype)
+        except ValueError as error:
+            raise BadArgument(str(error)) from error
+        return model
+
     def prompt(self, length: int | None = None) -> dict[str, torch.Tensor]:
-        """Random tokens, the same for every contender: `length` of them, or `prompt_len`; padded rows have fewer."""
+        """`length` random tokens (default: `prompt_len`), the same for every contender; padded rows have fewer."""
         vocab_size = find_config(self.model, self.real_weights).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(vocab_size, (self.batch_size, length or self.prompt_len), generator=generator)
@@ -65,17 +78,17 @@ class Workload:
 
     @property
     def mean_prompt_len(self) -> int:
-        """Tokens of a row without its padding, on average."""
+        """Mean number of tokens of a batch row, left padding not counted."""
         paddings = [self._padding(row, self.prompt_len) for row in range(self.batch_size)]
         return self.prompt_len - sum(paddings) // self.batch_size
 
     def _padding(self, row: int, length: int) -> int:
-        """None to the left of the first row, half of the length or less to the left of the last."""
+        """Left padding of a batch row: none in the first, up to half of the length in the last."""
         return row * length // (2 * self.batch_size) if self.padded else 0
 
 
 def find_config(model: str, real_weights: bool = False) -> PreTrainedConfig:
-    """The model's config, without its weights; `BadArgument` where there is none."""
+    """The model's config, or `BadArgument`."""
     if model in DEV_MODELS and not real_weights:
         return dev_config(model)
     try:
@@ -100,8 +113,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=1)
 
 
-def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> None:
-    """Fill in the dtype; refuse a device that is absent and a text that is longer than the model's context."""
+def check_workload_arguments(args: argparse.Namespace, longest: int) -> None:
+    """Fill in the dtype; refuse an absent device and a sequence that is longer than the model's context."""
     quiet()
     _check_device(args.device)
     config = find_config(args.model, args.real_weights)
@@ -110,9 +123,9 @@ def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> Non
     if args.batch_size < 1:
         raise BadArgument(f"--batch-size must be at least 1, got {args.batch_size}")
     context = context_length(args)
-    if context is not None and longest_text > context:
+    if context is not None and longest > context:
         raise BadArgument(
-            f"prompt and new tokens come to {longest_text} tokens: more than the {context} of {args.model}'s context. "
+            f"prompt and new tokens come to {longest} tokens: more than the {context} of {args.model}'s context. "
             "Shorten one of them"
         )
     family = model_type_to_module_name(config.get_text_config().model_type)
@@ -121,7 +134,7 @@ def check_workload_arguments(args: argparse.Namespace, longest_text: int) -> Non
 
 
 def context_length(args: argparse.Namespace) -> int | None:
-    """The longest text that the model is made for; None where its config sets no limit."""
+    """The longest sequence of the model; None where its config sets no limit."""
     config = find_config(args.model, args.real_weights).get_text_config()
     return getattr(config, "max_position_embeddings", None)
 
@@ -132,12 +145,12 @@ def _check_device(name: str) -> None:
     except RuntimeError as error:
         raise BadArgument(f"--device {name} is no device: use cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
-        raise BadArgument(f"--device {name}: these benchmarks know how to wait for cpu and cuda only")
+        raise BadArgument(f"--device {name}: these benchmarks synchronize cpu and cuda only")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise BadArgument(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
 
 
 def quiet() -> None:
-    """Only errors and our own words on the terminal."""
+    """Silence transformers' warnings and progress bars."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

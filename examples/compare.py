@@ -1,6 +1,6 @@
-"""The same tokens with and without the cache: see it on three small trained models, or on a model of your own.
+"""Compare the tokens of `generate` with and without the cache, on three small trained models or on your own.
 
-    python examples/compare.py                                  # the miniatures of Llama, Qwen3 and Gemma 3; a minute
+    python examples/compare.py                                  # Llama, Qwen3 and Gemma 3 miniatures; a minute
     python examples/compare.py --model smollm2 --max-new-tokens 64
     python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --against no-cache,dynamic
 
@@ -21,32 +21,28 @@ from pathlib import Path
 import huggingface_hub
 import torch
 import transformers
+from common import BadArgument, encode, environment, read_prompts
 from token_agreement import TokenAgreement
 from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import MINIATURES, load_model, provenance
+from hf_static_kv.testing import MINIATURES, load_model
 
-PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
 MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}}
 OURS = "contiguous"
 CACHES = {
     "no-cache": None,
-    "dynamic": lambda model, room: DynamicCache(config=model.config),
-    "static": lambda model, room: StaticCache(config=model.config, max_cache_len=room),
+    "dynamic": lambda model, max_cache_len: DynamicCache(config=model.config),
+    "static": lambda model, max_cache_len: StaticCache(config=model.config, max_cache_len=max_cache_len),
     OURS: StaticContiguousCache.from_model,
 }
 
 
-class BadArgument(Exception):
-    """Something that the user can mend; its message is one line."""
-
-
 @dataclass
 class Run:
-    """One call of `generate`: the new tokens and the moment at which each of them was there."""
+    """One call of `generate`: the new tokens and the seconds that each of them took."""
 
     tokens: list[int]
     seconds: list[float]
@@ -54,7 +50,7 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """By the median of the tokens after the first, whose time is the prompt's: one hiccup is not a speed."""
+        """From the median time per token. The first token is left out: its time is that of the prefill."""
         return 1 / statistics.median(self.seconds[1:]) if len(self.seconds) > 1 else float("nan")
 
     def growth(self) -> tuple[float, float]:
@@ -66,7 +62,7 @@ class Run:
 
 @dataclass
 class Comparison:
-    """Our cache against another way to run, on one prompt in one mode."""
+    """Our cache against another cache or none, on one prompt in one mode."""
 
     model: str
     prompt: int
@@ -84,14 +80,14 @@ class Comparison:
 
 
 class Clock(BaseStreamer):
-    """Notes when each token arrives and moves the progress bar. Reading the token waits for the device."""
+    """Records when each token arrives and moves the progress bar. Reading the token synchronizes with the device."""
 
     def __init__(self, bar: tqdm) -> None:
         self.bar, self.seconds, self.tokens = bar, [], []
         self.last = time.perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
-        if value.ndim > 1:  # the prompt comes first
+        if value.ndim > 1:  # the prompt
             return
         now = time.perf_counter()
         self.seconds.append(now - self.last)
@@ -104,9 +100,8 @@ class Clock(BaseStreamer):
 
 
 def run(model: PreTrainedModel, inputs: dict, cache_name: str, mode: str, args: argparse.Namespace, bar: tqdm) -> Run:
-    room = inputs["input_ids"].shape[1] + args.max_new_tokens
     build = CACHES[cache_name]
-    cache = build(model, room) if build else None
+    cache = build(model, inputs["input_ids"].shape[1] + args.max_new_tokens) if build else None
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
     torch.manual_seed(args.seed)
     clock = Clock(bar)
@@ -124,12 +119,12 @@ def run(model: PreTrainedModel, inputs: dict, cache_name: str, mode: str, args: 
 
 @torch.no_grad()
 def explain_difference(model: PreTrainedModel, inputs: dict, theirs: list[int], ours: list[int], at: int) -> dict:
-    """Where two runs part: both tokens, the gap between the two best logits, and what rounding alone can do to it."""
+    """The first difference of two runs: both tokens, the gap of the two best logits, and its rounding error."""
     prompt = inputs["input_ids"]
     ids = torch.cat([prompt, torch.tensor([theirs[:at]], device=prompt.device, dtype=prompt.dtype)], dim=1)
     logits = model(ids, use_cache=False).logits[0, -1].float()
     best = logits.topk(2).values
-    # Every layer adds to the residual stream twice, and each sum is rounded to the model's dtype: as a random walk.
+    # Each layer adds to the residual stream twice and each sum is rounded: the errors add up as a random walk.
     roundings = (2 * model.config.get_text_config().num_hidden_layers + 1) ** 0.5
     rounding = torch.finfo(model.dtype).eps * logits.abs().max().item() * roundings
     gap = (best[0] - best[1]).item()
@@ -160,37 +155,8 @@ def compare(
     return comparisons
 
 
-def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The user's prompt, or those of the small file that suit the model."""
-    if args.prompt is not None:
-        return [args.prompt]
-    from datasets import Dataset, disable_progress_bars
-
-    disable_progress_bars()
-    kind = "chat" if tokenizer.chat_template else "play"
-    rows = Dataset.from_json(str(PROMPTS), keep_in_memory=True)
-    return [row["prompt"] for row in rows if row["kind"] == kind]
-
-
-def encode(prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> dict:
-    """The model's inputs, as a chat where it is made for chats; refused where they cannot fit."""
-    if tokenizer.chat_template:
-        messages = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
-    length, context = encoded["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
-    if length == 0:
-        raise BadArgument("the prompt is empty: give at least one word")
-    if length + args.max_new_tokens > context:
-        raise BadArgument(
-            f"the prompt has {length} tokens and --max-new-tokens is {args.max_new_tokens}: more than the context of "
-            f"{context}. Shorten one of them"
-        )
-    return {key: encoded[key].to(args.device) for key in ("input_ids", "attention_mask")}
-
-
 def print_text(name: str, prompt: str, comparisons: list[Comparison], tokenizer: PreTrainedTokenizerBase) -> None:
-    """For each mode the beginning of the text, the verdict, and the time per token as the text grows."""
+    """For each mode: the first lines of the text, the verdict, and the time per token."""
     for mode in MODES:
         mine = [c for c in comparisons if c.mode == mode]
         ours = mine[0].ours
@@ -203,20 +169,20 @@ def print_text(name: str, prompt: str, comparisons: list[Comparison], tokenizer:
 
 
 def verdict(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Equal or where not, and how the time per token grew."""
+    """Whether the tokens are equal, and how the time per token grew."""
     (theirs_first, theirs_last), (ours_first, ours_last) = c.theirs.growth(), c.ours.growth()
     growth = f"{c.against} {theirs_first:.1f} -> {theirs_last:.1f}, {OURS} {ours_first:.1f} -> {ours_last:.1f}"
-    says = f"  {len(c.ours.tokens)} tokens, equal to {c.against}" if c.equal else difference_in_words(c, tokenizer)
-    return f"{says}; ms per token, first to last: {growth}"
+    result = f"  {len(c.ours.tokens)} tokens, equal to {c.against}" if c.equal else describe_difference(c, tokenizer)
+    return f"{result}; ms per token, first to last: {growth}"
 
 
-def difference_in_words(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
+def describe_difference(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
     d = c.difference
     tokens = [repr(tokenizer.decode([t])) if t is not None else "the end" for t in (d["their_token"], d["our_token"])]
     within = "within" if d["within_rounding"] else "NOT within"
     return (
         f"  DIFFERENT from {c.against} at new token {d['position']}: {tokens[0]} there, {tokens[1]} here; the two best "
-        f"logits are {d['gap']:.2g} apart, {within} the {d['rounding']:.2g} that rounding can do"
+        f"logits are {d['gap']:.2g} apart, {within} the rounding error of {d['rounding']:.2g}"
     )
 
 
@@ -233,7 +199,7 @@ def print_table(comparisons: list[Comparison]) -> None:
 
 
 def plot(comparisons: list[Comparison], path: Path) -> None:
-    """Time per token against position: without a cache it climbs, with one it is flat."""
+    """Time per token against position: it grows without a cache and stays flat with one."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -260,20 +226,14 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
 
 
 def as_json(comparisons: list[Comparison], args: argparse.Namespace) -> str:
-    rows = []
+    records = []
     for c in comparisons:
-        runs = {"theirs": c.theirs, "ours": c.ours}
-        row = {
-            "model": c.model,
-            "mode": c.mode,
-            "against": c.against,
-            "equal": c.equal,
-            "common_prefix": c.common_prefix,
-        }
-        row |= {"difference": c.difference, "speed_up": c.speed_up}
-        row |= {name: {**vars(r), "tokens_per_second": r.tokens_per_second} for name, r in runs.items()}
-        rows.append(row)
-    return json.dumps({**provenance(args.device), "comparisons": rows}, indent=1) + "\n"
+        record = {"model": c.model, "mode": c.mode, "against": c.against, "equal": c.equal}
+        record |= {"common_prefix": c.common_prefix, "difference": c.difference, "speed_up": c.speed_up}
+        for name, one in {"theirs": c.theirs, "ours": c.ours}.items():
+            record[name] = {**vars(one), "tokens_per_second": one.tokens_per_second}
+        records.append(record)
+    return json.dumps({**environment(args.device), "comparisons": records}, indent=1) + "\n"
 
 
 def cache_names(text: str) -> list[str]:
@@ -284,11 +244,11 @@ def cache_names(text: str) -> list[str]:
     return names
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=list(MINIATURES), help="short name, hub id, folder or GGUF file")
     parser.add_argument(
-        "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; by commas"
+        "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; separated by commas"
     )
     parser.add_argument("--max-new-tokens", type=int, default=240)
     parser.add_argument("--prompt", help="your own; default: a few from examples/data/prompts.jsonl")
@@ -298,7 +258,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--plot", type=Path, help="write the picture here")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.max_new_tokens < 1:
         parser.error(f"--max-new-tokens must be at least 1, got {args.max_new_tokens}")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
@@ -307,7 +267,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def compare_model(name: str, args: argparse.Namespace) -> list[Comparison]:
-    """Load one model, compare on each prompt with a progress bar, print what came out."""
+    """Load one model, compare on each prompt, and print the results."""
     try:
         model, tokenizer = load_model(name, device=args.device, dtype=getattr(torch, args.dtype), attn=args.attn)
     except ValueError as error:
@@ -323,8 +283,8 @@ def compare_model(name: str, args: argparse.Namespace) -> list[Comparison]:
     return [comparison for comparisons in results for comparison in comparisons]
 
 
-def main() -> int:
-    args = parse_args()
+def main(argv: list[str] | None = None) -> int:
+    args = parse_args(argv)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
@@ -338,7 +298,7 @@ def main() -> int:
         args.json.write_text(as_json(comparisons, args))
     if args.plot:
         plot(comparisons, args.plot)
-        print(f"{args.plot}: time per token as the text grows")
+        print(f"{args.plot}: time per token as the sequence grows")
     return 0 if all(comparison.equal for comparison in comparisons) else 1
 
 

@@ -1,4 +1,4 @@
-"""Do two runs give the same tokens, and if not, how far do they go together? A metric for `evaluate`, usable offline.
+"""A metric for `evaluate`, usable offline: do two runs give the same tokens, and if not, where do they first differ?
 
 >>> TokenAgreement().compute(predictions=[[5, 6, 7], [1, 2]], references=[[5, 6, 8], [1, 2]])
 {'exact_match': 0.5, 'common_prefix': [2, 2]}

@@ -3,12 +3,11 @@
     python examples/train_miniatures.py                 # all three; minutes on a GPU, an hour or two on a CPU
     python examples/train_miniatures.py --model gemma3 --steps 50 --out /tmp/models
 
-The text is examples/data/tinyshakespeare.txt, its last tenth held out. Each folder becomes an ordinary model folder:
-config, generation config, tokenizer, float32 safetensors. A run that is stopped goes on where it was (`checkpoint.pt`
-in the model's folder, removed at the end). `training.json` and `training.png` in --out record what was reached, beside
-what bz2 and xz make of the same held-out text when they have seen the same training text. The held-out text also
-chooses the step whose weights are kept, and chose the default settings: its score is a validation score, not a test
-score.
+The text is examples/data/tinyshakespeare.txt; its last tenth is held out. Each model is saved as an ordinary model
+folder: config, generation config, tokenizer, float32 safetensors. A stopped run resumes from `checkpoint.pt` in that
+folder, which is removed at the end. `training.json` and `training.png` in --out record the held-out loss beside that of
+bz2 and xz after the same training text. The held-out text also selects the step whose weights are kept, and selected
+the default settings: its score is a validation score, not a test score.
 """
 
 from __future__ import annotations
@@ -22,12 +21,11 @@ import time
 from pathlib import Path
 
 import torch
+from common import environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from hf_static_kv.testing import provenance
 
 HERE = Path(__file__).parent
 TEXT = HERE / "data" / "tinyshakespeare.txt"
@@ -48,8 +46,8 @@ COMMON = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-# What makes each the architecture that it is: Qwen3 norms its queries and keys, Gemma 3 has five sliding layers to one
-# full one, a single KV head, and a window far shorter than its context.
+# Qwen3 norms its queries and keys. Gemma 3 has five sliding layers to one full layer, one KV head, and a window far
+# shorter than its context.
 MINIATURES = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -70,7 +68,7 @@ def split_text() -> tuple[str, str]:
 
 
 def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
-    """Byte-level BPE: every text can be written with it, and decoding gives the text back."""
+    """Byte-level BPE: encodes every text, and decoding restores it."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +83,7 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
 
 def compressor_bits_per_byte(train: str, held_out: str) -> dict[str, float]:
-    """Bits that a compressor adds for each byte of the held-out text, after the training text."""
+    """Bits per byte that a compressor needs for the held-out text after it has compressed the training text."""
     compressors = {
         "bz2": lambda b: bz2.compress(b, 9),
         "xz": lambda b: lzma.compress(b, preset=9 | lzma.PRESET_EXTREME),
@@ -99,10 +97,10 @@ def compressor_bits_per_byte(train: str, held_out: str) -> dict[str, float]:
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, ids: torch.Tensor, num_bytes: int) -> float:
-    """Bits per byte of a text, every token but the first scored once, with at least half a context before it."""
+    """Bits per byte of a text. Every token but the first is scored once, after at least half a context."""
     half = CONTEXT // 2
     windows = ids.unfold(0, CONTEXT + 1, half)  # [windows, CONTEXT + 1]
-    last = len(ids) - CONTEXT - 1  # the end of the text gets a window of its own
+    last = len(ids) - CONTEXT - 1  # start of one more window, for the end of the text
     rest = (len(ids) - CONTEXT - 1) % half
     scored = [(windows[:1], CONTEXT), *((part, half) for part in windows[1:].split(64))]
     scored += [(ids[None, last:], rest)] if rest else []
@@ -123,7 +121,7 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 
 
 class Run:
-    """One model's training: everything that a resumed run needs is in `state`."""
+    """The training of one model. A checkpoint holds all that a resumed run needs."""
 
     def __init__(self, name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
         self.name, self.args, self.folder = name, args, args.out / name
@@ -174,7 +172,7 @@ class Run:
         return loss.item()
 
     def evaluate(self, loss: float) -> None:
-        """Note both losses and keep the weights that do best on the held-out text."""
+        """Record both losses and keep the weights with the best held-out loss."""
         self.model.eval()
         score = bits_per_byte(self.model, self.held_out_ids, self.held_out_bytes)
         self.model.train()
@@ -200,7 +198,7 @@ class Run:
         self.model.load_state_dict(self.best["weights"])
 
     def save(self, tokenizer: PreTrainedTokenizerFast) -> dict:
-        """Write the model folder and return what the record says of it."""
+        """Write the model folder and return its entry in the record."""
         self.model.eval().cpu().save_pretrained(self.folder)
         tokenizer.save_pretrained(self.folder)
         self.checkpoint.unlink(missing_ok=True)
@@ -232,7 +230,7 @@ def plot(record: dict, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MINIATURES, nargs="+", default=list(MINIATURES))
     parser.add_argument("--out", type=Path, default=HERE / "models")
@@ -244,19 +242,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, default=60)
     parser.add_argument("--evaluate-every", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
-def main() -> None:
-    args = parse_args()
-    torch.set_float32_matmul_precision("high")  # TF32 is precise enough to learn with
+def main(argv: list[str] | None = None) -> None:
+    args = parse_args(argv)
+    torch.set_float32_matmul_precision("high")  # TF32
     train, held_out = split_text()
     tokenizer = train_tokenizer(train)
     record_path = args.out / "training.json"
     args.out.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "model")}
     baselines = compressor_bits_per_byte(train, held_out)
-    record = {**provenance(args.device), "settings": settings, "baselines": baselines, "models": {}}
+    record = {**environment(args.device), "settings": settings, "baselines": baselines, "models": {}}
     for name in args.model:
         run = Run(name, args, tokenizer)
         run.train()

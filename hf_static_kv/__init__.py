@@ -1,18 +1,20 @@
 """One contiguous, preallocated KV cache for `model.generate`, and a decode loop that replays one captured step."""
 
-from hf_static_kv.cache import StaticContiguousCache
-from hf_static_kv.decode import GraphDecoder
-from hf_static_kv.exact import exact
-from hf_static_kv.layer import StaticContiguousLayer
-from hf_static_kv.layout import cache_bytes
-from hf_static_kv.steps import StepRecorder
-from hf_static_kv.trace import full_attention, trace_attention
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import cache_bytes
+from hf_static_kv.decoding.decoder import GraphDecoder
+from hf_static_kv.exactness.exact import exact
+from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
+from hf_static_kv.inspection.step_recorder import StepRecorder
 
+__version__ = "0.2.0"
 __all__ = [
     "GraphDecoder",
     "StaticContiguousCache",
     "StaticContiguousLayer",
     "StepRecorder",
+    "__version__",
     "cache_bytes",
     "exact",
     "full_attention",

@@ -1,119 +1,94 @@
-"""The attention name "static_contiguous": a function for transformers' `AttentionInterface`, and its mask.
+"""The attention names: functions for transformers' `AttentionInterface`, and their masks.
 
     model.set_attn_implementation("static_contiguous")
 
-A prompt runs in SDPA without cuDNN, which would build a plan for every length that it has not seen. One new token on a
-GPU runs in the decode kernel, over the cache's own memory. Where neither serves (a soft cap or sinks over a prompt) the
-same is computed in plain PyTorch.
+A prompt runs in SDPA without cuDNN, which would build a plan for every new length. One new token on a GPU runs in the
+decode kernel, over the cache's own memory. Where neither can (a soft cap or sinks over a prompt), plain PyTorch runs.
 
-A captured step (step.py) passes the spans of every layer in the place of the mask, int64 of [B, 3 L, 1, 1]:
-transformers hands a mask of four dims to every layer as it is. Then keys and values are the storage of all layers, and
-the layer's number is on the device.
+In a captured step `layer_idx` of a layer's modules is a `StepLayer`, which has all that attention needs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextlib import nullcontext
 from functools import lru_cache
-from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_static_kv.kernels.decode_attention import decode_attention
-from hf_static_kv.kernels.row_attention import row_attention
-from hf_static_kv.kernels.storage_ops import attend
+from hf_static_kv.kernels.decode_attention import attend, decode_attention
+from hf_static_kv.kernels.invariant_attention import invariant_attention
+from hf_static_kv.patching import without_cudnn
 
 ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
-TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in trace.py
+TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_trace.py
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_MAX_DIM = 256
 
 
+class StepLayer:
+    """One layer in a captured step, in place of the `layer_idx` of its modules: storage and spans at fixed addresses.
+
+    Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
+    """
+
+    def __init__(self, index: int, keys: Tensor, values: Tensor, spans: Tensor) -> None:
+        self.index = index
+        self.keys, self.values = keys, values  # [B, H, S, D]
+        self.spans = spans  # [B, 3]
+
+    def __index__(self) -> int:
+        return self.index
+
+
+def step_layer(module: torch.nn.Module) -> StepLayer | None:
+    """The layer of a captured step that this attention module belongs to; None outside of captured steps."""
+    layer = getattr(module, "layer_idx", None)
+    return layer if isinstance(layer, StepLayer) else None
+
+
+# --- "static_contiguous"
+
+
 def static_contiguous_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
 
     query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]   attention_mask: [B, 1, q, n], true where seen
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is not None and attention_mask.dtype == torch.int64:
-        spans = attention_mask.view(query.shape[0], -1, 3)
-        window = kwargs.get("sliding_window") or key.shape[3]
-        return attend(query, key, value, spans, module.layer_idx, scale, window, softcap, s_aux), None
+    if (layer := step_layer(module)) is not None:
+        window = kwargs.get("sliding_window") or key.shape[2]
+        return attend(query, key, value, layer.spans, scale, window, softcap, s_aux), None
     if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
         return one_token_attention(query, key, value, attention_mask, scale, softcap, s_aux), None
     if softcap is not None or s_aux is not None:
         return plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)[0], None
-    with nullcontext() if torch.compiler.is_compiling() else without_cudnn():  # a compiler cannot look into it
+    with nullcontext() if torch.compiler.is_compiling() else without_cudnn():  # dynamo cannot trace the context
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
         )
     return output, None
 
 
-_TRIAL_PASS: ContextVar[bool] = ContextVar("trial_pass", default=False)
-
-
-def is_trial_pass() -> bool:
-    """Whether the pass that runs is no part of a text: one that is compared with another, say."""
-    return _TRIAL_PASS.get()
-
-
-@contextmanager
-def trial_pass() -> Iterator[None]:
-    """Inside, passes of a model are trials."""
-    before = _TRIAL_PASS.set(True)
-    try:
-        yield
-    finally:
-        _TRIAL_PASS.reset(before)
-
-
-_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
-
-
-@contextmanager
-def without_cudnn() -> Iterator[None]:
-    """SDPA by any implementation that is allowed but cuDNN's. The switch is one for all threads, so they share this."""
-    global _cudnn_users, _cudnn_before
-    cuda: Any = torch.backends.cuda
-    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
-        yield  # cuDNN's alone is wanted
-        return
-    with _CUDNN_LOCK:
-        if _cudnn_users == 0:
-            _cudnn_before = cuda.cudnn_sdp_enabled()
-            cuda.enable_cudnn_sdp(False)
-        _cudnn_users += 1
-    try:
-        yield
-    finally:
-        with _CUDNN_LOCK:
-            _cudnn_users -= 1
-            if _cudnn_users == 0:
-                cuda.enable_cudnn_sdp(_cudnn_before)
-
-
-def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    """Whether the decode kernel can do this: one new token without gradients, on a GPU, under a mask for whole rows."""
+def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Whether the decode kernel can run: one new token on a GPU, no gradients, one mask for all heads."""
     return (
         query.is_cuda
         and query.shape[2] == 1
@@ -127,37 +102,37 @@ def kernel_serves(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, m
 
 
 def one_token_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-    weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The decode kernel over all keys that the mask [B, 1, 1, n] lets see; fills `weights` [B, Hq, n] where given."""
+    sinks: Tensor | None,
+    weights: Tensor | None = None,
+) -> Tensor:
+    """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n] where given."""
     spans = _whole_spans(query.shape[0], key.shape[2], query.device)
     seen = None if mask is None else mask[:, 0, 0]
     return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
 
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
-def _whole_spans(batch_size: int, length: int, device: torch.device) -> torch.Tensor:
-    """Spans that cover all keys of a view: origin 0, first 0, end `length`."""
+def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
+    """Spans [B, 3] over all keys of a view."""
     return torch.tensor([[0, 0, length]] * batch_size, device=device)
 
 
 def plain_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
     scale: float,
     softcap: float | None,
-    sinks: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every score at once, softmax in float32; for what neither SDPA nor the kernel computes. Output and weights."""
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the kernel computes."""
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = (query @ key.transpose(2, 3)) * scale  # [B, Hq, q, n]
@@ -175,40 +150,38 @@ def plain_attention(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
+# --- "static_contiguous_exact"
+
+
 def exact_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attention inside `exact`: every query as a row of its own. Its mask is what `exact_mask` makes."""
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if attention_mask is None or attention_mask.dtype != torch.int64 or kwargs.get("position_bias") is not None:
-        raise ValueError(
-            "Inside exact the mask is made from attention_mask [B, n] alone: no mask or bias of one's own."
-        )
-    if key.ndim == 5 and query.is_cuda:  # a captured step, whose kernel is the same
+) -> tuple[Tensor, None]:
+    """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
+    layer = step_layer(module)
+    if layer is not None and query.is_cuda:  # the decode kernel is batch-invariant
         return static_contiguous_attention(
             module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
         )
-    if key.ndim == 5:
-        number, batch = int(module.layer_idx), query.shape[0]  # type: ignore[arg-type]
-        spans = attention_mask.view(batch, -1, 3)[:, number : number + 1]
-        key, value = key[number, :batch], value[number, :batch]
-    else:
-        spans = attention_mask[..., 0].transpose(1, 2)
-    return row_attention(query, key, value, spans, scale, softcap, s_aux), None
+    is_packed = attention_mask is not None and attention_mask.dtype == _SPANS_DTYPE
+    if layer is None and (not is_packed or kwargs.get("position_bias") is not None):
+        raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
+    spans = _unpack_spans(attention_mask) if layer is None else layer.spans[:, None]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return invariant_attention(query, key, value, spans, scale, softcap, s_aux), None
 
 
-def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-    """The span of every query, int64 of [B, 3, q, 1]: where its row's text begins, the first and the end of its keys.
+def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    """The span of every query, packed as a mask.
 
-    Positions are counted from the first key that the cache hands out, so a row may begin before it.
+    Positions count from the first key of the cache's view, so `seq_start` may be negative.
     """
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **kwargs)
@@ -216,13 +189,26 @@ def exact_mask(*, kv_offset: int = 0, attention_mask: torch.Tensor | None = None
     count, keys = seen.sum(dim=-1), seen.shape[-1]
     first, end = seen.to(torch.uint8).argmax(dim=-1), keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1)
     if not bool(((count == end - first) | (count == 0)).all()):
-        raise ValueError("Inside exact a query must see keys that stand side by side, and this mask has holes.")
-    begin = torch.zeros_like(count[:, 0])
+        raise ValueError("Inside exact a query must attend to consecutive keys, and this mask has holes.")
+    left_padding = torch.zeros_like(count[:, 0])
     if attention_mask is not None:
-        begin = attention_mask.to(torch.uint8).argmax(dim=-1).expand(len(count))
-    origin = (begin - kv_offset)[:, None].expand_as(count)
-    first, end = (torch.where(count > 0, edge, origin) for edge in (first, end))
-    return torch.stack([origin, first, end], dim=1)[..., None]
+        left_padding = attention_mask.to(torch.uint8).argmax(dim=-1).expand(len(count))
+    seq_start = (left_padding - kv_offset)[:, None].expand_as(count)
+    first, end = (torch.where(count > 0, edge, seq_start) for edge in (first, end))
+    return _pack_spans(torch.stack([seq_start, first, end], dim=-1))
+
+
+_SPANS_DTYPE = torch.int64  # masks of transformers are bool or floating
+
+
+def _pack_spans(spans: Tensor) -> Tensor:
+    """Spans [B, q, 3] in the form of a mask, [B, 3, q, 1]."""
+    return spans.transpose(1, 2)[..., None]
+
+
+def _unpack_spans(mask: Any) -> Tensor:
+    """Spans [B, q, 3] from a mask [B, 3, q, 1]."""
+    return mask[..., 0].transpose(1, 2)  # type: ignore[no-any-return]
 
 
 AttentionInterface.register(ATTENTION_NAME, static_contiguous_attention)

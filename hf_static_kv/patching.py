@@ -1,36 +1,185 @@
-"""What is changed on a model for a while, and put back."""
+"""What is changed inside a context and put back on exit, on a model or around its passes; and unwrapping.
+
+with replaced("forward", {module: forward}): ...                    an attribute of some modules
+with replaced_function("apply_rotary_pos_emb", {module: f}): ...     a function of some Python modules
+with attention_implementation(model, "static_contiguous"): ...      the attention of a model
+with without_cudnn(): ...                                           the implementations that SDPA may use
+with verification_pass(): ...                                       a mark: these passes belong to no sequence
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from threading import Lock
+from typing import Any
 
+import torch
+from torch.nn import Module
 from transformers import PreTrainedModel
 
+from hf_static_kv import compat
 
-def attention_of(model: PreTrainedModel) -> str | dict[str, str | None]:
-    """The attention implementation, or those of a model's parts by name, None for a part that has none."""
-    config = model.config
-    parts = {key: getattr(config, key) for key in config.sub_configs}
-    own = {key: part._attn_implementation for key, part in parts.items() if part is not None}
-    return {"": config._attn_implementation, **own} if own else config._attn_implementation
+_ABSENT = object()
+_ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (module, name): function, number of users
 
 
 @contextmanager
-def attention_for_a_while(model: PreTrainedModel, name: str | dict[str, str | None]) -> Iterator[None]:
-    """The model with this attention implementation, and afterwards with its own again."""
+def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
+    """Modules with another value of an attribute. A value that was assigned by someone else meanwhile stays."""
+    before = {module: module.__dict__.get(attribute, _ABSENT) for module in values}
+    try:
+        for module, value in values.items():
+            setattr(module, attribute, value)
+        yield
+    finally:
+        for module, value in values.items():
+            if module.__dict__.get(attribute) is not value:
+                continue
+            if before[module] is _ABSENT:
+                delattr(module, attribute)
+            else:
+                setattr(module, attribute, before[module])
+
+
+@contextmanager
+def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """The function `name` of these Python modules replaced by `modules[module](original, ...)`.
+
+    Contexts of several models of one Python module may overlap: the last one to leave restores the original.
+    """
+    for module, function in modules.items():
+        original, users = _ORIGINALS.get((module, name), (getattr(sys.modules[module], name), 0))
+        _ORIGINALS[module, name] = original, users + 1
+        setattr(sys.modules[module], name, partial(function, original))
+    try:
+        yield
+    finally:
+        for module in modules:
+            original, users = _ORIGINALS.pop((module, name))
+            if users > 1:
+                _ORIGINALS[module, name] = original, users - 1
+            else:
+                setattr(sys.modules[module], name, original)
+
+
+def original_function(module: str, name: str) -> Any:
+    """The function of a Python module, also while it is replaced."""
+    return _ORIGINALS.get((module, name), (getattr(sys.modules[module], name, None), 0))[0]
+
+
+class Replaceable:
+    """Base of replacements that may be replaced again: a linear layer of `exact` is fused once more for a capture."""
+
+
+def is_unmodified(module: Module) -> bool:
+    """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate puts one there)."""
+    forward = module.__dict__.get("forward")
+    is_own = forward is None or isinstance(getattr(forward, "__self__", None), Replaceable)
+    return is_own and not compat.forward_hooks(module)
+
+
+def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
+    """The attention implementation of the model ("") and of its parts by name; None for a part that has none."""
+    config = model.config
+    parts = {key: getattr(config, key) for key in config.sub_configs}
+    names = {key: compat.attention_name(part) for key, part in parts.items() if part is not None}
+    return {"": compat.attention_name(config), **names}
+
+
+@contextmanager
+def attention_implementation(model: PreTrainedModel, names: str | Mapping[str, str | None]) -> Iterator[None]:
+    """The model with this attention implementation, or with one for each part as `attention_of` gives them."""
     before = attention_of(model)
     try:
-        _set_attention(model, name)
+        _set_attention(model, names)
         yield
     finally:
         _set_attention(model, before)
 
 
-def _set_attention(model: PreTrainedModel, name: str | dict[str, str | None]) -> None:
-    if isinstance(name, str):
-        model.set_attn_implementation(name)
+def _set_attention(model: Any, names: str | Mapping[str, str | None]) -> None:
+    if isinstance(names, str) or len(names) == 1:
+        model.set_attn_implementation(names if isinstance(names, str) else names[""])
         return
-    model.set_attn_implementation({part: own for part, own in name.items() if own is not None})
-    for part in (part for part, own in name.items() if own is None):  # one that has no attention, and may not be set
-        getattr(model.config, part)._attn_implementation = None
+    named = {part: name for part, name in names.items() if name is not None}
+    model.set_attn_implementation(named)
+    for part in names.keys() - named.keys():  # has no attention, and may have been given one
+        compat.clear_attention_name(getattr(model.config, part))
+
+
+def require_attention_interface(model: PreTrainedModel, remedy: str) -> None:
+    """Raise for a model that computes attention by itself."""
+    if not compat.can_set_attention(model):
+        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface. {remedy}")
+
+
+def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
+    """The transformers model inside `torch.compile` or a PEFT adapter; any other wrapper is refused by its type."""
+    while (inner := _inside(model, used_by)) is not None:
+        model = inner
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: pass the model it wraps.")
+    return model
+
+
+def _inside(wrapper: Any, used_by: str) -> Any:
+    if (inner := compat.inside_compiled(wrapper)) is not None:
+        return inner
+    peft: Any = sys.modules.get("peft")  # not imported: the wrapper is not of its types
+    if peft is None or not isinstance(wrapper, peft.PeftModel):
+        return None
+    config = wrapper.active_peft_config
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning or kind == "XLORA":
+        raise ValueError(
+            f"{used_by} changes the model alone, and PEFT's {kind} computes outside of the model that it wraps. "
+            "Adapters inside the model, such as LoRA, are served."
+        )
+    return wrapper.get_base_model()
+
+
+_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """SDPA without cuDNN's implementation. The switch is process-wide: overlapping threads share one change of it."""
+    global _cudnn_users, _cudnn_before
+    cuda: Any = torch.backends.cuda
+    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
+        yield  # the user allows cuDNN only
+        return
+    with _CUDNN_LOCK:
+        if _cudnn_users == 0:
+            _cudnn_before = cuda.cudnn_sdp_enabled()
+            cuda.enable_cudnn_sdp(False)
+        _cudnn_users += 1
+    try:
+        yield
+    finally:
+        with _CUDNN_LOCK:
+            _cudnn_users -= 1
+            if _cudnn_users == 0:
+                cuda.enable_cudnn_sdp(_cudnn_before)
+
+
+_VERIFICATION_PASS: ContextVar[bool] = ContextVar("verification_pass", default=False)
+
+
+def is_verification_pass() -> bool:
+    """Whether the pass that runs verifies a captured step: a trace does not record it."""
+    return _VERIFICATION_PASS.get()
+
+
+@contextmanager
+def verification_pass() -> Iterator[None]:
+    """Inside, passes of a model are verifications."""
+    before = _VERIFICATION_PASS.set(True)
+    try:
+        yield
+    finally:
+        _VERIFICATION_PASS.reset(before)

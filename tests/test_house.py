@@ -8,66 +8,56 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
-# Reading order is import order: a file imports only from the ones before it.
-READING_ORDER = [
-    "debug",
-    "storage",
-    "support",
-    "callers",
-    "layout",
-    "layer",
-    "allocation",
-    "request",
-    "cache",
-    "kernels",
-    "attention",
-    "patching",
-    "fusion",
-    "fingerprint",
-    "loading",
-    "step",
-    "steps",
-    "generation",
-    "run",
-    "trial",
-    "decode",
-    "row_operations",
-    "wrappers",
-    "exact",
-    "trace",
-    "testing",
-    "__init__",
-]
+# Reading order is import order: a file imports only from the ones before it, inside folders too.
+READING_ORDER = {
+    "": ["compat"],
+    "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache"],
+    "kernels": [
+        "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
+        "write_token", "decode_attention_triton", "decode_attention", "invariant_attention", "linear_triton",
+        "invariant_linear_triton", "invariant_linear", "linear", "invariant_sum_triton", "invariant_sum",
+        "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
+    ],
+    ".": ["patching", "attention"],
+    "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],
+    "decoding": ["call", "eligibility", "sampling", "verification", "decoder"],
+    "exactness": ["invariant_operations", "exact"],
+    "inspection": ["attention_trace", "step_recorder"],
+    "..": ["testing", "__init__"],
+}  # fmt: skip
+ORDER = [f"{folder.strip('.')}/{name}".lstrip("/") for folder, names in READING_ORDER.items() for name in names]
 
 
 def imports_of(source):
-    """The modules of this package that a source file imports, anywhere in it."""
+    """The files of this package that a source file imports, anywhere in it."""
     for node in ast.walk(ast.parse(source)):
-        names = [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
-        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        yield from (name.split(".")[1] for name in names if name.startswith("hf_static_kv."))
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for name in names:
+            path = "/".join(name.split(".")[1:])
+            if name.startswith("hf_static_kv.") and path in ORDER:
+                yield path
 
 
-def upward_imports(name, source):
-    return [other for other in imports_of(source) if READING_ORDER.index(other) >= READING_ORDER.index(name)]
+def upward_imports(path, source):
+    return [other for other in imports_of(source) if ORDER.index(other) >= ORDER.index(path)]
 
 
 def test_every_file_has_its_place():
-    rooms = [path for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    assert sorted(path.stem for path in rooms) == sorted(READING_ORDER)
+    paths = (path.relative_to(PACKAGE).with_suffix("").as_posix() for path in PACKAGE.rglob("*.py"))
+    assert sorted(path for path in paths if not path.endswith("/__init__")) == sorted(ORDER)
 
 
-@pytest.mark.parametrize("name", READING_ORDER)
-def test_imports_run_downward(name):
-    files = [PACKAGE / f"{name}.py"] if (PACKAGE / f"{name}.py").exists() else list((PACKAGE / name).glob("*.py"))
-    assert files
-    for path in files:
-        inner = [other for other in upward_imports(name, path.read_text()) if other != name or path.parent == PACKAGE]
-        assert inner == []
+@pytest.mark.parametrize("path", ORDER)
+def test_imports_run_downward(path):
+    assert upward_imports(path, (PACKAGE / f"{path}.py").read_text()) == []
 
 
 def test_an_upward_import_would_be_seen():
-    assert upward_imports("layer", "def f():\n    from hf_static_kv.cache import StaticContiguousCache") == ["cache"]
+    source = "def f():\n    from hf_static_kv.cache.cache import StaticContiguousCache"
+    assert upward_imports("cache/layer", source) == ["cache/cache"]
+    assert upward_imports("cache/layer", "from hf_static_kv.cache import cache, storage") == ["cache/cache"]
 
 
 def long_functions(source):
@@ -81,7 +71,10 @@ def test_functions_fit_a_screen():
         assert long_functions(path.read_text()) == []
 
 
-@pytest.mark.parametrize("path", [PACKAGE / "storage.py", *(PACKAGE / "kernels").glob("*.py")], ids=lambda p: p.stem)
+KNOW_NO_TRANSFORMERS = [PACKAGE / "cache" / "storage.py", *(PACKAGE / "kernels").glob("*.py")]
+
+
+@pytest.mark.parametrize("path", KNOW_NO_TRANSFORMERS, ids=lambda p: p.stem)
 def test_storage_and_kernels_know_no_transformers(path):
     assert "import transformers" not in (source := path.read_text())
     assert "from transformers" not in source
@@ -106,3 +99,32 @@ def test_every_folder_is_in_the_package():
     settings = configuration.read_configuration(PACKAGE.parent / "pyproject.toml")["tool"]["setuptools"]
     folders = {path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")}
     assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders}
+
+
+def private_names(source):
+    """Attributes and modules of other packages whose names begin with an underscore."""
+    nodes = list(ast.walk(ast.parse(source)))
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            yield node.attr
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield from (part for part in node.module.split(".") if part.startswith("_") and part != "__future__")
+
+
+def own_names():
+    """Names that the package defines itself: functions, classes, variables, attributes of `self`."""
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name
+            elif isinstance(node, ast.Name):
+                yield node.id
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and path.stem != "compat":
+                yield node.attr
+
+
+def test_private_names_of_other_packages_are_in_compat_alone():
+    allowed = {*own_names(), "_getframe", "_current_frames"}  # the last two are Python's
+    assert set(private_names("import torch\ntorch._dynamo\nfrom torch.utils._pytree import tree_map")) - allowed
+    found = {path.name: set(private_names(path.read_text())) - allowed for path in PACKAGE.rglob("*.py")}
+    assert {name: names for name, names in found.items() if names and name != "compat.py"} == {}

@@ -1,1 +1,1 @@
-"""Kernels for one job each, with a plain PyTorch twin; tensors in, tensors out. They know no transformers."""
+"""One pair of files per kernel: `op.py` has the operation and its plain PyTorch twin, `op_triton.py` has the kernel."""

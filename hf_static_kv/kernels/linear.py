@@ -1,52 +1,51 @@
-"""Linear layers: the plain PyTorch twins, and the choice between them and the kernels.
+"""Linear layers of a decode step.
 
-    linears(x, [q, k, v])          x q^T, x k^T, x v^T side by side, in one launch over the weights where they are
-    gated_linear(x, gate, up)      act(x gate^T) * (x up^T)
+    linears(x, [q, k, v], biases)           x q^T, x k^T, x v^T side by side in one output
+    gated_linear(x, gate, up, activation)   activation(x gate^T) * (x up^T)
 
-    x: [..., K]    weights: [N_i, K]    output: [..., sum of N_i]
+    x: [..., K]   weights: [N_i, K]   biases: [N_i]   output: [..., sum of N_i]
 
-For a few rows a linear layer is the reading of its weights, and libraries tuned for many rows read a small matrix at a
-third of the memory's speed: up to MAX_ROWS run in our kernels. Registered with torch, so that `torch.compile` takes
-each for one operation.
+With few tokens a linear layer is limited by the reading of its weights. Libraries that are tuned for many tokens read a
+small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to MAX_TOKENS run in our kernels. Both are
+registered with torch, so that `exact` can replace them by their batch-invariant forms.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
-MAX_ROWS = 16
+MAX_TOKENS = 16
 MAX_WEIGHTS = 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
-def is_served(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether the kernels take this: few rows on a GPU, and one dtype for all."""
-    rows = x.numel() // x.shape[-1]
+def is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """Whether the kernels take these: few tokens on a GPU, contiguous weights, one dtype."""
+    tokens = x.numel() // x.shape[-1]
     return (
         x.is_cuda
         and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
-        and (rows == 1 or (rows <= MAX_ROWS and x.dtype in (torch.bfloat16, torch.float16)))
+        and (tokens == 1 or (tokens <= MAX_TOKENS and x.dtype in (torch.bfloat16, torch.float16)))
         and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     )
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
-def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """`x` times each of the weights, side by side; `biases` has one for each weight, or none at all."""
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """x w^T + b of 1 to MAX_WEIGHTS weights, side by side; one bias for each weight, or none."""
     check_linears(x, weights, biases)
-    return linears_kernel(x, weights, biases) if is_served(x, weights) else linears_plain(x, weights, biases)
+    return linears_kernel(x, weights, biases) if is_supported(x, weights) else linears_plain(x, weights, biases)
 
 
 @linears.register_fake
-def _(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
+def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-def check_linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> None:
-    """Raise where these do not fit."""
+def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+    """Raise ValueError where shapes or dtypes do not fit."""
     if not 1 <= len(weights) <= MAX_WEIGHTS or len(biases) not in (0, len(weights)):
         raise ValueError(f"linears takes 1 to {MAX_WEIGHTS} weights and as many biases or none, got {len(weights)}.")
     if any(weight.shape[1] != x.shape[-1] for weight in weights):
@@ -57,51 +56,50 @@ def check_linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequ
         raise ValueError(f"x, weights and biases must have one dtype, got {' and '.join(dtypes)}.")
 
 
-def linears_kernel(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same in the kernel for one row, or in that for more."""
+def linears_kernel(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """The kernel for one token, or for more the tensor-core kernel, which is also batch-invariant."""
+    from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
     from hf_static_kv.kernels.linear_triton import linears_triton
-    from hf_static_kv.kernels.row_linear_triton import row_linears_triton
 
-    return (linears_triton if x.numel() == x.shape[-1] else row_linears_triton)(x, weights, biases)
+    return (linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton)(x, weights, biases)
 
 
-def linears_plain(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The same in plain PyTorch."""
+def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     return torch.cat([F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)], dim=-1)
 
 
 @torch.library.custom_op("hf_static_kv::gated_linear", mutates_args=())
-def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """`activation` of `x` times `gate`, times `x` times `up`; each step is rounded as it would be by itself."""
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(x gate^T) * (x up^T), with one of `ACTIVATIONS`; both products and the activation are rounded."""
     check_gated(x, gate, up, activation)
-    if is_served(x, [gate, up]):
+    if is_supported(x, [gate, up]):
         return gated_kernel(x, gate, up, activation)
     return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
 
 @gated_linear.register_fake
-def _(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def _(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], gate.shape[0])
 
 
-def check_gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
-    """Raise where these do not fit."""
+def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
+    """Raise ValueError where activation, shapes, strides or dtypes do not fit."""
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
     if gate.shape != up.shape or gate.shape[1] != x.shape[-1] or gate.stride() != up.stride():
         shapes = f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)}"
-        raise ValueError(f"{shapes} do not fit: [..., K], [N, K] and [N, K], both in the same order in memory.")
+        raise ValueError(f"{shapes} do not fit: [..., K], [N, K] and [N, K], gate and up of the same strides.")
     check_linears(x, [gate, up], [])
 
 
-def gated_kernel(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """The same in the kernel for one row, or in that for more."""
+def gated_kernel(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
     from hf_static_kv.kernels.linear_triton import gated_linear_triton
-    from hf_static_kv.kernels.row_linear_triton import row_gated_triton
 
-    return (gated_linear_triton if x.numel() == x.shape[-1] else row_gated_triton)(x, gate, up, activation)
+    kernel = gated_linear_triton if x.numel() == x.shape[-1] else invariant_gated_linear_triton
+    return kernel(x, gate, up, activation)
 
 
-def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+def activate(x: Tensor, activation: str) -> Tensor:
     """One of `ACTIVATIONS` in plain PyTorch."""
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")

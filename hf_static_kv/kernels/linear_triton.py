@@ -1,129 +1,133 @@
-"""Linear layers for one row in Triton. What they compute is in linear.py, more rows are in row_linear_triton.py.
+"""Linear layers of one token in Triton: a GEMV. Formulas and shapes are in linear.py.
 
-Products in float32 on plain arithmetic units; one program for a few rows of the weight, which reads its first tile
-before it waits for the kernel that makes x.
+A program computes TILE_N output features with float32 FMAs, without tensor cores. It loads its first tile of the weight
+before it waits for the kernel that writes x. More tokens are in invariant_linear_triton.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from hf_static_kv.kernels.launch_triton import after_previous, launch
+from hf_static_kv.kernels.launch_triton import launch, pdl_sync
+
+WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
 
 
 @triton.jit
-def _weights_tile(w, n, k, N, K, EVEN: tl.constexpr):
-    """Rows n and columns k of a weight [N, K]; zero outside."""
-    here = n[:, None] < N
+def _load_weight(w, n, k, N, K, EVEN: tl.constexpr):
+    """The tile [n, k] of a weight [N, K], with zeros outside of it."""
+    mask = n[:, None] < N
     if not EVEN:
-        here &= k[None, :] < K
-    return tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=here, other=0.0)
+        mask &= k[None, :] < K
+    return tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
-def which(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr):
-    """The weight that this block of rows belongs to: its pointer, bias, rows; the block in it; its place in y."""
+def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr):
+    """The weight of a block of output features: pointer, bias, N; then the block's start in it and its start in y."""
     first = tl.cdiv(n0, TILE_N)
     second = first + tl.cdiv(n1, TILE_N)
-    w, b, rows, begin, at = w0, b0, n0, 0, 0
+    w, b, N, begin, y_start = w0, b0, n0, 0, 0
     if block >= first:
-        w, b, rows, begin, at = w1, b1, n1, first, n0
+        w, b, N, begin, y_start = w1, b1, n1, first, n0
     if block >= second:
-        w, b, rows, begin, at = w2, b2, n2, second, n0 + n1
-    return w, b, rows, (block - begin) * TILE_N, at
+        w, b, N, begin, y_start = w2, b2, n2, second, n0 + n1
+    return w, b, N, (block - begin) * TILE_N, y_start
 
 
 @triton.jit
-def _one_row(
+def _linear(
     x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, K,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, EARLY: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    w, b, rows, begin, at = which(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
-    n, k = begin + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    tile = _weights_tile(w, n, k, rows, K, EVEN)
-    after_previous(EARLY)
+    w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    tile = _load_weight(w, n, k, N, K, EVEN)
+    pdl_sync(PDL)
     total = tl.zeros((TILE_N, TILE_K), tl.float32)
-    for begin_k in range(0, K - TILE_K, TILE_K):
-        following = _weights_tile(w, n, begin_k + TILE_K + k, rows, K, EVEN)
-        total += tile.to(tl.float32) * tl.load(x + begin_k + k).to(tl.float32)[None, :]
-        tile = following
+    for k_start in range(0, K - TILE_K, TILE_K):
+        next_tile = _load_weight(w, n, k_start + TILE_K + k, N, K, EVEN)
+        total += tile.to(tl.float32) * tl.load(x + k_start + k).to(tl.float32)[None, :]
+        tile = next_tile
     k += (K - 1) // TILE_K * TILE_K
     total += tile.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
     result = tl.sum(total, 1)
     if HAS_BIAS:
-        result += tl.load(b + n, mask=n < rows, other=0.0).to(tl.float32)
-    tl.store(y + at + n, result.to(y.dtype.element_ty), mask=n < rows)
+        result += tl.load(b + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(y + y_start + n, result.to(y.dtype.element_ty), mask=n < N)
 
 
 @triton.jit
-def _gated_row(
+def _gated_linear(
     x, y, gate, up, N, K,
-    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, EARLY: tl.constexpr,
+    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    g_tile, u_tile = _weights_tile(gate, n, k, N, K, EVEN), _weights_tile(up, n, k, N, K, EVEN)
-    after_previous(EARLY)
+    g_tile, u_tile = _load_weight(gate, n, k, N, K, EVEN), _load_weight(up, n, k, N, K, EVEN)
+    pdl_sync(PDL)
     g, u = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
-    for begin_k in range(0, K - TILE_K, TILE_K):
-        g_following = _weights_tile(gate, n, begin_k + TILE_K + k, N, K, EVEN)
-        u_following = _weights_tile(up, n, begin_k + TILE_K + k, N, K, EVEN)
-        part = tl.load(x + begin_k + k).to(tl.float32)[None, :]
-        g += g_tile.to(tl.float32) * part
-        u += u_tile.to(tl.float32) * part
-        g_tile, u_tile = g_following, u_following
+    for k_start in range(0, K - TILE_K, TILE_K):
+        next_g_tile = _load_weight(gate, n, k_start + TILE_K + k, N, K, EVEN)
+        next_u_tile = _load_weight(up, n, k_start + TILE_K + k, N, K, EVEN)
+        x_tile = tl.load(x + k_start + k).to(tl.float32)[None, :]
+        g += g_tile.to(tl.float32) * x_tile
+        u += u_tile.to(tl.float32) * x_tile
+        g_tile, u_tile = next_g_tile, next_u_tile
     k += (K - 1) // TILE_K * TILE_K
-    part = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    g += g_tile.to(tl.float32) * part
-    u += u_tile.to(tl.float32) * part
+    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
+    g += g_tile.to(tl.float32) * x_tile
+    u += u_tile.to(tl.float32) * x_tile
     dtype = y.dtype.element_ty
-    a = activated(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+    a = activate(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
     tl.store(y + n, (a * tl.sum(u, 1).to(dtype).to(tl.float32)).to(dtype), mask=n < N)
 
 
 @triton.jit
-def activated(x, ACTIVATION: tl.constexpr):
+def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 1 + tanh, halved, without an overflow
+    return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 0.5 * (1 + tanh(inner)) without overflow
 
 
-def linears_triton(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> torch.Tensor:
-    x = x.contiguous()
-    dim, sizes = x.shape[-1], [weight.shape[0] for weight in weights]
-    absent = 3 - len(weights)
+def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
     y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
-    arguments = (x, y, *weights, *[x] * absent, *(biases or [x] * len(weights)), *[x] * absent, *sizes, *[0] * absent)
-    tile_n, tile_k, warps = _tiles_of_one_row(sum(sizes), dim)
+    tile_n, tile_k, warps = _tiles(sum(sizes), dim)
     launch(
-        _one_row, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, *arguments, dim,
+        _linear, (sum(triton.cdiv(size, tile_n) for size in sizes),), x,
+        x, y, *padded_arguments(x, weights), *padded_arguments(x, biases), *padded_arguments(0, sizes), dim,
         TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), num_warps=warps,
     )  # fmt: skip
     return y
 
 
-def gated_linear_triton(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    x = x.contiguous()
-    size, dim = gate.shape
+def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    x, (size, dim) = x.contiguous(), gate.shape
     y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)
+    tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)  # chosen as in `_tiles`
     launch(
-        _gated_row, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
+        _gated_linear, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
         ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, num_warps=warps,
     )  # fmt: skip
     return y
 
 
-def _tiles_of_one_row(size: int, dim: int) -> tuple[int, int, int]:
-    """Rows and columns of a tile, and warps: of a dozen on an H200, among the fastest for each shape of the dev models.
+def padded_arguments(absent: Any, given: Sequence[Any]) -> list[Any]:
+    """`given`, with `absent` for each weight that a kernel could take and does not get."""
+    return [*given, *[absent] * (WEIGHT_ARGUMENTS - len(given))]
 
-    Many small programs read a large weight; few rows keep the memory busy only with much of each on its way at once.
+
+def _tiles(size: int, dim: int) -> tuple[int, int, int]:
+    """TILE_N, TILE_K and warps: among the fastest of a dozen for each shape of the dev models (H200, 2026-11-15).
+
+    A large weight is read by many small programs. A small one has few programs, so each keeps more loads in flight.
     """
     if size >= 8192:
         return 8, 128, 2

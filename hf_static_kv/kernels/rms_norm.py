@@ -1,76 +1,72 @@
-"""RMS norm of each row, of a sum too: the plain PyTorch twins, and the choice between them and the kernel.
+"""RMS norm over the last dim, of a sum too.
 
-    rms_norm(x, weight, eps, style)      y = x / sqrt(mean(x^2) + eps), in float32, times the weight
-    sum_and_rms_norm(x, other, ...)      s = x + other, and the norm of s; with `first`, s = x + the first norm of other
+    rms_norm(x, weight, eps, style)               x / sqrt(mean(x^2) + eps) * weight
+    add_rms_norm(x, other, weight, eps, style)    s = x + other, and the norm of s
+    add_rms_norm(..., pre_norm)                   s = x + pre_norm(other), and the norm of s
 
-Models differ in what follows. `NormStyle(offset, cast_first)`: Llama multiplies by the weight after y is back in the
-model's dtype, (0, True); Gemma by 1 + weight before, (1, False).
+    x, other: [..., D]   weight: [D]   computed in float32
+
+Models differ in how they multiply by the weight, which `NormStyle` says. Llama rounds to the dtype of x before it
+multiplies: NormStyle(0, True). Gemma multiplies by 1 + weight before it rounds: NormStyle(1, False).
 """
-
-from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 
 class NormStyle(NamedTuple):
-    """What is added to the weight, and whether y is rounded to the model's dtype before it is multiplied."""
+    """How a norm multiplies by its weight."""
 
-    offset: float
-    cast_first: bool
+    offset: float  # added to the weight
+    cast_first: bool  # round to the dtype of x before the product
 
 
 STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))
 
 
 class Norm(NamedTuple):
-    """What a norm consists of."""
+    """The parameters of one norm."""
 
-    weight: torch.Tensor
+    weight: Tensor
     eps: float
     style: NormStyle
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
-    """The norm of every row of `x` [..., D], times `weight` [D]; in x's dtype."""
+def rms_norm(x: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
+    """The norm of x, in its dtype."""
     _check(x, weight)
-    if x.is_cuda:
-        from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
+    if not x.is_cuda:
+        return rms_norm_plain(x, weight, eps, style)
+    from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, None, weight, eps, *style)[1]
-    return rms_norm_plain(x, weight, eps, style)
+    return rms_norm_triton(x, None, weight, eps, *style)[1]
 
 
-def sum_and_rms_norm(
-    x: torch.Tensor,
-    other: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    style: NormStyle,
-    first: Norm | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`x` + `other`, or + the `first` norm of it, each rounded as it would be by itself; and the norm of that."""
+def add_rms_norm(
+    x: Tensor, other: Tensor, weight: Tensor, eps: float, style: NormStyle, pre_norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sum and its norm; the sum and the output of `pre_norm` are rounded to the dtype of x."""
     _check(x, weight)
-    if first is not None:
-        _check(x, first.weight)
+    if pre_norm is not None:
+        _check(x, pre_norm.weight)
     if other.shape != x.shape or other.dtype != x.dtype:
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype} must be alike.")
-    if x.is_cuda:
-        from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
+    if not x.is_cuda:
+        total = x + (other if pre_norm is None else rms_norm_plain(other, *pre_norm))
+        return total, rms_norm_plain(total, weight, eps, style)
+    from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-        return rms_norm_triton(x, other, weight, eps, *style, first)
-    total = x + (other if first is None else rms_norm_plain(other, *first))
-    return total, rms_norm_plain(total, weight, eps, style)
+    return rms_norm_triton(x, other, weight, eps, *style, pre_norm)
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor) -> None:
+def _check(x: Tensor, weight: Tensor) -> None:
     if x.shape[-1] != weight.shape[0] or weight.ndim != 1:
         raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [..., D] and [D].")
 
 
-def rms_norm_plain(x: torch.Tensor, weight: torch.Tensor, eps: float, style: NormStyle) -> torch.Tensor:
-    """The norm in plain PyTorch."""
+def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
     if style.cast_first:

@@ -1,28 +1,25 @@
-"""Rotary positions: the plain PyTorch twin, and the choice between it and the kernel.
+"""Rotary position embedding of queries and keys.
 
-y = x * cos + rotate_half(x) * sin        rotate_half: the second half of a head's dims, negated, before the first
+y = x * cos + rotate_half(x) * sin      rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
 
-query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or one for all rows
+query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or [1, q, D] for all batch rows
 """
 
-from __future__ import annotations
-
 import torch
+from torch import Tensor
 
 
-def rotary(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Query and key, turned to their positions; each product and the sum are rounded to the model's dtype."""
-    if is_served(query, key, cos, sin):
+def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotated query and key; both products and their sum are rounded to the dtype of x."""
+    if is_supported(query, key, cos, sin):
         from hf_static_kv.kernels.rotary_triton import rotary_triton
 
         return rotary_triton(query, key, cos, sin)
     return rotary_plain(query, key, cos, sin)
 
 
-def is_served(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> bool:
-    """Whether the kernel takes this: on a GPU, all of one dtype, every dim of a head turned."""
+def is_supported(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernel takes these: on a GPU, one dtype, all dims of a head rotated."""
     if not query.is_cuda or query.ndim != 4:
         return False
     batch, _, length, dim = query.shape
@@ -36,14 +33,11 @@ def is_served(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: to
     )
 
 
-def rotary_plain(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same in plain PyTorch."""
+def rotary_plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     cos, sin = cos[:, None], sin[:, None]
     return query * cos + _rotate_half(query) * sin, key * cos + _rotate_half(key) * sin
 
 
-def _rotate_half(x: torch.Tensor) -> torch.Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)

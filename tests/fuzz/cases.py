@@ -9,7 +9,7 @@ import random
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from models import ARCHITECTURES, VARIANTS, available
+from tests.fuzz.models import ARCHITECTURES, VARIANTS, available
 
 SEEDS_PER_MODEL = 4  # successive seeds share a model, since building one takes as long as a short call
 MAX_ROWS = 12

@@ -1,7 +1,7 @@
 """The differential fuzzer: random models and histories, with and without caches, compared in float32.
 
-python tests/fuzz/fuzz.py --cases 1000            seeds 0 to 999
-python tests/fuzz/fuzz.py --seed 1234 --cases 1   one case again, with its description
+python -m tests.fuzz.fuzz --cases 1000            seeds 0 to 999
+python -m tests.fuzz.fuzz --seed 1234 --cases 1   one case again, with its description
 """
 
 from __future__ import annotations
@@ -14,15 +14,12 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 import transformers
 
-sys.path.insert(0, str(Path(__file__).parent))  # a spawned process has only the directory of the package on its path
-
-from cases import SEEDS_PER_MODEL, make_case
-from runner import Tally, run_case
+from tests.fuzz.cases import SEEDS_PER_MODEL, make_case
+from tests.fuzz.runner import Tally, run_case
 
 CONTENDERS = ("dynamic", "ours", "decoder")
 _SEEDS_PER_TASK = 5 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
@@ -121,10 +118,10 @@ def replay_command(seed: int, args: argparse.Namespace) -> str:
     flag = " --plain-only" if args.plain_only else " --decoder-only" if args.decoder_only else ""
     end = f" --device {args.device}{flag}"
     first = seed - seed % SEEDS_PER_MODEL
-    alone = f"python tests/fuzz/fuzz.py --seed {seed} --cases 1{end}"
+    alone = f"python -m tests.fuzz.fuzz --seed {seed} --cases 1{end}"
     if not make_case(seed).pooled or first == seed:
         return alone
-    return f"{alone}\n  if it passes alone: python tests/fuzz/fuzz.py --seed {first} --cases {seed - first + 1}{end}"
+    return f"{alone}\n  if it passes alone: python -m tests.fuzz.fuzz --seed {first} --cases {seed - first + 1}{end}"
 
 
 def progress(tally: Tally, started: float) -> str:

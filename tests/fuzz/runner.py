@@ -15,12 +15,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
-from models import at_least, build_model
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from tests.fuzz.cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
+from tests.fuzz.models import at_least, build_model
 
 # Rounding of a cached pass against a whole one, in units of the largest logit.
 LOGITS_TOLERANCE = 128 * torch.finfo(torch.float32).eps
@@ -205,9 +205,9 @@ class OursWithDecoder(Ours):
         if not call.with_decoder or call.beams > 1 or call.is_assisted:
             return super()._generate(text, call)
         decoder, stream = self.decoder, None
-        if call.streamer or call.record_steps:
-            stream = Collect() if call.streamer else None
-            decoder = GraphDecoder(streamer=stream, record_steps=2 if call.record_steps else 0)
+        if call.streamer:
+            stream = Collect()
+            decoder = GraphDecoder(streamer=stream)
         how = {"past_key_values": self.cache, "custom_generate": decoder}
         output = generate(self.model, text, call, how, stream_apart=stream)
         self.reasons[decoder.fallback_reason or "none"] += 1
@@ -215,8 +215,6 @@ class OursWithDecoder(Ours):
             # It keeps the reason for good, and this failure has passed.
             self.decoder = GraphDecoder()
             shared_decoder.cache_clear()
-        if call.record_steps:
-            output.recorded = [[step["token"] for step in row] for row in decoder.steps]
         return output
 
 
@@ -260,6 +258,9 @@ def generate(
     stream = stream_apart
     if call.streamer and "custom_generate" not in how:
         stream = options["streamer"] = Collect()
+    recorder = StepRecorder(best=2) if call.record_steps and call.beams == 1 and not call.is_assisted else None
+    if recorder is not None:
+        options["logits_processor"] = [recorder]
     result = run_generate(model, call, **inputs, **options, **how)
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     prompt = text.ids.repeat_interleave(call.options.get("num_return_sequences", 1), dim=0)
@@ -270,6 +271,8 @@ def generate(
     if stream is not None:
         prefix = [] if call.embeds == "alone" else given.repeat_interleave(call.copies, dim=0).flatten().tolist()
         output.streamed = streamed_tokens(stream, prefix)
+    if recorder is not None:
+        output.recorded = [[step["token"] for step in row] for row in recorder.steps(sequences)]
     return output
 
 

@@ -1,21 +1,22 @@
 """The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
 
 import pytest
-from cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
-from fuzz import main, run_seeds
-from models import available
-from runner import workspace
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
-from hf_static_kv.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep
+from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
+from tests.fuzz.fuzz import main, run_seeds
+from tests.fuzz.models import available
+from tests.fuzz.runner import workspace
 
 TESTS = 8
-SEEDS = len(available()) * SEEDS_PER_MODEL  # every architecture in its first variant
+# Two cases of every architecture in its first variant; `make fuzz` runs as many as one likes.
+SEEDS = [model * SEEDS_PER_MODEL + case for model in range(len(available())) for case in range(2)]
 
 
 @pytest.mark.parametrize("part", range(TESTS))
 def test_no_fault_is_found(part):
-    seeds = range(SEEDS * part // TESTS, SEEDS * (part + 1) // TESTS)
+    seeds = SEEDS[len(SEEDS) * part // TESTS : len(SEEDS) * (part + 1) // TESTS]
     tally = run_seeds(seeds)
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
@@ -44,14 +45,14 @@ def drop_the_newest_key(monkeypatch):
 
 
 def see_one_key_less_than_the_window(monkeypatch):
-    attach = StaticContiguousLayer.attach
+    use_storage = StaticContiguousLayer.use_storage
 
-    def broken(layer, group, row):
-        attach(layer, group, row)
+    def broken(layer, group, index):
+        use_storage(layer, group, index)
         if layer.is_sliding:
             layer.sliding_window -= 1
 
-    monkeypatch.setattr(StaticContiguousLayer, "attach", broken)
+    monkeypatch.setattr(StaticContiguousLayer, "use_storage", broken)
 
 
 def crop_one_too_few(monkeypatch):
@@ -63,32 +64,32 @@ def keep_the_rows_in_their_order(monkeypatch):
     def broken(layer, indices):
         layer.batch_size = len(indices)
 
-    monkeypatch.setattr(StaticContiguousLayer, "take_rows", broken)
+    monkeypatch.setattr(StaticContiguousLayer, "select_rows", broken)
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
     def broken(cache):
         for layer in cache.layers:
             layer.commit()
-        cache._step_kind = None
+        cache._step_size = None
 
     monkeypatch.setattr(StaticContiguousCache, "_discard_step", broken)
 
 
-def begin_the_text_of_a_step_one_position_late(monkeypatch):
-    begin = DecodeStep.begin
+def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
+    set_position = DecodeStep.set_position
 
-    def broken(step, length, origin):
-        begin(step, length, origin)
-        step.origin += 1
+    def broken(step, length, seq_start):
+        set_position(step, length, seq_start)
+        step.seq_start += 1
 
-    monkeypatch.setattr(DecodeStep, "begin", broken)
-    monkeypatch.setattr("hf_static_kv.decode.compare", lambda step, call: None)  # it would refuse the step
+    monkeypatch.setattr(DecodeStep, "set_position", broken)
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)  # it would refuse the step
 
 
 def forget_the_streamer(monkeypatch):
-    captured = GraphDecoder._captured
-    monkeypatch.setattr(GraphDecoder, "_captured", lambda decoder, call, streamer: captured(decoder, call, None))
+    decode = GraphDecoder._decode
+    monkeypatch.setattr(GraphDecoder, "_decode", lambda decoder, call, streamer: decode(decoder, call, None))
 
 
 def has(*kinds):
@@ -114,7 +115,7 @@ FAULTS = {
     crop_one_too_few: has(Crop),
     keep_the_rows_in_their_order: has(Rows),
     count_what_a_failed_pass_wrote: has_failure,
-    begin_the_text_of_a_step_one_position_late: has(Call),
+    begin_the_sequence_of_a_step_one_position_late: has(Call),
     forget_the_streamer: has_streamer,
 }
 
@@ -141,10 +142,10 @@ def test_a_fault_is_found(break_it):
 
 def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
     drop_the_newest_key(monkeypatch)
-    monkeypatch.setattr("fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
+    monkeypatch.setattr("tests.fuzz.fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
     monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu"])
     assert main() == 1
     output = capsys.readouterr().out
-    assert "python tests/fuzz/fuzz.py --seed 1 --cases 1 --device cpu" in output
+    assert "python -m tests.fuzz.fuzz --seed 1 --cases 1 --device cpu" in output
     assert "faults: 1" in output
     workspace.cache_clear()

@@ -1,0 +1,1 @@
+"""The drop-in cache. Reading order: debug, storage, layout, request, layer, allocation, cache."""

@@ -1,0 +1,125 @@
+"""The layers of a cache and the storage that they share: allocation, groups, pickling. Knows no steps."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup, allocate_groups
+
+logger = logging.getLogger(__name__)
+PerLayer = int | Sequence[int]  # one number for all layers, or one for each
+
+
+class AllocatedCache(Cache):
+    """Layers in groups: those of one shape on one device share one pair of tensors. See `StaticContiguousCache`."""
+
+    layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
+
+    def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
+        self._plans, self._max_cache_len = plans, max_cache_len
+        self._groups: list[StorageGroup] = []
+        # Layers that have not written: without storage, or with storage that was sized by another layer's states.
+        self._unconfirmed = set(range(len(plans)))
+        super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
+
+    def _allocate(self, kinds: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype) -> None:
+        """Give these layers storage; layers of one shape on one device share one pair of tensors."""
+        alike: dict[tuple[LayerShape, torch.device], list[int]] = {}
+        for layer_idx, kind in kinds.items():
+            alike.setdefault(kind, []).append(layer_idx)
+        self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, (dtype, dtype))
+        self._unconfirmed -= set(kinds)
+
+    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
+        # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
+        groups = allocate_groups(members, self._max_cache_len, batch_size, dtypes)
+        for group, (_, _, layer_indices) in zip(groups, members, strict=True):
+            for index, layer_idx in enumerate(layer_indices):
+                self.layers[layer_idx].use_storage(group, index)
+        self._groups.extend(groups)
+
+    def _settle(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
+        layer, plan = self.layers[layer_idx], self._plans[layer_idx]
+        shape, device = LayerShape.of(key_states, value_states), key_states.device
+        if not layer.is_initialized:
+            absent = (i for i, other in enumerate(self.layers) if not other.is_initialized)
+            alike = [i for i in absent if self._plans[i].shape == plan.shape]
+        elif (layer.shape, layer.device) == (shape, device):
+            alike = []
+        else:
+            logger.warning(
+                f"Layer {layer_idx} has {shape} on {device}, unlike the config and the first layer: new storage is "
+                "allocated for it and the layers with the same plan, and their old storage stays unused."
+                + (" `from_model` places every layer at once." if shape == layer.shape else "")
+            )
+            alike = [i for i in sorted(self._unconfirmed) if self._plans[i] == plan]
+        if alike:
+            self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+        self._unconfirmed.discard(layer_idx)
+
+    def early_initialization(
+        self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """transformers' way to allocate in advance; layers that have storage already keep it."""
+        check_positive(batch_size=batch_size)
+        heads = for_each_layer("num_heads", num_heads, len(self))
+        dims = for_each_layer("head_dim", head_dim, len(self))
+        new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
+        kinds = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
+        self._allocate(kinds, batch_size, dtype)
+
+    @property
+    def storage_groups(self) -> tuple[StorageGroup, ...]:
+        """The pairs of tensors: one pair for each shape and device, so one for most models; none before allocation."""
+        return tuple(self._groups)
+
+    @property
+    def key_storage(self) -> Tensor:
+        """All keys, [L, B, H, S, D]; a `ValueError` where there is not exactly one group."""
+        return self._only_group().keys
+
+    @property
+    def value_storage(self) -> Tensor:
+        """All values, [L, B, H, S, D]; as `key_storage`."""
+        return self._only_group().values
+
+    def _only_group(self) -> StorageGroup:
+        if not self._groups:
+            raise ValueError("Nothing is allocated before the first forward pass; `from_model` allocates at once.")
+        if len(self._groups) > 1:
+            shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
+            raise ValueError(f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`.")
+        return self._groups[0]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
+        return sum(group.num_bytes for group in self._groups)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a pickle: the cached tokens without the free positions. Loaded, the cache has its capacity again."""
+        used = [sizes for layer in self.layers if layer.is_initialized for sizes in layer.used()] or [(0, 0)]
+        rows, length = map(max, zip(*used, strict=True))
+        groups = {id(group): group.to_pickle(rows, length) for group in self._groups}
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in layers:
+            layer.group = groups.get(id(layer.group))
+        return {**self.__dict__, "_groups": list(groups.values()), "layers": layers}
+
+
+def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:
+    numbers = [number] * num_layers if isinstance(number, int) else list(number)
+    if len(numbers) != num_layers:
+        raise ValueError(f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each.")
+    check_positive(**{name if isinstance(number, int) else f"{name}[{i}]": n for i, n in enumerate(numbers)})
+    return numbers

@@ -1,0 +1,349 @@
+"""`StaticContiguousCache`: the drop-in for `generate`. Builds the layers, keeps steps atomic, rearranges the batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from threading import Lock, get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_static_kv import compat
+from hf_static_kv.cache import debug, layout
+from hf_static_kv.cache.allocation import AllocatedCache, PerLayer, for_each_layer
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request, wait_for_exit
+from hf_static_kv.cache.storage import LayerShape
+
+logger = logging.getLogger(__name__)
+_TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
+
+
+class StaticContiguousCache(AllocatedCache):
+    """A KV cache in one contiguous, preallocated pair of tensors: `key_storage` and `value_storage` [L, B, H, S, D].
+
+    The first forward pass allocates, from the states themselves; `from_model` allocates at once. Keys and values are
+    stored as attention uses them, after QK-norm and RoPE. `StorageGroup` has the drawing.
+
+    ```python
+    cache = StaticContiguousCache(model.config, max_cache_len=4096)
+    tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=256)
+    cache.reset()  # before the next sequence
+    ```
+
+    A step (one forward pass) is atomic: every layer writes after the cached tokens, and `seq_len` moves once, when all
+    layers have written, in any order. If the pass fails before that, the cache reads as before it and the same call can
+    be retried. A pass that fails later (in the last layer's MLP, in layers that share earlier keys, in the head) has
+    written all of its tokens: remove them with `crop(-n)`.
+
+    A cache holds one sequence, or one batch of them, at a time. Threads may use it in turn: a second thread that writes
+    while the first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Two
+    loops of one thread that take turns on one cache mix their sequences unnoticed.
+
+    A forward pass outside `torch.no_grad()` works, a backward pass through the cache raises. Under `torch.compile` use
+    `torch.no_grad()`.
+    """
+
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
+        plans = layout.plan_layers(config)
+        check_positive(max_cache_len=max_cache_len)
+        layout.check_positions(config, max_cache_len)
+        layout.warn_use_cache_off(config)
+        self._build(plans, max_cache_len)
+
+    @classmethod
+    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> StaticContiguousCache:
+        """A cache for this model, allocated now: in its dtype, each layer on the device that computes it.
+
+        `batch_size` counts beams and return sequences. A smaller batch uses the first batch rows.
+        """
+        cache = cls(model.config, max_cache_len)
+        check_positive(batch_size=batch_size)
+        shapes = layout.local_shapes(model, layout.known_shapes(cache._plans, model.config))
+        devices = layout.layer_devices(model, len(cache))
+        if shapes is not None:
+            cache._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
+        if (generation_config := getattr(model, "generation_config", None)) is not None:
+            layout.warn_use_cache_off(model.config, generation_config)
+        return cache
+
+    @classmethod
+    def allocate(
+        cls,
+        num_layers: int,
+        num_kv_heads: PerLayer,
+        head_dim: PerLayer,
+        max_cache_len: int,
+        *,
+        value_head_dim: PerLayer | None = None,
+        batch_size: int = 1,
+        dtype: torch.dtype | None = None,
+        device: str | torch.device | None = None,
+        sliding_windows: Sequence[int | None] | None = None,
+    ) -> StaticContiguousCache:
+        """A cache from plain numbers, with no config; a sequence gives one number for each layer.
+
+        `dtype` and `device` default to torch's own defaults.
+
+        >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.bfloat16)
+        >>> list(cache.key_storage.shape), cache.memory_bytes
+        ([2, 1, 4, 16, 8], 4096)
+        """
+        check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
+        value_head_dim = head_dim if value_head_dim is None else value_head_dim
+        sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "value_head_dim": value_head_dim}
+        columns = [for_each_layer(name, size, num_layers) for name, size in sizes.items()]
+        windows = list(sliding_windows) if sliding_windows is not None else [None] * num_layers
+        if len(windows) != num_layers:
+            raise ValueError(f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for each.")
+        check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
+        shapes = [LayerShape(*numbers) for numbers in zip(*columns, strict=True)]
+        cache = cls.__new__(cls)
+        cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
+        place = torch.get_default_device() if device is None else torch.device(device)
+        places = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
+        cache._allocate(places, batch_size, dtype or torch.get_default_dtype())
+        return cache
+
+    def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
+        self._step_size: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
+        self._written: set[int] = set()  # the layers that have written in it
+        self._thread = 0  # the thread that used the cache last
+        self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
+        super()._build(plans, max_cache_len)
+
+    # --- a call of generate
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return True
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, value: bool) -> None:
+        # `generate` sets this on a user's cache before its first pass (transformers 5.17 to 5.22): check the call here.
+        if (request := running_request()) is None:
+            return
+        if isinstance(request.custom_generate, type):
+            name = request.custom_generate.__name__
+            raise TypeError(f"custom_generate takes an object and not a class: pass {name}().")
+        if request.custom_generate is None:  # a custom loop may use the prompt in another way
+            self.begin_call(request)
+
+    def begin_call(self, request: Request) -> None:
+        """Before a first pass: refuse what this cache cannot serve, else remember the tokens of the prompt."""
+        if self._thread != get_ident():
+            self._take_over("begins a call")
+        known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
+        check_request(request, self.seq_len, self.max_cache_len, known_ids)
+        if request.tokens is not None:
+            self.remember(request.tokens, request.past)
+
+    def remember(self, input_ids: Tensor, start: int = 0) -> None:
+        """The sequences have these tokens [B, n] from position `start` on; a later prompt with others is refused."""
+        known = self._known_ids
+        if start == 0:
+            self._known_ids = input_ids.clone()
+        elif known is not None and known.shape[1] >= start and len(known) == len(input_ids):
+            self._known_ids = torch.cat([known[:, :start], input_ids], dim=1)
+
+    def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
+        """Another thread used the cache last: raise if it still does."""
+        if not amid_a_step:
+            wait_for_exit(self, self._thread)
+        with _TAKING_OVER:
+            if self._thread and (amid_a_step or is_in_use(self, self._thread)):
+                raise RuntimeError(
+                    f"Thread {get_ident()} {doing} while thread {self._thread} uses this cache at "
+                    f"seq_len={self.seq_len}. A cache holds one sequence at a time: build one for each thread, or let "
+                    "one call end before the next begins."
+                )
+            self._thread = get_ident()
+
+    # --- a step
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write the states [B, H, n, D] after the cached tokens and return views of all that their queries may see.
+
+        The views are slices of the storage: [B, H, seq_len + n, D], or for a sliding layer from the oldest position
+        that a query may see. States that do not fit are refused before this layer writes anything.
+        """
+        if not 0 <= layer_idx < len(self.layers):
+            raise ValueError(
+                f"layer_idx={layer_idx} is out of range: this cache has layers 0 to {len(self.layers) - 1}. "
+                "Build it with the config of the model that runs."
+            )
+        layer = self.layers[layer_idx]
+        if not torch.compiler.is_compiling() and self._thread != get_ident():
+            # First of all: two threads must not both allocate.
+            self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
+        if layer_idx in self._unconfirmed:
+            layer.check(key_states, value_states, has_storage=False)
+            self._settle(layer_idx, key_states, value_states)
+        layer.check(key_states, value_states)
+        size = key_states.shape[0], key_states.shape[2]
+        if layer.pending or size != self._step_size:
+            self._begin_step(layer_idx, size)
+        views = layer.write(key_states, value_states)
+        if layer_idx == debug.logged_layer:
+            debug.log_layer(layer_idx, layer.length + size[1], size[1], views[0].shape[2])
+        self._written.add(layer_idx)
+        if len(self._written) == len(self.layers):
+            self._complete_step()
+        return views
+
+    def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
+        layer = self.layers[layer_idx]
+        if layer.pending:
+            # The last pass failed, or the model lacks layers.
+            if (model := running_model()) is not None:
+                layout.refuse_missing_layers(model, len(self.layers))
+            logger.warning(
+                f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
+                f"it is discarded, and writing starts again at position {layer.length}."
+            )
+            self._discard_step()
+            self._known_ids = None
+        if self._step_size is not None and self._step_size != size:
+            raise ValueError(
+                f"Layer {layer_idx} brings (batch, tokens) = {size} into a step where earlier layers brought "
+                f"{self._step_size}. Give every layer the same tokens, or call advance({self._step_size[1]}) first."
+            )
+        known = self._known_ids
+        if known is not None and not torch.compiler.is_compiling() and known.shape[1] > layer.length:
+            # Tokens that `generate` has announced belong to its own passes, not to those of another caller.
+            self._known_ids = known if compat.generate_locals() is not None else known[:, : layer.length]
+        self._step_size = size
+
+    def _complete_step(self) -> None:
+        if self._step_size is not None and not torch.compiler.is_compiling():
+            debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
+        self._end_step(StaticContiguousLayer.commit)
+
+    def _discard_step(self) -> None:
+        self._end_step(StaticContiguousLayer.discard)
+
+    def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
+        """Commit, discard or reset every layer; no step is in progress then."""
+        for layer in self.layers:
+            end(layer)
+        self._step_size = None
+        self._written.clear()
+
+    def advance(self, n: int) -> None:
+        """Complete a step of `n` tokens by hand, when not all layers are written."""
+        if self._step_size is None:
+            raise ValueError(
+                f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when all "
+                f"{len(self.layers)} layers have written; call `update` first."
+            )
+        if n != self._step_size[1]:
+            raise ValueError(f"advance({n}): the step in progress has {self._step_size[1]} tokens. Advance by that.")
+        self._complete_step()
+
+    def mark_written(self, n: int) -> None:
+        """Append `n` tokens that a kernel or a captured graph has written to every layer, from `seq_len` on."""
+        free = min(layer.max_cache_len - layer.length for layer in self.layers)
+        if not 0 <= n <= free or self._step_size is not None:
+            raise ValueError(
+                f"mark_written({n}): {free} positions are free after the {self.seq_len} cached tokens"
+                + (", and a step is in progress." if self._step_size else ".")
+            )
+        for layer in self.layers:
+            layer.length += n
+
+    # --- the sequence
+
+    @property
+    def seq_len(self) -> int:
+        """Number of tokens in the cache; the next token has this position."""
+        return int(self.get_seq_length())
+
+    @property
+    def max_cache_len(self) -> int:
+        """The capacity in tokens."""
+        return self._max_cache_len
+
+    @property
+    def is_initialized(self) -> bool:
+        # Model code reads this as 'the prompt has been computed' (prefix-LM masks): storage alone is not enough.
+        return self.seq_len > 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No tensor is touched."""
+        filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
+        for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
+            layer.crop(tokens_to_remove)
+        self._discard_step()
+        if self._known_ids is not None:
+            self._known_ids = self._known_ids[:, : self.seq_len]
+
+    def reset(self) -> None:
+        """Remove all tokens, keep the storage and its address. No tensor is touched."""
+        self._end_step(StaticContiguousLayer.reset)
+        self._known_ids = None
+
+    # --- the batch
+
+    @property
+    def batch_size(self) -> int:
+        """Batch rows of the sequences; of the storage while the cache is empty; -1 before allocation."""
+        filled = [layer.batch_size for layer in self.layers if layer.length]
+        allocated = [layer.max_batch_size for layer in self.layers if layer.is_initialized]
+        return (filled or allocated or [-1])[0]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Batch row i becomes what row `beam_idx[i]` is now (beam search), in place; as `batch_select_indices`."""
+        if self.seq_len and len(beam_idx) != self.batch_size:
+            raise ValueError(
+                f"reorder_cache got {len(beam_idx)} indices for a batch of {self.batch_size}. Give one for each row, "
+                "or use batch_select_indices to change the number of rows."
+            )
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows of the batch (indices or a boolean mask), in this order, in place.
+
+        Needs memory for the tokens of one layer; without it nothing is changed. An interrupt or a device error while
+        states are copied empties the cache.
+        """
+        filled = [layer for layer in self.layers if layer.length]
+        if not filled:
+            return
+        batch_size, max_batch_size = self.batch_size, min(layer.max_batch_size for layer in filled)
+        if indices.dtype == torch.bool:
+            if len(indices) != batch_size:
+                raise ValueError(f"The mask has {len(indices)} entries for a batch of {batch_size}: give one a row.")
+            indices = indices.nonzero().squeeze(1)
+        # Read on the host on purpose: an index out of range must not become a device-side assert.
+        if bad := [i for i in indices.tolist() if not 0 <= i < batch_size]:
+            raise ValueError(f"Row {bad[0]} is out of range: the batch has rows 0 to {batch_size - 1}.")
+        if not 1 <= len(indices) <= max_batch_size:
+            raise ValueError(
+                f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
+                f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
+            )
+        self._discard_step()
+        self._known_ids = None
+        # All memory is allocated first, so that running out of it leaves every layer as it was.
+        length = max(layer.length for layer in filled)
+        groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}
+        indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
+        scratch = {key: group.scratch(len(indices), length) for key, group in groups.items()}
+        try:
+            for layer in filled:
+                layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])
+        except BaseException:
+            self.reset()  # some layers have the new rows and some the old ones
+            raise
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each batch row becomes `repeats` rows in succession, in place; the storage must have that many."""
+        check_positive(repeats=repeats)
+        if self.seq_len:
+            self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))

@@ -1,0 +1,298 @@
+"""One layer of the cache: writes new states after its tokens, returns views, knows its own length and window."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from hf_static_kv.cache.request import CONTINUE_OR_RESET
+from hf_static_kv.cache.storage import LayerShape, StorageGroup, allocate_groups
+
+
+class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its storage.
+
+    A `StaticContiguousCache` gives each layer a part of its shared storage and moves all lengths together when a step
+    is complete: `write` leaves the new tokens `pending`, `commit` appends them, `discard` drops them. In a layer that
+    is used alone, `update` does both.
+
+    ```
+    position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
+    storage      [k] [k] [k] [k] [p] [p] [ ] [ ]
+    keys         <------------->                       the tokens of the sequence
+    view                 <------------->               what `write` returned for queries 4 and 5: 4 may see 2, 3 and 4
+    ```
+    """
+
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
+        self.max_cache_len = max_cache_len
+        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        self.length = self.pending = 0
+        self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
+        self.group: StorageGroup | None = None
+        self._index = 0  # this layer's index in the group
+        self._had_grad = False  # whether states that require grad were written since the last reset
+        self.was_assigned = False  # since the last reset
+        # While only one of keys and values has been assigned: the (batch, length) that the other still has.
+        self._half_assigned: dict[str, tuple[int, int]] = {}
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __repr__(self) -> str:
+        window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
+        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window})"
+
+    # --- storage
+
+    def use_storage(self, group: StorageGroup, index: int) -> None:
+        """Keep this layer's states in layer `index` of the group."""
+        self.group, self._index, self.shape = group, index, group.shape
+        self.dtype, self.value_dtype, self.device = group.keys.dtype, group.values.dtype, group.keys.device
+        self.batch_size = self.max_batch_size = group.keys.shape[1]
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
+        members = (LayerShape.of(key_states, value_states), key_states.device, [0])
+        dtypes = key_states.dtype, value_states.dtype
+        (group,) = allocate_groups([members], self.max_cache_len, key_states.shape[0], dtypes)
+        self.use_storage(group, index=0)
+
+    def used(self) -> list[tuple[int, int]]:
+        """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
+        return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
+
+    # --- a step: check, write, commit
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Append the states and return the views that attention reads, for a layer that is used alone."""
+        self.check(key_states, value_states, has_storage=self.is_initialized)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        views = self.write(key_states, value_states)
+        self.commit()
+        return views
+
+    def check(self, key_states: Tensor, value_states: Tensor, has_storage: bool = True) -> None:
+        """Refuse states that cannot be written; `has_storage=False` compares nothing with the storage."""
+        size, value_size = key_states.shape, value_states.shape
+        if len(size) != 4 or len(value_size) != 4 or size[:3] != value_size[:3]:
+            raise ValueError(
+                f"key_states {list(size)} and value_states {list(value_size)} must both be "
+                "[batch, kv_heads, tokens, head_dim] and agree in the first three."
+            )
+        device = key_states.device
+        if device != value_states.device:
+            raise ValueError(f"key_states are on {device} and value_states on {value_states.device}: move one of them.")
+        batch_size, heads, tokens, head_dim = size
+        if not 0 < tokens <= self.max_cache_len - self.length:
+            self._refuse_tokens(tokens)
+        if not has_storage:
+            return
+        shape = self.shape
+        if (heads, head_dim, value_size[3]) != (shape.num_kv_heads, shape.key_head_dim, shape.value_head_dim):
+            raise ValueError(
+                f"The states have {LayerShape.of(key_states, value_states)}, this layer was allocated for {shape}. "
+                "Build the cache with the config of the model that runs: "
+                "`StaticContiguousCache(model.config, max_cache_len)` learns the shape itself."
+            )
+        if key_states.dtype != self.dtype or value_states.dtype != self.value_dtype or device != self.device:
+            kinds = (key_states.dtype, value_states.dtype, device)
+            raise ValueError(
+                f"The states (keys, values) are {kinds}, the storage is {(self.dtype, self.value_dtype, self.device)}: "
+                "nothing is cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes the dtype and "
+                "device of the states, under autocast too; `from_model` takes those of the model."
+            )
+        if self.length:
+            if batch_size != self.batch_size:
+                raise ValueError(
+                    f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call "
+                    "reset() to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
+                )
+        elif batch_size > self.max_batch_size:
+            raise ValueError(
+                f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch rows. Build the "
+                f"cache with `from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count)."
+            )
+
+    def _refuse_tokens(self, tokens: int) -> None:
+        if tokens == 0:
+            raise ValueError(f"There are no new tokens: the cache holds {self.length} already. {CONTINUE_OR_RESET}")
+        raise ValueError(
+            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
+            f"{tokens} more. This pass needs max_cache_len >= {self.length + tokens}. A generation needs prompt + "
+            "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens - 2. "
+            f"`generate` that stops here returns nothing; the cache still holds its {self.length} tokens. Build a "
+            "larger cache, or free positions with crop or reset."
+        )
+
+    def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see.
+
+        Under autograd the storage stays out of the graph, and a backward pass through the views raises.
+        """
+        if torch.is_grad_enabled() and (self._had_grad or key_states.requires_grad or value_states.requires_grad):
+            with torch.no_grad():
+                views = self.write(key_states, value_states)
+            self._had_grad, anchor = True, torch.empty(0, requires_grad=True)
+            keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
+            return keys, values
+        assert self.group is not None, "the layer has no storage"
+        self.batch_size, _, tokens, _ = key_states.shape
+        keys, values = self.group.views(self._index, self.batch_size, self.length, tokens)
+        keys.copy_(key_states)
+        values.copy_(value_states)
+        self.pending = tokens
+        first = self._first_visible()
+        return self.group.views(self._index, self.batch_size, first, self.length + tokens - first)
+
+    def commit(self) -> None:
+        """Append the pending tokens."""
+        if self.pending:
+            self.length += self.pending
+            self.pending = 0
+            self._half_assigned.clear()
+
+    def discard(self) -> None:
+        """Drop the pending tokens; their positions are free again."""
+        self.pending = 0
+        self._half_assigned.clear()
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
+        if query_length == 0:  # a model asks for these before it computes any states
+            self._refuse_tokens(0)
+        first = self._first_visible()
+        return self.length + query_length - first, first
+
+    def _first_visible(self) -> int:
+        """The oldest position that the next token may see."""
+        return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def get_max_length(self) -> int:
+        return self.max_cache_len
+
+    # --- the sequence: shorten, rearrange, assign
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens. No state moves: older positions are all still there."""
+        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
+        if tokens_to_remove > 0:
+            remedy = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
+            if tokens_to_remove >= self.length:
+                remedy = f"There are only {self.length} tokens: nothing to remove."
+            raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}")
+        if -tokens_to_remove > self.length:
+            raise ValueError(
+                f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} tokens. "
+                f"Remove at most {self.length}, or call reset()."
+            )
+        self.discard()
+        self.length += tokens_to_remove
+
+    def reset(self) -> None:
+        """Remove all tokens, keep the storage. No tensor is touched."""
+        self.discard()
+        self.length, self.was_assigned, self._had_grad = 0, False, False
+        if self.is_initialized:
+            self.batch_size = self.max_batch_size
+
+    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
+        """Batch row i becomes what row `indices[i]` is now, in place; the batch then has len(indices) rows.
+
+        Allocates nothing: states go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
+        """
+        assert self.group is not None, "the layer has no storage"
+        self.discard()
+        before = self.group.views(self._index, self.batch_size, 0, self.length)
+        self.batch_size = len(indices)
+        after = self.group.views(self._index, self.batch_size, 0, self.length)
+        for states, target, buffer in zip(before, after, scratch, strict=True):
+            target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length]))
+
+    @property
+    def keys(self) -> Tensor | None:
+        """The keys [B, H, length, D] of the sequence, a view; None before allocation. Pending tokens are not in it.
+
+        Assigning replaces the sequence: a prefix of this very view only sets the length (and batch), anything else is
+        copied into the storage; None empties the layer. Assign `values` of the same length as well.
+        """
+        return self._states("keys")
+
+    @keys.setter
+    def keys(self, states: Tensor | None) -> None:
+        self._assign("keys", states)
+
+    @property
+    def values(self) -> Tensor | None:
+        """The values [B, H, length, D] of the sequence; as `keys`."""
+        return self._states("values")
+
+    @values.setter
+    def values(self, states: Tensor | None) -> None:
+        self._assign("values", states)
+
+    def _states(self, name: str) -> Tensor | None:
+        if self.group is None:
+            return None
+        batch_size, length = self._half_assigned.get(name, (self.batch_size, self.length))
+        return self.group.views(self._index, batch_size, 0, length)[0 if name == "keys" else 1]
+
+    def _assign(self, name: str, states: Tensor | None) -> None:
+        if states is None:
+            self.discard()
+            self.length = 0
+            return
+        self.was_assigned = True
+        if self.group is None:
+            raise ValueError(
+                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
+                "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
+            )
+        own: Tensor = getattr(self.group, name)[self._index]  # [B, H, S, D]
+        kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
+        fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
+        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
+            raise ValueError(
+                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
+                f"{own_kind}. Convert them, or build a larger cache."
+            )
+        batch_size, length = states.shape[0], states.shape[2]
+        is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
+        if length and not is_prefix:
+            shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
+            with torch.no_grad():  # the storage stays out of autograd's graph
+                own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+        self._had_grad |= states.requires_grad
+        other = "values" if name == "keys" else "keys"
+        half_assigned = {} if name in self._half_assigned else {other: (self.batch_size, self.length)}
+        self.discard()
+        self._half_assigned = half_assigned
+        self.batch_size, self.length = batch_size, length
+
+
+class _ForwardOnly(torch.autograd.Function):
+    """Views of the storage as a function of the states: a backward pass that reaches them raises.
+
+    The gradients of older tokens would silently be missing. `anchor` requires grad for states that do not, written
+    after some that did.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, *states_and_views: Tensor) -> tuple[Tensor, Tensor]:
+        return states_and_views[2].detach(), states_and_views[3].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "Gradients cannot flow through a StaticContiguousCache: it is written in place. For training use "
+            "`DynamicCache` or no cache; where no gradients are wanted, wrap the call in `torch.no_grad()`."
+        )

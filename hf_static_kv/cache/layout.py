@@ -1,0 +1,306 @@
+"""What a model's config and modules say: which models are served; windows, shapes, bytes, devices, positions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_static_kv import compat
+from hf_static_kv.cache.storage import LayerShape
+
+logger = logging.getLogger(__name__)
+
+# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where it begins.
+WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
+_SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
+_STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that are not attention and keep nothing from token to token
+
+_OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
+_NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
+_RECURRENT = f"keeps a recurrent state, which a KV cache cannot hold. {_OWN_CACHE}"
+# Model types whose config does not tell what they keep: the end of a message that begins with the type's name.
+_UNSERVED_TYPES = {
+    "blt": f"keeps the keys of its byte encoder and of its byte decoder in two caches. {_OWN_CACHE}",
+    "reformer": f"keeps hash buckets and hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
+    "xlnet": f"keeps hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
+    "cpmant": f"prepends tokens of its own at every step, so a cache does not hold the sequence alone. {_NO_CACHE}",
+    **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), f"takes no cache. {_NO_CACHE}"),
+    "prophetnet": f"computes other logits with a cache than without one. {_NO_CACHE}",
+}
+# Encoders, unless their config has `is_decoder=True`. By name: configs of decoders have `is_decoder=False` too.
+_ENCODER_TYPES = {
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
+    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+}  # fmt: skip
+# Models with a table of positions, or of attention biases by position: its length is the longest sequence.
+_POSITION_TABLE_TYPES = _ENCODER_TYPES | {
+    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
+}  # fmt: skip
+# Rotary scalings whose `max_position_embeddings` may still be the length before the scaling.
+_SCALED_ROPE_TYPES = {"linear", "dynamic", "yarn"}
+# Projections whose output has the keys, alone or beside queries and values.
+_KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
+# Models whose config has a window that their attention mask ignores: without a cache they see all tokens.
+_IGNORED_WINDOW_TYPES = {"moshi"}
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer as the config describes it."""
+
+    shape: LayerShape | None  # None: the config does not tell
+    sliding_window: int | None  # keys that a query may see, its own included; None: full attention
+
+
+def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
+    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served."""
+    _require_config(config)
+    if (reason := _why_unserved(config)) is not None:
+        raise ValueError(reason)
+    config = config.get_text_config(decoder=True)
+    # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
+    layer_configs = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
+    # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
+    num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
+    layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
+    windows = [getattr(part, WINDOW_FIELDS[kind]) if kind in WINDOW_FIELDS else None for part, kind in layers]
+    return [LayerPlan(_layer_shape(*layer), window) for layer, window in zip(layers, windows, strict=True)]
+
+
+def cache_bytes(
+    config: PreTrainedConfig, max_cache_len: int, batch_size: int = 1, dtype: torch.dtype | None = None
+) -> int:
+    """Bytes that a `StaticContiguousCache` for this config will take, before anything is allocated.
+
+    `dtype` defaults to the config's own.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
+    33554432
+    """
+    shapes = known_shapes(plan_layers(config), config)
+    check_positive(max_cache_len=max_cache_len, batch_size=batch_size)
+    own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
+    dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
+    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in shapes])
+
+
+def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
+    """The plans' shapes, or a `ValueError` where the config does not tell them."""
+    shapes = [plan.shape for plan in plans if plan.shape is not None]
+    if len(shapes) < len(plans):
+        raise ValueError(
+            f"The config of {config.model_type!r} does not tell the number of KV heads or their dim. Build "
+            "`StaticContiguousCache(config, max_cache_len)`, which learns them from the first forward pass."
+        )
+    return shapes
+
+
+def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[LayerShape] | None:
+    """The shapes on this rank, where tensor parallelism may have split the KV heads; None where that is not certain."""
+    if (ranks := getattr(model, "tp_size", None) or 1) == 1:
+        return list(shapes)
+    plan = getattr(model, "tp_plan", None) or {}
+    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
+    if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
+        return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
+    logger.warning(
+        f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are split: the first forward "
+        "pass allocates the cache, for its own batch size."
+    )
+    return None
+
+
+def check_positive(**sizes: int) -> None:
+    """Raise a `ValueError` naming the first of `sizes` that is not a positive int."""
+    for name, size in sizes.items():
+        if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be a positive int, got {size!r}.")
+
+
+def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
+    """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
+    refuse_missing_layers(model, num_layers)
+    found = ((layer_idx, _compute_device(module)) for layer_idx, module in _numbered_modules(model))
+    devices = {layer_idx: device for layer_idx, device in found if device is not None}
+    return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
+
+
+def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
+    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run.
+
+    [] where the modules do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM).
+    """
+    modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
+    if not modules or len(set(modules)) < len(modules):
+        return []
+    numbers = {layer_idx for layer_idx, _ in modules}
+    stated = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or num_layers
+    return [i for i in range(num_layers) if i not in numbers or i >= stated]
+
+
+def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
+    """The modules of the text decoder that have a `layer_idx`; a vision tower numbers its own layers."""
+    decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
+    numbered = ((getattr(module, "layer_idx", None), module) for module in decoder.modules())
+    return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
+
+
+def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
+    """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model writes."""
+    if not (missing := missing_layers(model, num_layers)):
+        return
+    if len(plan_layers(model.config)) == num_layers:
+        counts = f"Counting those that store keys, the model has {num_layers - len(missing)} layers and its config says"
+        remedy = _edit_for_cut(model.config, num_layers, missing)
+    else:
+        counts = f"{type(model).__name__} has {num_layers - len(missing)} layers that store keys and the cache has"
+        remedy = "Build the cache with the config of the model that runs."
+    missing_words = ", ".join(map(str, missing))
+    raise ValueError(f"{counts} {num_layers}: no step would be complete without layer {missing_words}. {remedy}")
+
+
+def _edit_for_cut(config: PreTrainedConfig, num_layers: int, missing: Sequence[int]) -> str:
+    """The edit that makes a config agree with a model from which layers were removed."""
+    text_config, left = config.get_text_config(decoder=True), num_layers - len(missing)
+    if getattr(text_config, "num_kv_shared_layers", None):
+        return "Build the model from a config that describes the layers it has."
+    place = "model.config" if text_config is config else "model.config.get_text_config()"
+    edit = f"Set `{place}.num_hidden_layers = {left}`"
+    if getattr(text_config, "layer_types", None):
+        edit += " and keep the types of these layers in its `layer_types`"
+    if missing[0] < left:  # layers were taken from the middle
+        edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
+    return f"{edit}."
+
+
+def _implied_type(layer_config: Any) -> str:
+    implied = (name for name, field in WINDOW_FIELDS.items() if getattr(layer_config, field, None) is not None)
+    is_ignored = getattr(layer_config, "model_type", None) in _IGNORED_WINDOW_TYPES
+    return "full_attention" if is_ignored else next(implied, "full_attention")
+
+
+def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
+    if latent_dim := getattr(layer_config, "kv_lora_rank", None):
+        # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary part as values.
+        return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
+    num_heads = getattr(layer_config, "num_attention_heads", None)
+    num_kv_heads = getattr(layer_config, "num_key_value_heads", None)
+    if getattr(layer_config, "new_decoder_architecture", False):
+        num_kv_heads = num_heads  # Falcon caches its KV heads repeated for every query head
+    elif num_kv_heads is None:
+        num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
+    elif getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention":
+        num_kv_heads *= 2
+    head_dim = getattr(layer_config, "head_dim", None)
+    if head_dim is None and num_heads:
+        head_dim = layer_config.hidden_size // num_heads
+    if not num_kv_heads or not head_dim:
+        return None
+    return LayerShape(num_kv_heads, head_dim, getattr(layer_config, "v_head_dim", None) or head_dim)
+
+
+def _compute_device(module: torch.nn.Module) -> torch.device | None:
+    planned = (compat.planned_device(part) for part in module.modules())
+    parameters = (parameter.device for parameter in module.parameters())
+    return next((device for device in planned if device is not None), next(parameters, None))
+
+
+def _require_config(config: object) -> None:
+    """Raise a `TypeError` for anything but a config, with a remedy for a model."""
+    if isinstance(config, torch.nn.Module):
+        raise TypeError(
+            f"{type(config).__name__} is a model: pass `model.config`, or use "
+            "`StaticContiguousCache.from_model(model, max_cache_len)`."
+        )
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`, a PreTrainedConfig.")
+
+
+def _why_unserved(config: PreTrainedConfig) -> str | None:
+    text_config = config.get_text_config(decoder=True)
+    name = text_config.model_type
+    if config.is_encoder_decoder:
+        return f"{config.model_type!r} is an encoder-decoder: it needs a cross-attention cache too. {_OWN_CACHE}"
+    if name in _UNSERVED_TYPES:
+        return f"{name!r} {_UNSERVED_TYPES[name]}"
+    if name in _ENCODER_TYPES and not getattr(text_config, "is_decoder", False):
+        return (
+            f"{name!r} is an encoder, whose tokens attend to later ones: a new token changes the keys of all. "
+            f"{_NO_CACHE} As a decoder it needs `is_decoder=True` in its config."
+        )
+    if not (num_layers := getattr(text_config, "num_hidden_layers", None)):
+        return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
+    if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
+        return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
+    unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
+    if stateful := sorted(unserved - _STATELESS_LAYER_TYPES):
+        return (
+            f"{name!r} has layers of type {', '.join(stateful)}, whose state is not keys and values by position, or "
+            f"not these alone ({', '.join(sorted(_SERVED_LAYER_TYPES))} can be cached). {_OWN_CACHE}"
+        )
+    if unserved:
+        types = ", ".join(sorted(unserved))
+        return f"{name!r} has layers of type {types}, which have no keys and values to cache. {_OWN_CACHE}"
+    if (num_shared := getattr(text_config, "num_kv_shared_layers", None) or 0) >= num_layers:
+        return (
+            f"All {num_layers} layers of {name!r} read the keys and values of another model and store none "
+            f"(num_kv_shared_layers={num_shared}): there is nothing to cache. Give the cache to that model."
+        )
+    return None
+
+
+def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
+    """Refuse a capacity beyond a table of positions; log a warning for one beyond the trained positions."""
+    text_config = config.get_text_config(decoder=True)
+    name, positions = text_config.model_type, getattr(text_config, "max_position_embeddings", None)
+    positions = positions or getattr(text_config, "max_seq_len", None)  # MPT's name for it
+    if not positions or max_cache_len <= positions:
+        return
+    if name in _POSITION_TABLE_TYPES:
+        raise ValueError(
+            f"{name!r} has a table of positions 0 to {positions - 1}, too short for max_cache_len={max_cache_len}. "
+            f"Use max_cache_len <= {positions}."
+        )
+    trained = _trained_positions(text_config, positions)
+    if trained is not None and max_cache_len > trained:
+        logger.warning(
+            f"max_cache_len={max_cache_len} is more than the {trained} positions that {name!r} was trained for "
+            "(max_position_embeddings, rope_parameters): longer sequences run, untrained."
+        )
+
+
+def _trained_positions(text_config: PreTrainedConfig, positions: int) -> int | None:
+    """The trained length of rotary positions, after scaling; None for positions of another kind."""
+    rope = getattr(text_config, "rope_parameters", None)
+    if not rope or getattr(text_config, "alibi", False):
+        return None
+    # One set of parameters for all layers, or one for each type of layer.
+    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    reached = [
+        (scaling.get("original_max_position_embeddings") or positions) * (scaling.get("factor") or 1)
+        for scaling in scalings
+        if scaling.get("rope_type") in _SCALED_ROPE_TYPES
+    ]
+    return int(max([positions, *reached]))
+
+
+def warn_use_cache_off(config: PreTrainedConfig, generation_config: object = None) -> None:
+    """Log a warning where the config says `use_cache=False`, or, if it is given, the generation config alone does."""
+    parts = (config, config.get_text_config(decoder=True))
+    in_config = any(getattr(part, "use_cache", None) is False for part in parts)
+    in_generation_config = getattr(generation_config, "use_cache", None) is False
+    if in_config if generation_config is None else in_generation_config and not in_config:
+        where = "config" if in_config else "generation config"
+        logger.warning("This model's %s has use_cache=False: call generate with use_cache=True.", where)

@@ -1,0 +1,211 @@
+"""Who uses a cache, what a call of `generate` asks for, and what a cache refuses before the first token.
+
+`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. All of it is read from
+the frames of the stack. Where that cannot be read, a call is checked later, pass by pass.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import monotonic, sleep
+from types import FrameType
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import MaxLengthCriteria
+
+from hf_static_kv import compat
+
+# Seen right in 5.22 and wrong in 5.17.
+_CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
+CONTINUE_OR_RESET = "Call reset() before another sequence; to continue this one, pass the old tokens plus the new ones."
+
+
+def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of a stack that run a model's own methods, innermost first."""
+    while frame is not None:
+        if isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            yield frame
+        frame = frame.f_back
+
+
+def running_model() -> PreTrainedModel | None:
+    """The innermost model whose forward pass this is called from; None where there is none."""
+    frame = next(_model_frames(sys._getframe(1)), None)
+    return None if frame is None else frame.f_locals["self"]
+
+
+def is_in_use(cache: Cache, thread: int) -> bool:
+    """Whether this thread is inside `generate` or a forward pass of a model that was given the cache."""
+    for frame in _model_frames(sys._current_frames().get(thread)):
+        names, is_call = frame.f_locals, frame.f_code.co_name in ("generate", "forward")
+        given = [names, *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict))]
+        if is_call and any(arguments.get("past_key_values") is cache for arguments in given):
+            return True
+    return False
+
+
+def wait_for_exit(cache: Cache, thread: int, patience_s: float = 0.5) -> None:
+    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
+    deadline = monotonic() + patience_s
+    while is_in_use(cache, thread) and monotonic() < deadline:
+        sleep(0.005)
+
+
+@dataclass(eq=False)
+class Request:
+    """One call of `generate`: its prompt and its settings."""
+
+    model: Any
+    input_ids: Tensor  # [B, n]; n = 0 where the prompt is `inputs_embeds` alone
+    config: GenerationConfig
+    model_kwargs: dict[str, Any]
+    streamer: Any = None
+    assistant_model: Any = None
+    synced_gpus: bool | None = None
+    custom_generate: Any = None
+    stopping_criteria: Sequence[Any] = ()  # the caller's own
+    has_own_limit: bool = True  # False: only the model's defaults limit the length
+
+    def __post_init__(self) -> None:
+        self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n], 1 where there is a token
+        self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")  # [B, n, hidden], always the whole prompt
+        self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
+
+    @property
+    def mask_length(self) -> int:
+        # Newer versions of transformers leave out a mask of ones and record its length.
+        return compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
+
+    @property
+    def past(self) -> int:
+        """Tokens before the prompt, where only new tokens were passed: the mask covers all of them."""
+        return max(0, self.mask_length - self.input_ids.shape[1])
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the prompt includes the cached tokens; `generate` then removes these."""
+        return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt, cached ones included."""
+        return self.past + self.input_ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+
+    @property
+    def max_new_tokens(self) -> int:
+        own = [criterion.max_length for criterion in self.stopping_criteria if type(criterion) is MaxLengthCriteria]
+        return max(0, min([int(self.config.max_length), *own]) - self.input_ids.shape[1])
+
+    @property
+    def max_positions(self) -> int:
+        """Positions of a cache that the longest generation writes. Its last token is never written."""
+        # Prompt lookup may propose this many tokens when two are missing, and all of them are written.
+        proposed = int(self.config.prompt_lookup_num_tokens or 1)
+        return self.prompt_length + self.max_new_tokens + proposed - 2
+
+    @property
+    def mode(self) -> GenerationMode:
+        return self.config.get_generation_mode(self.assistant_model)
+
+
+def running_request() -> Request | None:
+    """The request of the innermost `generate` of this thread; None where none can be read."""
+    if (names := compat.generate_locals()) is None:
+        return None
+    same_names = ("input_ids", "model_kwargs", "streamer", "assistant_model", "synced_gpus", "custom_generate")
+    try:
+        fields = {name: names[name] for name in same_names}
+        fields |= {"model": names["self"], "config": names["generation_config"], "has_own_limit": _has_own_limit(names)}
+        return Request(**fields, stopping_criteria=tuple(names["stopping_criteria"] or ()))
+    except KeyError:  # a version of transformers with other variable names
+        return None
+
+
+def _has_own_limit(names: dict[str, Any]) -> bool:
+    config, default = names["generation_config"], names["self"].generation_config
+    if any(names["kwargs"].get(name) is not None for name in ("max_new_tokens", "max_length")):
+        return True
+    if config.max_new_tokens is not None:
+        return bool(config.max_new_tokens != default.max_new_tokens)
+    return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
+
+
+def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: Tensor | None) -> None:
+    """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
+
+    `known_ids` [B, k] are the first cached tokens, as far as they are known.
+    """
+    if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
+        raise ValueError(
+            "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
+            "Pass use_cache=True to `generate` (the model's own config may say False, for instance after gradient "
+            "checkpointing), or leave `past_key_values` and `custom_generate` out."
+        )
+    if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
+        raise ValueError("A model that trains with gradient checkpointing writes to no cache. Call model.eval() first.")
+    new = request.input_ids.shape[1]
+    if request.embeds is None and request.past and request.past != seq_len:
+        raise ValueError(
+            f"The attention mask covers {request.past} tokens before the {new} that are passed, and the cache holds "
+            f"{seq_len}. Pass all tokens from position {seq_len} on (the last one of a generation is not in the cache) "
+            "with a mask over the whole sequence, or pass the whole sequence."
+        )
+    if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
+        raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
+    if seq_len:
+        _refuse_to_continue(request, seq_len)
+        _refuse_other_tokens(request, seq_len, known_ids)
+    if request.has_own_limit and request.max_positions > max_cache_len:
+        _refuse_overflow(request, max_cache_len)
+
+
+def _refuse_to_continue(request: Request, seq_len: int) -> None:
+    if request.mode == GenerationMode.ASSISTED_GENERATION:
+        raise ValueError(
+            "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
+            f"{seq_len} tokens. Call reset() first."
+        )
+    if request.config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
+        raise ValueError(
+            f"Chunked prefill of transformers {transformers.__version__} starts at position 0, and the cache already "
+            f"holds {seq_len} tokens. Omit prefill_chunk_size, call reset() first, or install transformers 5.22."
+        )
+    if request.is_whole and (length := request.prompt_length) <= seq_len:
+        raise ValueError(
+            f"A prompt of {length} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}"
+        )
+
+
+def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
+    ids = request.tokens
+    if ids is None or known_ids is None or not request.is_whole:
+        return
+    if len(ids) != len(known_ids) or ids.device != known_ids.device:
+        return
+    length = min(known_ids.shape[1], ids.shape[1], seq_len)
+    differs = ids[:, :length] != known_ids[:, :length]
+    if request.mask is not None:
+        differs &= request.mask[:, :length].bool()  # ids under padding do not count
+    if bool(differs.any()):
+        row, position = differs.nonzero()[0].tolist()
+        raise ValueError(
+            f"The prompt does not continue the cached sequence: token {position} of row {row} is "
+            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. {CONTINUE_OR_RESET}"
+        )
+
+
+def _refuse_overflow(request: Request, max_cache_len: int) -> None:
+    fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
+    proposed = request.config.prompt_lookup_num_tokens
+    lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
+    raise ValueError(
+        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
+        f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
+        f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
+    )

@@ -1,0 +1,180 @@
+"""The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
+# The layers of one group: what they store, where, and their indices in the model.
+Members = tuple["LayerShape", torch.device, Sequence[int]]
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer stores for one token: `num_kv_heads` keys and values, whose head dims may differ."""
+
+    num_kv_heads: int
+    key_head_dim: int
+    value_head_dim: int
+
+    @classmethod
+    def of(cls, key_states: Tensor, value_states: Tensor) -> LayerShape:
+        """The shape of a layer's own states [B, H, n, D]."""
+        return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+
+    def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
+        """Bytes of one layer's keys and values at full capacity."""
+        per_head = self.key_head_dim * dtypes[0].itemsize + self.value_head_dim * dtypes[1].itemsize
+        return batch_size * max_cache_len * self.num_kv_heads * per_head
+
+    def __str__(self) -> str:
+        values = "" if self.value_head_dim == self.key_head_dim else f" (keys) and {self.value_head_dim} (values)"
+        return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}"
+
+
+class StorageGroup:
+    """One pair of contiguous tensors for all layers of one shape on one device.
+
+    ```
+    keys    [L, B, H, S, Dk]      L layers, B batch rows, H KV heads,
+    values  [L, B, H, S, Dv]      S positions (max_cache_len), D head dim
+
+             position  0   1   2   3   4   5  ...  S-1
+    layer 0, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     seq_len = 3: three positions written, the rest free
+    layer 1, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     every layer fills the same positions
+    ```
+
+    Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads free positions and
+    masks them must not read NaN.
+    """
+
+    # A step asks for at most three slices: where to write, what full layers see, what sliding layers see.
+    _MAX_RECENT = 4
+
+    def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
+        self.shape, device, layers = members
+        self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
+        self._pickled: tuple[int, int] | None = None  # (batch rows, positions) that a pickle keeps; None: all
+        head = (len(layers), batch_size, self.shape.num_kv_heads, max_cache_len)
+        # Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks.
+        with torch.inference_mode(False):
+            self.keys = torch.zeros(*head, self.shape.key_head_dim, dtype=dtypes[0], device=device)
+            try:
+                self.values = torch.zeros(*head, self.shape.value_head_dim, dtype=dtypes[1], device=device)
+            except RuntimeError:
+                del self.keys  # the traceback keeps `self` alive
+                raise
+
+    def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows.
+
+        All layers of a step ask for the same slices, so these are made once for all layers: every torch call costs the
+        host several microseconds.
+        """
+        if torch.compiler.is_compiling():  # a kept slice would be guarded
+            keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
+            return keys.narrow(2, first, length), values.narrow(2, first, length)
+        key = (batch_size, first, length)
+        found = self._recent.get(key)
+        if found is None:
+            if len(self._recent) >= self._MAX_RECENT:
+                del self._recent[next(iter(self._recent))]
+            # Kept beyond a block of inference mode, as the storage is.
+            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                found = self._recent[key] = self._slices(self.keys, *key), self._slices(self.values, *key)
+        return found[0][index], found[1][index]
+
+    @staticmethod
+    def _slices(storage: Tensor, batch_size: int, first: int, length: int) -> tuple[Tensor, ...]:
+        rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
+        return rows.narrow(3, first, length).unbind(0)
+
+    def scratch(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
+        """Memory for `rows` batch rows and `length` positions of one layer: keys and values [rows, H, length, D]."""
+        head, shape = (rows, self.shape.num_kv_heads, length), self.shape
+        return self.keys.new_empty(*head, shape.key_head_dim), self.values.new_empty(*head, shape.value_head_dim)
+
+    def to_pickle(self, rows: int, length: int) -> StorageGroup:
+        """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
+        group = copy.copy(self)
+        group._pickled = (rows, length)
+        return group
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Views do not survive pickling as views: a loaded cache would write into copies.
+        state = {**self.__dict__, "_recent": {}, "_pickled": None}
+        if self._pickled is not None:
+            rows, length = self._pickled
+            for name in ("keys", "values"):  # a clone: a view would be saved with all of its storage
+                state[name] = state[name][:, :rows, :, :length].clone(), state[name].shape
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in ("keys", "values"):
+            if isinstance(state[name], tuple):
+                states, size = state[name]
+                with torch.inference_mode(False):
+                    state[name] = states.new_zeros(size)
+                    state[name][:, : states.shape[1], :, : states.shape[3]].copy_(states)
+        self.__dict__.update(state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StorageGroup:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        with torch.inference_mode(False):
+            own = {"keys": self.keys.clone(), "values": self.values.clone(), "_recent": {}, "_pickled": None}
+        copied.__dict__.update({**self.__dict__, **own})
+        return copied
+
+    @property
+    def num_bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
+
+
+def allocate_groups(
+    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+) -> list[StorageGroup]:
+    """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
+    groups: list[StorageGroup] = []
+    try:
+        for layers in members:
+            groups.append(StorageGroup(layers, max_cache_len, batch_size, dtypes))
+    except RuntimeError as error:
+        groups.clear()  # the traceback keeps this frame alive
+        # The CPU's allocator has no exception of its own.
+        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
+    return groups
+
+
+def _what_fits(members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
+    wanted: dict[torch.device, int] = {}
+    for shape, device, layers in members:
+        num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+        wanted[device] = wanted.get(device, 0) + num_bytes
+    cuda = torch.cuda
+    free = {  # on the device, or reserved by torch's allocator and not in use
+        device: cuda.mem_get_info(device)[0] + cuda.memory_reserved(device) - cuda.memory_allocated(device)
+        for device in wanted
+        if device.type == "cuda"
+    }
+    places = [
+        f"{num_bytes:,} bytes on {device}" + (f", where {free[device]:,} are free" if device in free else "")
+        for device, num_bytes in wanted.items()
+    ]
+    fits = ""
+    if free:
+        longest = min(max_cache_len * free[device] // wanted[device] for device in free)
+        fits = f"About max_cache_len={longest} would fit. " if longest else "Not one token would fit. "
+    return (
+        f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in {dtypes[0]} takes "
+        f"{'; '.join(places)}. {fits}"
+        "Use a shorter max_cache_len, a smaller batch (beams count), or a model in a smaller dtype."
+    )

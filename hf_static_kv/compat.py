@@ -1,0 +1,265 @@
+"""Every private name of transformers, torch and Triton that this package uses, in one file.
+
+Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
+the package imports without them. Each function says what happens when its name is gone.
+
+One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/cache.py checks the call then.
+Without it: as for `generate_locals`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+from transformers import GenerationConfig, GenerationMixin
+
+# --- transformers
+
+
+def generate_locals() -> dict[str, Any] | None:
+    """The local variables of the innermost `generate` of this thread. Without it: calls are checked pass by pass."""
+    code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)  # below `torch.no_grad`
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals
+
+
+def mask_length(config: GenerationConfig) -> int:
+    """The length of a mask of ones that `generate` has left out; -1 where it does not say."""
+    return int(getattr(config, "_mask_length", -1))
+
+
+def pad_token(config: GenerationConfig) -> Tensor | None:
+    """The padding token as a tensor. Without `_pad_token_tensor`: made from `pad_token_id`."""
+    made = None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
+    return getattr(config, "_pad_token_tensor", made)
+
+
+def prefill(model: Any) -> Callable[..., Any] | None:
+    """The method that reads a prompt. Without it: GraphDecoder falls back."""
+    return getattr(model, "_prefill", None)
+
+
+def sampling_loop(model: Any) -> Callable[..., Any]:
+    """The loop of `generate` for greedy decoding and sampling. Without it: an error that names the remedy."""
+    if not hasattr(model, "_sample"):
+        raise RuntimeError("GraphDecoder cannot run this call with this version of transformers: omit custom_generate.")
+    return model._sample  # type: ignore[no-any-return]
+
+
+def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
+    """What `generate` does to a model while it decodes. Without it: nothing."""
+    return getattr(model, "_optimize_model_for_decode", nullcontext)()
+
+
+def can_set_attention(model: Any) -> bool:
+    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact refuses."""
+    is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
+    return hasattr(model.config, "_attn_implementation") and bool(is_able())
+
+
+def attention_name(config: Any) -> str | None:
+    """The attention implementation that a config names. Without it: None, and `can_set_attention` is False."""
+    return getattr(config, "_attn_implementation", None)
+
+
+def clear_attention_name(config: Any) -> None:
+    """Name no attention, as in the config of a part that has none. Without it: nothing reads what this sets."""
+    config._attn_implementation = None
+
+
+def collects_outputs(hook: Any) -> bool:
+    """Whether transformers left this hook behind to collect outputs. Without the module: GraphDecoder falls back."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def planned_device(module: Module) -> torch.device | None:
+    """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
+    device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    return None if device is None else torch.device(device)
+
+
+# --- torch: modules and tensors
+
+
+def own_parts(module: Module, kind: str) -> list[Any]:
+    """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
+    store = getattr(module, f"_{kind}", None)
+    if store is None:
+        return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
+    return [part for part in store.values() if part is not None]
+
+
+def all_modules(model: Module) -> list[Module]:
+    """`model.modules()` in a third of its time: this runs before every prompt."""
+    found = [model]
+    for module in found:  # grows meanwhile
+        found += own_parts(module, "modules")
+    return found
+
+
+def copy_with_submodules(module: Module, **parts: Module) -> Module:
+    """A shallow copy of a module with other submodules of these names. Without `_modules`: a deep copy."""
+    if hasattr(module, "_modules"):
+        clone = copy.copy(module)
+        clone._modules = {**module._modules, **parts}
+        return clone
+    clone = copy.deepcopy(module)
+    for name, part in parts.items():
+        setattr(clone, name, part)
+    return clone
+
+
+def forward_hooks(module: Module) -> list[Any]:
+    """The hooks that a call of this module runs. Without these names: none are seen."""
+    stores = (getattr(module, name, {}) for name in ("_forward_hooks", "_forward_pre_hooks"))
+    return [hook for store in stores for hook in store.values()]
+
+
+def has_global_hooks() -> bool:
+    """Whether hooks run around every module. Without these names: none are seen."""
+    return any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+
+
+def write_count(tensor: Tensor) -> int | object:
+    """How often a tensor was written in place, 0 in inference mode. Without it: an object equal to no earlier count."""
+    return 0 if tensor.is_inference() else getattr(tensor, "_version", object())
+
+
+def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
+    """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+
+
+# --- torch: dispatch and compiling
+
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        """Base of `exact`'s mode."""
+
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # dynamo is disabled for the whole pass; torch would disable it again in every operation
+
+except ImportError:
+
+    class DispatchMode:  # type: ignore[no-redef]
+        """Without it: exact cannot run."""
+
+        def __init__(self) -> None:
+            raise RuntimeError("exact needs TorchDispatchMode, which this version of torch does not have.")
+
+
+def schema(operation: Any) -> Any:
+    """Arguments and results of an operation. Without it: an error, and exact refuses the operation."""
+    if not hasattr(operation, "_schema"):
+        raise RuntimeError(f"This version of torch does not describe {operation}: it cannot run inside exact.")
+    return operation._schema
+
+
+def inside_compiled(module: Any) -> Any:
+    """The module inside the wrapper of `torch.compile`; None for any other. Without it: wrappers are refused."""
+    return module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
+
+
+def is_compiled_in_place(module: Module) -> bool:
+    """Whether `module.compile()` was called. Without it: not seen."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+def is_fullgraph(wrapper: Any) -> bool:
+    """Whether a compiled module makes a graph break an error. Without it: torch raises its own error."""
+    return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
+
+
+def many_compilations(limit: int) -> AbstractContextManager[Any]:
+    """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
+    limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
+    with suppress(ImportError):
+        import torch._dynamo.config as config
+
+        if all(hasattr(config, name) for name in limits):
+            return config.patch(limits)  # type: ignore[no-any-return,unused-ignore]
+    return nullcontext()
+
+
+def inductor_options() -> dict[str, Any]:
+    """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
+    with suppress(ImportError):
+        import torch._inductor.config as config
+
+        if hasattr(config.triton, "enable_pdl"):
+            return {"options": {"triton.enable_pdl": True}}
+    return {}
+
+
+def load_inductor() -> None:
+    """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+
+
+# --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
+
+
+def pdl_instructions() -> tuple[Any, Any]:
+    """Device functions (wait for the previous kernel, launch the next). Without them: (None, None) and no PDL."""
+    with suppress(ImportError):
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+        return gdc_wait, gdc_launch_dependents
+    return None, None
+
+
+@contextmanager
+def parallel_compiling(pool: Any) -> Iterator[None]:
+    """Triton compiles in this thread pool. Without it: kernels are compiled one after the other."""
+    try:
+        from triton.runtime._async_compile import AsyncCompileMode, active_mode
+    except ImportError:
+        yield
+        return
+    try:
+        with AsyncCompileMode(pool):
+            yield
+    finally:
+        active_mode.set(None)  # Triton leaves it set where a kernel failed, and could then compile no other
+
+
+def load_kernel(kernel: Any) -> None:
+    """Load a compiled kernel onto the current device. Without it: its first launch does so."""
+    getattr(kernel, "_init_handles", lambda: None)()
+
+
+def load_triton_driver() -> None:
+    """Build Triton's C module. Without it: the first launch does so."""
+    from triton.runtime import driver
+
+    driver.active.utils  # noqa: B018  # built on access
+
+
+def hash_triton() -> None:
+    """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
+    from triton.runtime.cache import triton_key
+
+    triton_key()
+
+
+def load_gluon() -> None:
+    """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
+    import triton.experimental.gluon  # noqa: F401

@@ -1,0 +1,1 @@
+"""The decode loop. Reading order: call, eligibility, sampling, verification, decoder."""

@@ -1,0 +1,243 @@
+"""`GraphDecoder`: a decode loop for `custom_generate`. Prefill as usual, then replays of one captured step.
+
+    decoder = GraphDecoder()
+    model.generate(**inputs, past_key_values=cache, custom_generate=decoder)
+
+Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its kernels round
+differently. What cannot be captured falls back to transformers' loop, with one warning that says why.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import nullcontext
+from threading import RLock
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_static_kv import compat
+from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.cache import debug
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.decoding.call import Call, NotCaptured
+from hf_static_kv.decoding.eligibility import fallback_reason
+from hf_static_kv.decoding.sampling import Sampling
+from hf_static_kv.decoding.verification import verify
+from hf_static_kv.patching import attention_implementation
+from hf_static_kv.program.preload import INDUCTOR, TRITON, load
+from hf_static_kv.program.step import COMPILE, DecodeStep, GreedyStep
+
+logger = logging.getLogger(__name__)
+_MAX_STEPS = 8  # captured for one cache
+_MAX_ATTEMPTS = 2  # to capture one step: the first failure may be temporary
+_LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+_Output = GenerateDecoderOnlyOutput | Tensor
+
+
+class _Failure(NamedTuple):
+    """Why a step could not be captured, and how often that was tried."""
+
+    reason: str
+    attempts: int
+
+
+class GraphDecoder:
+    """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
+
+    `compile="none"` captures the step with our own kernels for the parts that are known. `compile="layers"` compiles
+    the decoder layers with `torch.compile` first: faster for LayerNorm families (GPT-2, OPT, Phi), slower for others.
+    `streamer` serves calls that bring none. `fallback_reason` says why the last call ran in transformers' loop; None
+    when it did not.
+
+    `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
+    `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
+
+    >>> from hf_static_kv import StaticContiguousCache
+    >>> from hf_static_kv.testing import random_model, tiny_config
+    >>> model = random_model(tiny_config("llama"))
+    >>> cache, ids = StaticContiguousCache.from_model(model, max_cache_len=16), torch.tensor([[5, 6, 7]])
+    >>> tokens = model.generate(ids, past_key_values=cache, custom_generate=GraphDecoder(), max_new_tokens=8)
+    >>> torch.equal(tokens, model.generate(ids, use_cache=False, max_new_tokens=8))
+    True
+    """
+
+    def __init__(self, compile: str = "none", streamer: BaseStreamer | None = None) -> None:
+        if compile not in COMPILE:
+            raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
+        self.compile, self.streamer = compile, streamer
+        self.fallback_reason: str | None = None
+        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
+        self._warned: set[str] = set()
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> _Output:
+        """What `generate` calls once it has prepared everything. A model serves one call at a time."""
+        with _LOCKS.setdefault(model, RLock()):
+            call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            return self._generate(call)
+
+    def _generate(self, call: Call) -> _Output:
+        call.begin()
+        if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
+            raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
+        if call.device.type == "cuda" and not self._steps:
+            load(TRITON if self.compile == "none" else TRITON + INDUCTOR)
+        streamer = call.request.streamer
+        if streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
+            streamer = self.streamer
+            streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
+        self.fallback_reason = fallback_reason(call) or self._known_failure(call)
+        if self.fallback_reason is None:
+            before = call.cache.seq_len
+            try:
+                return self._decode(call, streamer)
+            except NotCaptured as reason:
+                self.fallback_reason = str(reason)
+                call.cache.crop(before - call.cache.seq_len)
+        self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
+        return call.run_eagerly(streamer)
+
+    def _decode(self, call: Call, streamer: BaseStreamer | None) -> _Output:
+        """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
+        cache, logits = call.cache, call.prefill()
+        with compat.optimized_for_decode(call.model):
+            is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
+            step = self._step(call, is_greedy) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
+            sampling = Sampling(call, streamer)
+            # A replay does not use the model, and changing its attention takes a millisecond.
+            is_replayed = step is None or step.graph is not None
+            with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
+                _run(step, sampling, call, logits)
+        cache.crop(-sampling.overrun)
+        call.remember(sampling.ids)
+        sampling.refuse_to_be_cut_short(cache)
+        return sampling.result(cache)
+
+    # --- captured steps
+
+    def _step(self, call: Call, is_greedy: bool) -> DecodeStep:
+        """The step for this call, captured at its first use."""
+        steps = self._steps.setdefault(call.cache, {})
+        key = (is_greedy, *call.fingerprint)
+        known = steps.pop(key, None)
+        if known is None:
+            self._evict(steps)
+        step = known if isinstance(known, DecodeStep) else self._try_new_step(call, is_greedy, known)
+        steps[key] = step  # the newest now
+        if isinstance(step, _Failure):
+            raise NotCaptured(step.reason)
+        age, kind = "known" if step is known else "new", "a captured graph" if step.graph else "without a graph"
+        debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
+        return step
+
+    def _try_new_step(self, call: Call, is_greedy: bool, before: _Failure | None) -> DecodeStep | _Failure:
+        try:
+            # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
+            with torch.inference_mode(False), torch.no_grad():
+                return self._new_step(call, is_greedy)
+        except Exception as error:  # whatever a model does that a fixed step cannot do
+            debug.logger.debug("A step could not be captured.", exc_info=True)
+            first_line = next(iter(str(error).splitlines()), "")
+            reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
+            if isinstance(error, torch.OutOfMemoryError):
+                raise NotCaptured(reason) from error  # always tried again
+            return _Failure(reason, before.attempts + 1 if before else 1)
+
+    def _new_step(self, call: Call, is_greedy: bool) -> DecodeStep:
+        """A step, captured on a GPU, and verified."""
+        kind = GreedyStep if is_greedy else DecodeStep
+        step = kind(call.model, call.cache, len(call.seq_start))
+        with attention_implementation(call.model, call.own_attention):
+            # A trace records weights in Python, so its step runs without a graph.
+            if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+                step.capture(call.cache.seq_len, call.seq_start.to(call.device), self.compile)
+            verify(step, call)
+        return step
+
+    def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
+        """Drop steps whose model no longer exists, and the oldest where there are too many.
+
+        A model that changes between calls, or a new batch size in every call, would fill the memory with graphs.
+        """
+        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
+            del steps[key]
+        while len(steps) >= _MAX_STEPS:
+            del steps[next(iter(steps))]  # the oldest
+            self._warn_once(
+                f"one cache has more than {_MAX_STEPS} kinds of steps, so old ones are captured again. Weights that "
+                "move from call to call, or a number that a module changes, may be the reason"
+            )
+
+    def _known_failure(self, call: Call) -> str | None:
+        """Why a call like this one could not be captured before, so that it is not tried again."""
+        steps = self._steps.get(call.cache) or {}
+        # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
+        failures = {key[1:]: step for key, step in steps.items() if isinstance(step, _Failure)}
+        failure = failures.get(call.fingerprint) if failures else None
+        return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that captured steps hold beside the model and the caches: rotary tables and inputs.
+
+        The memory that a graph computes in is not counted; torch counts it as reserved.
+        """
+        captured = [s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)]
+        return sum({buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers}.values())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_steps": None}  # a graph belongs to one process
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._steps = WeakKeyDictionary()
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning("GraphDecoder: %s.", message)
+
+
+def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: Tensor) -> None:
+    """From the logits after the prompt to the last token; `step` is None where one token is all."""
+    if step is not None:
+        step.set_position(call.cache.seq_len, call.seq_start)
+    if isinstance(step, GreedyStep):
+        _run_greedily(step, sampling, call, logits)
+        return
+    while not sampling.append(logits) and step is not None:
+        logits = step.run(sampling.last_tokens)
+        _mark_written(call)
+
+
+def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tensor) -> None:
+    """The tokens of a call in which the step itself selects: the host only counts."""
+    if sampling.append(logits):
+        return
+    first = call.cache.seq_len + 1  # the position of the second new token
+    step.set_state(sampling.last_tokens, sampling.unfinished, call.eos, sampling.pad)
+    is_over = False
+    while not is_over:
+        flag = step.replay()
+        _mark_written(call)
+        is_over = sampling.count_token(flag)
+    sampling.set_last(step.state.sequences[:, first : call.cache.seq_len + 1])
+
+
+def _mark_written(call: Call) -> None:
+    """One more token is in the cache."""
+    debug.log_step(call.cache.seq_len, 1, len(call.seq_start), call.cache.max_cache_len)
+    call.cache.mark_written(1)

@@ -1,0 +1,97 @@
+"""Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+
+import torch
+
+from hf_static_kv import compat
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layout import plan_layers
+from hf_static_kv.decoding.call import Call, kind_of
+from hf_static_kv.program.fingerprint import type_without_address
+from hf_static_kv.program.rotary import frequencies_depend_on_length
+
+# What a prompt and a decode step of a text model need. Any other keyword (images, other positions) is unknown.
+_KNOWN_KEYWORDS = {
+    "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids",
+    "use_cache",
+}  # fmt: skip
+_MEDIA_WORDS = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "input_values")
+
+
+def fallback_reason(call: Call) -> str | None:
+    """Why this call cannot run as a captured step, in words; None where it can."""
+    return _unserved_request(call) or _unserved_model(call) or _unserved_prompt(call)
+
+
+def _unserved_request(call: Call) -> str | None:
+    given = {k for k, v in call.model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
+    unknown = sorted(given - _KNOWN_KEYWORDS)
+    if not isinstance(call.cache, StaticContiguousCache):
+        return f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
+    if call.config.output_attentions or call.config.output_hidden_states:
+        return "attention weights or hidden states are asked for"
+    if media := [name for name in unknown if name.startswith(_MEDIA_WORDS)]:
+        return f"the prompt has images, video or audio ({', '.join(media)})"
+    if unknown:
+        return f"the model is given {', '.join(unknown)}"
+    return "synced_gpus is asked for" if call.request.synced_gpus else None
+
+
+def _unserved_model(call: Call) -> str | None:
+    model, config = call.model, call.model.config.get_text_config()
+    name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in call.parameters})
+    if compat.prefill(model) is None:
+        return "this version of transformers has no prefill of its own to call"
+    if "meta" in devices:
+        return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
+    if len(devices) > 1:
+        return f"the model is spread over {', '.join(devices)} (device_map=0 keeps it on one)"
+    if (kind := type_without_address(call.parameters)) is not None:
+        return f"weights of type {kind} have no address of their own"
+    if not compat.can_set_attention(model):
+        return f"{name} does not use transformers' attention interface"
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{name} takes no position_ids"
+    if call.device.type == "cuda" and has_hooks(call.modules):
+        return "a replayed graph would not call the model's hooks"
+    if frequencies_depend_on_length(config):
+        return "the rotary frequencies depend on the length"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        return "layers attend in chunks"
+    if getattr(config, "num_kv_shared_layers", None):
+        return "layers share their keys and values"
+    return "the cache holds latents, not keys" if getattr(config, "kv_lora_rank", None) else None
+
+
+def _unserved_prompt(call: Call) -> str | None:
+    windows = [plan.sliding_window for plan in plan_layers(call.model.config)]
+    if windows != [layer.sliding_window for layer in call.cache.layers]:
+        return "the windows of the cache are not those of the model"
+    if _has_holes(call):
+        return "the attention mask has holes"
+    return None if _counts_from_seq_start(call) else "position_ids do not count from the first token"
+
+
+def _has_holes(call: Call) -> bool:
+    if call.mask is None:
+        return False
+    position = torch.arange(call.mask.shape[1], device=call.mask.device)
+    return bool((call.mask.bool() != (position >= call.seq_start[:, None])).any())
+
+
+def _counts_from_seq_start(call: Call) -> bool:
+    positions = call.model_kwargs.get("position_ids")
+    if positions is None:
+        return True
+    last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start
+    return positions.ndim == 2 and bool((positions[:, -1] == last).all())
+
+
+def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
+    """Whether a pass calls hooks, other than those with which transformers collects outputs."""
+    hooks = (hook for module in modules for hook in compat.forward_hooks(module))
+    return compat.has_global_hooks() or not all(compat.collects_outputs(hook) for hook in hooks)

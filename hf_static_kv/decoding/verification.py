@@ -1,0 +1,181 @@
+"""Verification: a new step must give the logits of an ordinary pass, up to rounding, before it is used.
+
+    case              position of the newest token             exposes
+    whole sequence    after all cached tokens                  a key that is not written, a wrong position
+    two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
+    across a window   where a window no longer begins at 0     a window that is too wide or too narrow
+
+One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones. The
+storage is restored afterwards.
+
+In bf16 and fp16 the allowed difference is measured: the ordinary pass runs again with the outputs of all modules with
+parameters moved by up to one unit in the last place, which is more than another order of summation does. In float32 it
+is sqrt(eps) times the largest logit, inside `exact` zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_static_kv import compat
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.patching import attention_implementation, verification_pass, without_cudnn
+from hf_static_kv.program.step import DecodeStep
+
+_MASKED = -1e4  # a lower logit marks a token that is never selected
+_EDGE = 4  # positions before a window in the case across it
+_UNWRITTEN = 8.0  # further factor at the newest position: a pass that does not write there reads this
+_HALF = (torch.bfloat16, torch.float16)  # float32 needs no measured bound: half of its digits show every fault
+_MARGIN = 2.0  # times the root mean square of what the noise does; see `_rounding_noise`
+
+
+class Case(NamedTuple):
+    """One pass: the newest token at `position`, in sequences that begin at `seq_start` [B].
+
+    The storage holds planted values, `scale` times as large as usual, at the `planted` positions and at `position`.
+    """
+
+    position: int
+    seq_start: Tensor
+    planted: range
+    scale: float
+
+
+def verify(step: DecodeStep, call: Call) -> None:
+    """Raise where the step gives other logits than an ordinary pass. The cache is left as it was in any case."""
+    length = call.cache.seq_len
+    try:
+        with verification_pass():
+            for case in _cases(call, length):
+                _verify(step, call, case)
+    finally:
+        call.cache.crop(length - call.cache.seq_len)
+
+
+def _cases(call: Call, length: int) -> list[Case]:
+    seq_start, nothing = call.seq_start.to(call.device), range(0)
+    cases = [Case(length, seq_start, nothing, float(length))]
+    if length:
+        # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
+        cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
+    for window in sorted({layer.sliding_window for layer in call.cache.layers if layer.sliding_window}):
+        position = max(length, min(window + _EDGE, call.cache.max_cache_len - 1))
+        if position >= window:
+            oldest = position - window + 1  # in the window
+            edge = range(max(0, oldest - _EDGE), oldest + 1)
+            cases.append(Case(position, torch.full_like(seq_start, edge.start), edge, float(window)))
+    return cases
+
+
+def _verify(step: DecodeStep, call: Call, case: Case) -> None:
+    """One token agrees, or two others do: in a mixture of experts rounding alone may choose another expert."""
+    found: list[tuple[float, float]] = []
+
+    def agrees(attempt: int) -> bool:
+        tokens = (call.last_tokens.to(call.device) - attempt).abs()  # the newest token, or another valid one
+        with _planted_values(call, case):
+            found.append(_difference_and_bound(step, call, case, tokens))
+        return found[-1][0] <= found[-1][1]
+
+    if not (agrees(0) or (agrees(1) and agrees(2))):
+        difference, bound = found[-1]
+        raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
+
+
+def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
+    """How far the logits are apart and how far they may be, in the worst batch row."""
+    step.set_position(case.position, case.seq_start)
+    got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
+    expected = _ordinary_logits(call, case, tokens)
+    difference = _difference(got, expected)
+    largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
+    apart, bound = float(difference.abs().max()), float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
+    if call.own_attention == EXACT_ATTENTION_NAME:
+        return apart, 0.0
+    if not apart <= bound or call.model.dtype not in _HALF:
+        return apart, bound
+    with _rounding_noise(call.modules):
+        noise = _difference(_ordinary_logits(call, case, tokens), expected)
+    rms, bounds = difference.square().mean(dim=-1).sqrt(), _MARGIN * noise.square().mean(dim=-1).sqrt()
+    worst = int((rms - bounds).argmax())
+    return float(rms[worst]), float(bounds[worst])
+
+
+def _difference(logits: Tensor, expected: Tensor) -> Tensor:
+    # Some models write a large negative number or -inf for tokens that are never selected.
+    both_masked = (expected < _MASKED) & (logits < _MASKED)
+    return (logits - expected).masked_fill(both_masked, 0.0)
+
+
+def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
+    """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
+    cache, model = call.cache, call.model
+    length = cache.seq_len
+    mask = torch.arange(case.position + 1, device=tokens.device) >= case.seq_start[:, None]
+    cache.mark_written(case.position - length)
+    try:
+        # Without cuDNN, which would build a plan for this one call.
+        with attention_implementation(model, call.attention), without_cudnn():
+            outputs = model(
+                input_ids=tokens[:, None],
+                attention_mask=mask.long(),
+                position_ids=case.position - case.seq_start[:, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
+    finally:
+        cache.crop(length - cache.seq_len)
+    logits: Tensor = outputs.logits[:, -1].float()
+    return logits
+
+
+@contextmanager
+def _planted_values(call: Call, case: Case) -> Iterator[None]:
+    """The storage with large values, and keys of zero, which get an average weight, where the case wants them."""
+    storage, rows, length = call.cache.storage_groups[0], len(case.seq_start), call.cache.seq_len
+    keys, values = storage.keys[:, :rows], storage.values[:, :rows]
+    positions = torch.tensor([*case.planted, case.position], device=values.device)
+    before = keys.index_select(3, positions), values.index_select(3, positions)
+    usual = values[:, :, :, max(0, length - _EDGE) : length].float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
+    generator = torch.Generator(values.device).manual_seed(0)
+    planted = torch.randn(before[1].shape, generator=generator, device=values.device)
+    planted *= case.scale * usual.view(-1, 1, 1, 1, 1)
+    planted[:, :, :, -1] *= _UNWRITTEN
+    try:
+        keys.index_fill_(3, positions, 0.0)
+        largest = torch.finfo(values.dtype).max / _UNWRITTEN  # 65,504 / 8 in float16
+        values.index_copy_(3, positions, planted.clamp(-largest, largest).to(values.dtype))
+        yield
+    finally:
+        keys.index_copy_(3, positions, before[0])
+        values.index_copy_(3, positions, before[1])
+
+
+@contextmanager
+def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
+    """The output of every module with weights of its own, moved by up to one unit in the last place.
+
+    Sound steps differ from an ordinary pass by 0.2 to 1.3 times what this does (dev shapes and toys, bfloat16 and
+    float16, H200 and CPU, November 2026).
+    """
+
+    def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point():
+            return output
+        noise = torch.rand(output.shape, device=output.device, generator=generator) * 2 - 1
+        return (output.float() * (1 + torch.finfo(output.dtype).eps * noise)).to(output.dtype)
+
+    weighted = [module for module in modules if compat.own_parts(module, "parameters")]
+    generator = torch.Generator(next(weighted[0].parameters()).device).manual_seed(0)
+    handles = [module.register_forward_hook(move) for module in weighted]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,115 @@
+"""`exact(model)`: a cached run gives the bits of an uncached one, in bfloat16 too.
+
+Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently.
+Inside the context every operation is batch-invariant: its result for a token does not depend on what else is computed
+in the same call. A dispatch mode decides for each operation, so there is no list of models:
+
+    elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
+    linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
+    attention                                   batch-invariant, under its own attention name
+    anything else                               refused by name
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+from transformers import PreTrainedModel
+
+from hf_static_kv import compat, patching
+from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
+from hf_static_kv.program.linears import gated_mlps, single_linears
+from hf_static_kv.program.norms import fused_norms
+from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
+
+
+@contextmanager
+def exact(model: Module) -> Iterator[None]:
+    """Inside, the model's output for a token has the same bits whatever else is computed with it.
+
+    Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
+    slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
+    reaches the tokens before it. Do not change or copy the model inside. On exit, also on an error, it is restored.
+
+    `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
+    too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
+
+    >>> from hf_static_kv import StaticContiguousCache
+    >>> from hf_static_kv.testing import random_model, tiny_config
+    >>> model, ids = random_model(tiny_config("llama"), dtype=torch.bfloat16), torch.tensor([[5, 6, 7, 8]])
+    >>> cache = StaticContiguousCache.from_model(model, max_cache_len=16)
+    >>> with exact(model), torch.no_grad():
+    ...     whole = model(ids, use_cache=False).logits
+    ...     steps = [model(token, past_key_values=cache).logits for token in ids.split(1, dim=1)]
+    >>> torch.equal(torch.cat(steps, dim=1), whole)
+    True
+    """
+    inner = patching.unwrapped(model, "exact")
+    _refuse(model, inner)
+    with ExitStack() as changes:
+        changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
+        for change in (fused_norms, fused_rotary, gated_mlps, single_linears, _batch_invariant):
+            changes.enter_context(change(inner))
+        yield
+
+
+def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
+    if compat.is_fullgraph(wrapper):
+        problem = "this model is compiled with fullgraph=True, which makes that an error"
+        remedy = "pass and call the model that is not compiled"
+        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
+    modules = dict(model.named_modules())
+    for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
+        if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
+            remedy = "load the model without compiling its parts. A model that is compiled as a whole can be exact."
+            raise ValueError(f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}")
+    attention = patching.attention_of(model).values()
+    if EXACT_ATTENTION_NAME in attention:
+        raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
+    if TRACED_ATTENTION_NAME in attention:
+        raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
+    if any(module.training for module in modules.values()):  # a new adapter is in training mode
+        raise ValueError("exact is for inference: call model.eval() first.")
+    if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
+    if frequencies_depend_on_length(model.config.get_text_config()):
+        raise ValueError("The rotary frequencies of this model depend on the length: cached keys cannot be exact.")
+    patching.require_attention_interface(model, "exact has no batch-invariant kernel for its attention.")
+    if any(hasattr(module, "prepare_dynamic_mask") for module in modules.values()):
+        own_masks = f"The layers of {type(model).__name__} compute attention masks of their own"
+        raise ValueError(f"{own_masks}, for which exact has no batch-invariant kernel.")
+
+
+def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """The model with a `forward` whose operations are batch-invariant."""
+    original = model.forward
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled(model.device.type):
+            raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
+        with _BatchInvariantMode():  # type: ignore[no-untyped-call]
+            return original(*args, **kwargs)
+
+    # Dynamo would trace through the dispatch mode and compile other kernels.
+    return patching.replaced("forward", {model: torch.compiler.disable(forward)})  # type: ignore[no-untyped-call]
+
+
+class _BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (operation := invariant_operation(func)) is not None:
+            return operation(*args, **kwargs)
+        if is_batch_invariant(func, args, kwargs):
+            return func(*args, **kwargs)
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is NotImplemented:
+            raise no_kernel(str(func))
+        return result

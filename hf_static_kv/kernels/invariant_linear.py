@@ -1,0 +1,53 @@
+"""A batch-invariant linear layer: the bits of a token depend neither on the number of tokens nor on its index.
+
+    y = x weight^T + bias
+
+    x: [M, K], a token each   weight: [N, K], of any strides   bias: [N]   y: [M, N]
+
+On a GPU all numbers of tokens are summed in one order. On a CPU tokens are padded to tiles of one shape, so that the
+library runs the same code for all of them.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+_TILE = 16
+
+
+def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [M, K] and [N, K].")
+    if x.is_cuda:
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
+
+        return invariant_linears_triton(x, [weight], [] if bias is None else [bias])
+    return invariant_linear_plain(x, weight, bias)
+
+
+def invariant_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    tile = _TILE if _is_index_invariant(*weight.shape, weight.stride(), weight.dtype) else 1
+    y = torch.cat([torch.mm(tokens, weight.t()) for tokens in padded_tiles(x, tile)])[: len(x)]
+    return y if bias is None else y + bias
+
+
+def padded_tiles(x: Tensor, tile: int = _TILE) -> list[Tensor]:
+    """`x` [M, K] as copies of the shape [tile, K], with zeros after the last token."""
+    tiles = []
+    for begin in range(0, len(x), tile):
+        tokens = x.new_zeros(tile, x.shape[1])
+        tokens[: len(x) - begin] = x[begin : begin + tile]
+        tiles.append(tokens)
+    return tiles
+
+
+@lru_cache(maxsize=1024)
+def _is_index_invariant(size: int, dim: int, stride: tuple[int, int], dtype: torch.dtype) -> bool:
+    """Whether the library gives equal tokens of a tile equal bits: tried on random numbers."""
+    with torch.device("cpu"):
+        generator = torch.Generator().manual_seed(0)
+        elements = 1 + (size - 1) * stride[0] + (dim - 1) * stride[1]
+        token, base = torch.randn(dim, generator=generator), torch.randn(elements, generator=generator)
+        y = torch.mm(token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t())
+    return bool((y == y[:1]).all())

@@ -1,0 +1,186 @@
+"""Batch-invariant linear layers in Triton, for any number of tokens. Formulas and shapes are in linear.py.
+
+The sum over K has one order. Blocks of BLOCK_K go to SPLIT_K partial sums in turn. Tensor cores add the blocks of a
+partial sum from left to right, and then the partial sums are added in their order:
+
+    K = | sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | sum 1 | ...
+
+    few tokens    a program computes 16 output features of 8 or 16 tokens; each of its four warps has one partial sum,
+                  so that enough loads are in flight
+    many tokens   a program computes 64 output features of 64 tokens, one partial sum after the other
+
+Both kernels give the same bits, though they use other tensor core instructions. No specification says so: it was
+measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU at hand.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync, pdl_wait
+from hf_static_kv.kernels.linear_triton import activate, padded_arguments, pick_weight
+
+BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
+GROUP_M = tl.constexpr(8)  # tiles of tokens that run next to each other and share weights in the L2 cache
+_MAX_FEW_TOKENS = 64
+_TILE_OF_FEW, _TILE_OF_MANY = 16, 64
+
+
+@triton.jit
+def _few_tokens(
+    x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K, w_n, w_k,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    w, b, N, n_start, y_start = pick_weight(tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    m_start = tl.program_id(0).to(tl.int64) * TILE_M
+    n, m = n_start + tl.arange(0, TILE_N)[None, :, None], m_start + tl.arange(0, TILE_M)[None, None, :]
+    split = tl.arange(0, SPLIT_K)[:, None, None] * BLOCK_K
+    k_w, k_x = split + tl.arange(0, BLOCK_K)[None, None, :], split + tl.arange(0, BLOCK_K)[None, :, None]
+    w_at, x_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k, x + m * K + k_x
+    total, up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32), tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
+    if PDL and ACTIVATION == "":
+        _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
+    pdl_wait(PDL)
+    if ACTIVATION == "":
+        pdl_launch_next(PDL)
+    for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
+        x_mask, w_mask = m < M, n < N
+        if not EVEN:
+            x_mask, w_mask = x_mask & (k + k_x < K), w_mask & (k + k_w < K)
+        x_tile, at_k = tl.load(x_at + k, mask=x_mask, other=0.0), w_at + tl.cast(k, tl.int64) * w_k
+        total = tl.dot(tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee")
+        if ACTIVATION != "":
+            up = tl.dot(tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee")
+    if ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
+        pdl_launch_next(PDL)
+    n, m = n_start + tl.arange(0, TILE_N)[:, None], m_start + tl.arange(0, TILE_M)[None, :]
+    total = _add_splits(total, TILE_N, TILE_M)
+    up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
+    result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
+    width = n0 if ACTIVATION != "" else n0 + n1 + n2
+    tl.store(y + m * width + y_start + n, result, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def _many_tokens(
+    x, y, w, w1, b, N, M, K, w_n, w_k,
+    TILE: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    first = tl.program_id(0) // (GROUP_M * tiles_n) * GROUP_M
+    in_group, group_m = tl.program_id(0) % (GROUP_M * tiles_n), tl.minimum(tiles_m - first, GROUP_M)
+    m = (first + in_group % group_m) * TILE + tl.arange(0, TILE)[:, None]
+    n = in_group // group_m * TILE + tl.arange(0, TILE)[None, :]
+    w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
+    total, up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    pdl_sync(PDL)
+    for split in range(SPLIT_K):
+        split_total, split_up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+        for k_start in tl.range(split * BLOCK_K, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
+            k = k_start + tl.arange(0, BLOCK_K)
+            x_tile = tl.load(x + x_at_m + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
+            w_at, w_mask = w_at_n + k[:, None].to(tl.int64) * w_k, (n < N) & (k[:, None] < K)
+            w_tile = tl.load(w + w_at, mask=w_mask, other=0.0)
+            split_total = tl.dot(x_tile, w_tile, split_total, input_precision="ieee")
+            if ACTIVATION != "":
+                up_tile = tl.load(w1 + w_at, mask=w_mask, other=0.0)
+                split_up = tl.dot(x_tile, up_tile, split_up, input_precision="ieee")
+        total, up = total + split_total, up + split_up
+    result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
+    tl.store(y + m.to(tl.int64) * N + n, result, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
+    """Prefetch the first KiB of each output feature into the L2 cache, by its lines of 128 bytes."""
+    n = tl.minimum(n_start + tl.arange(0, TILE_N)[:, None], N - 1).to(tl.int64)
+    k = tl.minimum(tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1)
+    at = (w + n * w_n + k * w_k).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _add_splits(splits, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
+    """The sum over the first dim of [SPLIT_K, TILE_N, TILE_M], from left to right."""
+    even, odd = tl.split(tl.reshape(tl.permute(splits, (1, 2, 0)), (TILE_N, TILE_M, 2, 2)))
+    split0, split2 = tl.split(even)
+    split1, split3 = tl.split(odd)
+    return split0 + split1 + split2 + split3
+
+
+@triton.jit
+def _epilogue(total, up, b, n, N, y, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Bias or activation, in the dtype of y."""
+    dtype = y.dtype.element_ty
+    if HAS_BIAS:  # rounded before too: torch adds the bias in a kernel of its own where x is not contiguous
+        total = total.to(dtype).to(tl.float32) + tl.load(b + n, mask=n < N, other=0.0).to(tl.float32)
+    if ACTIVATION != "":
+        total = activate(total.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
+        total *= up.to(dtype).to(tl.float32)
+    return total.to(dtype)
+
+
+def invariant_linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+    """`linears` of weights of any strides, in one launch for few tokens and weights of equal strides."""
+    strides = {weight.stride() for weight in weights}
+    if len(weights) > 1 and (_has_many_tokens(x) or len(strides) > 1):
+        parts = [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)]
+        return torch.cat(parts, dim=-1)
+    return _launch(x, weights, biases, [weight.shape[0] for weight in weights], "")
+
+
+def invariant_gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """`gated_linear` of weights of any strides, equal for both."""
+    return _launch(x, [gate, up], [], [gate.shape[0]], activation)
+
+
+def _has_many_tokens(x: Tensor) -> bool:
+    """Large tiles are for tensor cores, which float32 does not use."""
+    return x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
+
+
+def _launch(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], sizes: list[int], activation: str
+) -> Tensor:
+    x, dim, stride = x.contiguous(), x.shape[-1], weights[0].stride()
+    tokens = x.numel() // dim
+    y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
+    options = {"HAS_BIAS": bool(biases), "ACTIVATION": activation, "num_warps": 4}
+    if _has_many_tokens(x):
+        launch(
+            _many_tokens, (triton.cdiv(tokens, _TILE_OF_MANY) * triton.cdiv(sizes[0], _TILE_OF_MANY),), x,
+            x, y, weights[0], weights[-1], biases[0] if biases else x, sizes[0], tokens, dim, *stride,
+            TILE=_TILE_OF_MANY, STAGES=3, **options,
+        )  # fmt: skip
+        return y
+    tile_m = 8 if tokens <= 8 else 16
+    # Programs next to each other read the same output features.
+    grid = (triton.cdiv(tokens, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
+    launch(
+        _few_tokens, grid, x,
+        x, y, *padded_arguments(x, weights), *padded_arguments(x, biases), *padded_arguments(0, sizes),
+        tokens, dim, *stride, TILE_N=_TILE_OF_FEW, TILE_M=tile_m,
+        STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
+        EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, **options,
+    )  # fmt: skip
+    return y
+
+
+def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str) -> int:
+    """Tiles of the weight in flight: the fewer programs, the more; never more than K has, nor than 99 KiB hold.
+
+    Smaller GPUs have 99 KiB of shared memory. Chosen on an H200 for the dev models (2026-11-15): 2 to 12 for each
+    linear layer alone, then eight combinations by whole decode steps of one token and of eight.
+    """
+    if element_size == 4:
+        return 2  # what fits
+    if activation:
+        return 3
+    tiles: int = triton.cdiv(dim, BLOCK_K.value * SPLIT_K.value)
+    return min(tiles, 4 if size > 4096 else 8 if tile_m == 8 else 6)

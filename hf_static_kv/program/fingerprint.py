@@ -1,0 +1,99 @@
+"""What a captured step keeps: addresses, settings and functions. A model that differs in any of it needs a new step."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Sequence
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel
+
+from hf_static_kv import compat
+from hf_static_kv.patching import original_function
+
+_SMALL_BUFFER = 4096  # elements; larger buffers are compared by their sum
+_SETTINGS = (bool, int, float, str)
+# A replay does not see these attributes of an adapter, and merging writes weights in place.
+_ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
+
+
+def model_fingerprint(
+    model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
+) -> tuple[Any, ...]:
+    """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
+    tensors, kinds = [storage], [type(module) for module in modules]
+    for module in modules:
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    addresses = hash(tuple(address for tensor in tensors for address in _addresses_of(tensor)))
+    configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
+    settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
+    state, distinct_kinds = hash((*kinds, *settings, *_adapters(modules))), tuple(dict.fromkeys(kinds))
+    functions, patches = _functions(distinct_kinds), _patches(modules, is_exact)
+    return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
+
+
+def type_without_address(tensors: Iterable[Tensor]) -> str | None:
+    """The type of the first tensor that does not tell where its memory is; None if all do."""
+    found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
+    return next((type(tensor).__name__ for tensor in found), None)
+
+
+def _addresses_of(tensor: Tensor) -> list[int]:
+    """One address, or those of the tensors inside a wrapper such as a quantised weight."""
+    inner = compat.inner_tensors(tensor)
+    return [tensor.data_ptr()] if inner is None else [address for part in inner for address in _addresses_of(part)]
+
+
+def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:
+    # Not `hasattr(module, ...)`: `Module.__getattr__` is slow. A whole model has a method of this name.
+    has_state = (m for m in modules if hasattr(type(m), "active_adapters") or "active_adapters" in m.__dict__)
+    adapters = [module for module in has_state if not callable(module.active_adapters)]
+    return [tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES) for module in adapters]
+
+
+def _functions(kinds: Sequence[type[Any]]) -> tuple[Any, ...]:
+    """The `forward` of each class and the functions beside it: libraries patch either to speed a model up."""
+    modules = dict.fromkeys(kind.__module__ for kind in kinds if kind.__module__ in sys.modules)
+    functions = (
+        original_function(module, name) if type(value) is partial else value  # as `fused_rotary` leaves it
+        for module in modules
+        for name, value in vars(sys.modules[module]).items()
+        if type(value) in (FunctionType, partial)
+    )
+    return (*(kind.forward for kind in kinds), *functions)
+
+
+def _patches(modules: Sequence[Module], is_exact: bool) -> tuple[Any, ...]:
+    """Functions that modules hold: a patched `forward`, an activation."""
+    return tuple(
+        (number, name, _identity(value))
+        for number, module in enumerate(modules)
+        for name, value in module.__dict__.items()
+        if callable(value) and not (is_exact and name == "forward")  # `exact` replaces it each time it is entered
+    )
+
+
+def _identity(function: Any) -> Any:
+    """Equal for the same function only, also after it is deleted; holds no reference to what the function holds."""
+    if isinstance(function, MethodType):
+        return _identity(function.__func__), _identity(function.__self__)
+    try:
+        hash(reference := weakref.ref(function))
+    except TypeError:  # a builtin, which is never deleted, or an object that cannot be hashed
+        return id(function)
+    return reference
+
+
+def _rotary_values(modules: Sequence[Module]) -> int:
+    """The rotary frequencies: a change in place keeps their address, and the step has tables made from them."""
+    rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
+    buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
+    values = [b.flatten() if b.numel() <= _SMALL_BUFFER else b.double().sum()[None] for b in buffers]
+    return hash(tuple(torch.cat(values).tolist())) if values else 0

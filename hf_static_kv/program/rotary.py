@@ -1,0 +1,108 @@
+"""Rotary embeddings: cosines and sines from a table, and one kernel that rotates queries and keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedConfig
+
+from hf_static_kv.compat import attention_name
+from hf_static_kv.kernels import rotary
+from hf_static_kv.patching import is_unmodified, original_function, replaced, replaced_function
+from hf_static_kv.program.norms import PROBED_DTYPES
+
+_FUNCTION = "apply_rotary_pos_emb"
+# Captured steps share the tables of a module: one of 32k positions takes about 30 MB.
+_TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, Tensor]] = WeakKeyDictionary()
+
+
+def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
+    """Whether the angles of earlier tokens change as the sequence grows, so that cached keys become wrong."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [own for own in parameters.values() if isinstance(own, dict)]
+    kinds = [own.get("rope_type", own.get("type")) or "" for own in (parameters, *by_layer_type)]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)  # as transformers tests them
+
+
+@contextmanager
+def angles_from_tables(model: Module, length: int) -> Iterator[list[Tensor]]:
+    """The model with its cosines and sines read from tables of `length` positions; yields the tables.
+
+    The first pass fills them. A graph that was captured inside needs them as long as it lives.
+    """
+    modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
+    tables: list[Tensor] = []
+    attention = attention_name(getattr(model, "config", None))  # angles have other bits inside `exact`
+    with replaced("forward", {module: _Angles(module, length, attention, tables).forward for module in modules}):
+        yield tables
+
+
+class _Angles:
+    def __init__(self, module: Module, length: int, attention: str | None, tables: list[Tensor]) -> None:
+        self.module, self.length, self.attention, self.tables = module, length, attention, tables
+        self.original = module.forward
+        self.by_arguments: dict[tuple[Any, ...], Tensor | None] = {}
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        key = (*args, *kwargs.items())
+        if key not in self.by_arguments:
+            self.by_arguments[key] = self._table(x, position_ids, *args, **kwargs)
+        if (table := self.by_arguments[key]) is None:
+            return self.original(x, position_ids, *args, **kwargs)
+        return F.embedding(position_ids, table).chunk(2, dim=-1)
+
+    def _table(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Cosines and sines, [length, 2 D]; None if the module's output is not a lookup by position."""
+        last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are 0
+        expected = [(at, self.original(x, at, *args, **kwargs)) for at in (position_ids, last)]
+        key = (self.length, self.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
+        table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
+        if table is None or not _holds(table, expected):
+            positions = torch.arange(self.length, device=position_ids.device)[None]
+            made = self.original(x, positions, *args, **kwargs)
+            is_pair = len(made) == 2 and all(isinstance(part, Tensor) and part.ndim == 3 for part in made)
+            table = torch.cat(made, dim=-1)[0] if is_pair else None
+            if table is None or not _holds(table, expected):
+                return None
+            _TABLES[self.module][key] = table
+        self.tables.append(table)
+        return table
+
+
+def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
+    """Whether the table has these angles at these positions."""
+    return all(torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected)
+
+
+@contextmanager
+def fused_rotary(model: Module) -> Iterator[list[str]]:
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields these."""
+    names = {type(module).__module__ for module in model.modules()}
+    names = {name for name in names if _is_rotary(original_function(name, _FUNCTION))}
+    with replaced_function(_FUNCTION, dict.fromkeys(names, _rotary)):
+        yield sorted(names)
+
+
+def _is_rotary(function: Any) -> bool:
+    generator, shapes = torch.Generator().manual_seed(0), ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
+    tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]  # query, key, cos, sin
+    with suppress(Exception):  # no function, or another one of that name
+        for dtype in PROBED_DTYPES:
+            arguments = [tensor.to(dtype) for tensor in tensors]
+            pairs = zip(function(*arguments), rotary.rotary_plain(*arguments), strict=True)
+            if not all(torch.equal(got, expected) for got, expected in pairs):
+                return False
+        return True
+    return False
+
+
+def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    is_supported = len(args) == 4 and not kwargs and rotary.is_supported(*args)
+    return rotary.rotary(*args) if is_supported else original(*args, **kwargs)

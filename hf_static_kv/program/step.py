@@ -1,0 +1,303 @@
+"""One decode step with every input at a fixed address, so that a CUDA graph can hold it.
+
+    token -> model -> logits      each layer writes its keys and values straight into the storage
+    cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
+
+On a CPU there is no graph and nothing is fused: the model's own modules run, with the step's cache and attention.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from threading import Lock, get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from hf_static_kv import compat
+from hf_static_kv.attention import StepLayer
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.kernels.advance import advance
+from hf_static_kv.kernels.greedy import GreedyState, select_greedy
+from hf_static_kv.kernels.write_token import write_token
+from hf_static_kv.patching import replaced
+from hf_static_kv.program.linears import fused_linears
+from hf_static_kv.program.norms import FusedSums, fused_norms
+from hf_static_kv.program.preload import INDUCTOR, TRITON, wait_for
+from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
+
+COMPILE = ("none", "layers")
+_WARM_UPS = 2
+_CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
+_SYNC_WARNING = "called a synchronizing CUDA operation"
+_MAX_COMPILED = 256  # compiled layers in one process; dynamo's own limit of 8 would silently end compiling
+
+
+class DecodeStep:
+    """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
+
+    Holds the cache's storage and not the cache, whose length the caller moves.
+    """
+
+    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+        if len(cache.storage_groups) > 1:
+            raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
+        self.batch_size, self.max_cache_len = batch_size, cache.max_cache_len
+        self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
+        device, num_layers = cache.layers[0].device, len(cache.layers)
+        unlimited = torch.iinfo(torch.int64).max // 2
+        self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
+        self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.seq_start = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)  # of the newest token
+        self.position_ids = torch.zeros_like(self.seq_start)
+        # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
+        self.spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)[..., :3]
+        self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
+        storage = cache.storage_groups[0]
+        self.layers = [
+            StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
+            for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
+        ]
+        self.cache = _StepCache(self.cache_position, cache.max_cache_len)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.logits: Tensor | None = None
+        self._around_a_pass: AbstractContextManager[object] = nullcontext()
+        self._tables: list[Tensor] = []  # which the graph reads
+
+    @property
+    def is_orphan(self) -> bool:
+        """Whether the model no longer exists, so that no call can use this step."""
+        return self._model() is None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        model = self._model()
+        assert model is not None, "the model no longer exists"
+        return model
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The tensors that the step holds beside the model and the cache."""
+        return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
+
+    def set_position(self, length: int, seq_start: Tensor) -> None:
+        """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
+        if length >= self.max_cache_len:
+            raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
+        self.cache_position.fill_(length - 1)
+        self.seq_start.copy_(seq_start[:, None])
+
+    def run(self, tokens: Tensor) -> Tensor:
+        """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
+        self.token.copy_(tokens[:, None])
+        return self._replay_or_forward().to(torch.float32, copy=True)  # the next run overwrites them
+
+    def _replay_or_forward(self) -> Tensor:
+        if self.graph is None or self.logits is None:
+            return self._forward()
+        self.graph.replay()
+        return self.logits
+
+    def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
+        """Capture the step as a graph. Writes at position `length`, which the first `run` overwrites.
+
+        Fused and compiled parts stay in the graph only: the model has its own `forward` when this returns.
+        """
+        wait_for(TRITON)
+        from hf_static_kv.kernels.launch_triton import compile_only
+
+        with _CAPTURING, torch.cuda.device(self.token.device), ExitStack() as changes:
+            if compile == "none":  # Inductor fuses these itself
+                changes.enter_context(fused_norms(self.model))
+                changes.enter_context(fused_rotary(self.model))
+                self._around_a_pass = FusedSums()
+            with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
+                changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, seq_start)))
+                self._run_once(length, seq_start)
+            # Kernels must run to fill a table, so not inside `compile_only`.
+            self._tables = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
+            if compile == "layers":
+                wait_for(INDUCTOR)
+                changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
+            self._warm_up(length, seq_start)
+            self.set_position(length, seq_start)
+            self._capture()
+        self._around_a_pass = nullcontext()  # it holds norms of the model
+
+    def _run_once(self, length: int, seq_start: Tensor) -> None:
+        self.set_position(length, seq_start)
+        self._forward()
+
+    def _capture(self) -> None:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+        try:
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
+                self.logits = self._forward()
+        except BaseException:
+            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
+            raise
+        self.graph = graph
+
+    def _warm_up(self, length: int, seq_start: Tensor) -> None:
+        """Passes before the capture: they compile kernels and let libraries allocate.
+
+        The last one must not synchronize. In a capture that is an error too, and one that leaves the allocator unusable
+        for the rest of the process.
+        """
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for i in range(_WARM_UPS):
+                with _no_synchronization() if i == _WARM_UPS - 1 else nullcontext():
+                    self._run_once(length, seq_start)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _forward(self) -> Tensor:
+        with replaced("layer_idx", self._layers_by_module()), self._around_a_pass:
+            return self._advance_and_run()
+
+    def _layers_by_module(self) -> dict[Module, StepLayer]:
+        # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
+        indices = {module: getattr(module, "layer_idx", None) for module in self.model.modules()}
+        own = {module: i for module, i in indices.items() if isinstance(i, int) and i < len(self.layers)}
+        return {module: self.layers[i] for module, i in own.items()}
+
+    def _advance_and_run(self) -> Tensor:
+        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
+        output = self.model(
+            input_ids=self.token,
+            position_ids=self.position_ids,
+            attention_mask=self.mask,
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+
+class GreedyStep(DecodeStep):
+    """A decode step that also selects the next token, or padding in a batch row that has ended.
+
+    Between two tokens there is nothing but the replay.
+    """
+
+    MAX_EOS = 16
+
+    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+        super().__init__(model, cache, batch_size)
+        device = self.token.device
+        self.state = GreedyState(
+            # The last token of a sequence is selected and not written to the cache: one position more.
+            sequences=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
+            token=self.token,
+            unfinished=torch.ones(batch_size, 1, dtype=torch.bool, device=device),
+            eos=torch.full((1, self.MAX_EOS), -1, device=device),
+            pad=torch.zeros(1, dtype=torch.int64, device=device),
+            is_over=torch.zeros((), dtype=torch.bool, device=device),
+        )
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self.state]
+
+    def set_state(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
+        """Set the state after the first tokens [B]: unfinished rows [B], end tokens, the token after an end."""
+        self.token.copy_(tokens[:, None])
+        self.state.unfinished.copy_(unfinished[:, None])
+        self.state.eos.fill_(-1)
+        if eos is not None:
+            self.state.eos[0, : len(eos)].copy_(eos)
+        if pad is not None:
+            self.state.pad.copy_(pad.reshape(1))
+
+    def replay(self) -> Tensor:
+        """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
+        self._replay_or_forward()
+        return self.state.is_over
+
+    def _advance_and_run(self) -> Tensor:
+        logits = super()._advance_and_run()
+        select_greedy(logits, self.cache_position, self.state)
+        return logits
+
+
+@contextmanager
+def compiled_layers(model: PreTrainedModel, num_layers: int, **options: Any) -> Iterator[None]:
+    """The model with its decoder layers compiled. Equal layers share one compilation: seconds, not a minute."""
+    options = options or compat.inductor_options()
+    layers = _decoder_layers(model, num_layers)
+    forwards = {layer: torch.compile(layer.forward, dynamic=False, **options) for layer in layers}
+    with compat.many_compilations(_MAX_COMPILED), replaced("forward", forwards):
+        yield
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[Module]:
+    """The layers that write to the cache: as many as it has, each with a `layer_idx`. A vision tower may be as deep."""
+    for layers in (module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
+        if len(layers) == num_layers and all(_has_layer_idx(layer) for layer in layers):
+            return list(layers)
+    raise ValueError(f"no list of {num_layers} decoder layers was found in {type(model).__name__} to compile")
+
+
+def _has_layer_idx(layer: Module) -> bool:
+    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
+
+
+@contextmanager
+def _no_synchronization() -> Iterator[None]:
+    """Raise at the end if this thread has synchronized with the device. Other threads may.
+
+    Torch's sync-debug mode is process-wide, so it only warns here, and warnings of other threads are dropped.
+    """
+    before, own_thread, show, seen = torch.cuda.get_sync_debug_mode(), get_ident(), warnings.showwarning, []
+
+    def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        if not str(message).startswith(_SYNC_WARNING):
+            show(message, *args, **kwargs)
+        elif get_ident() == own_thread:
+            seen.append(str(message))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
+        warnings.filterwarnings("always", message=_SYNC_WARNING)
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    if seen:
+        raise RuntimeError("a pass synchronizes with the device: it called a synchronizing CUDA operation")
+
+
+class _StepCache(Cache):
+    """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
+
+    A graph cannot hold a length: `get_seq_length` is 0. What a model computes from it is wrong at every step, and shows
+    when the captured step is verified.
+    """
+
+    def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
+        super().__init__(layers=[])
+        self.cache_position, self.capacity = cache_position, max_cache_len
+
+    def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
+        self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        layer = layer_idx
+        write_token(layer.keys, layer.values, key_states, value_states, self.cache_position)
+        return layer.keys, layer.values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.capacity, 0

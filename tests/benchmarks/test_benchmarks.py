@@ -1,0 +1,497 @@
+"""The benchmarks: their arithmetic, a tiny run of each script, and what is generated from the committed records."""
+
+import ast
+import importlib
+import json
+import math
+import multiprocessing
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from threading import Lock
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_static_kv.testing import random_model, tiny_config
+
+ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
+BENCHMARKS = ROOT / "benchmarks"
+RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
+ONE_OFF = {"layernorm-h200"}  # measured by a script that is not in the repository
+PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
+
+
+@pytest.fixture(autouse=True)
+def _on_the_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+
+class InThisProcess:
+    """Stands in for `FreshProcess`: importing torch in a new process takes seconds.
+
+    One after the other: two threads in `from_pretrained` leave transformers with weights untied for good.
+    """
+
+    LOADING = Lock()
+
+    def __init__(self, cls, *args):
+        with self.LOADING:
+            self.served = cls(*args)
+
+    def call(self, method, *args):
+        return getattr(self.served, method)(*args)
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """Runs a script's `main` with these arguments in this process."""
+    import bench_generation
+    import measure
+
+    monkeypatch.setitem(measure.BANDWIDTH_BYTES, "cpu", 1 << 16)
+
+    def run_main(script, *args):
+        module = importlib.import_module(script)
+        for owner in (module, bench_generation, measure):
+            if hasattr(owner, "FreshProcess"):
+                monkeypatch.setattr(owner, "FreshProcess", InThisProcess)
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{script}.py", *map(str, args)])
+        try:
+            status = module.main()
+        except SystemExit as leaving:  # argparse
+            status = leaving.code
+        printed = capsys.readouterr()
+        return SimpleNamespace(returncode=status, stdout=printed.out, stderr=printed.err)
+
+    return run_main
+
+
+class TestArithmetic:
+    def test_percentiles_and_spread(self):
+        from measure import latency, percentile, spread
+
+        assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
+        hundred_and_one = [float(i) for i in range(101)]
+        assert latency(hundred_and_one) == {"mean": 50, "p50": 50, "p95": 95, "p99": 99, "min": 0, "max": 100}
+        assert spread([5.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 5.0}
+
+    def test_the_clock_counts_from_token_to_token(self):
+        from measure import Clock
+
+        clock = Clock("cpu", batch_size=2)
+        clock.times = [10.0, 10.5, 10.75]
+        assert clock.step_ms == [500.0, 250.0]
+        assert clock(torch.ones(2, 3), None).tolist() == [False, False]
+        assert len(clock.times) == 4
+
+    def test_a_step_is_timed_without_the_first_token(self, monkeypatch):
+        from measure import TimedGenerate
+        from workload import Workload
+
+        timed = TimedGenerate(None, "graph", Workload("llama", "cpu", "float32", 8, 5, 1, 13))
+        monkeypatch.setattr(timed, "seconds", {1: 0.5, 5: 0.9}.__getitem__)
+        assert timed.step_ms() == pytest.approx(100.0)
+
+    def test_a_tied_embedding_is_read_and_an_untied_one_is_not(self):
+        from measure import weights_read
+
+        # Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16, two norms of 8; one more norm at the end.
+        layer = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
+        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+        sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+        for tied in (True, False):
+            model = random_model(LlamaConfig(**sizes, tie_word_embeddings=tied))
+            assert weights_read(model) == 4 * (2 * layer + 8 + 80)
+
+    def test_a_window_limits_what_a_step_reads(self):
+        from measure import bytes_per_step, cache_read, weights_read
+
+        # Six layers, the last one full, the others with a window of 8; one KV head of 16, keys and values, 4 bytes.
+        model = random_model(tiny_config("gemma3"))
+        position = 2 * 16 * 4
+        assert cache_read(model, seq_len=20, batch_size=1) == position * (5 * 8 + 20)
+        assert cache_read(model, seq_len=5, batch_size=3) == 3 * position * 6 * 5
+        # A prompt of 18 and 3 new tokens: the two steps after the first token read sequences of 19 and 20.
+        mean = position * (5 * 8 + 19.5)
+        assert bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1) == weights_read(model) + mean
+        model.config.num_local_experts = 4
+        assert bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1) is None
+
+    def test_the_summary_of_one_contender(self):
+        from bench_generation import summarize
+
+        row = {
+            "new_tokens": 11,
+            "cold_start_s": 8.0,
+            "trials_s": [[0.5, 2.5], [0.25, 1.25], [1.0, 5.0]],
+            "step_ms": [100.0, 300.0],
+            "bytes_per_step": 4e9,
+        }
+        assert summarize(row, prompt_len=100, batch_size=2, bandwidth=80e9) == {
+            "first_token_ms": {"median": 500.0, "min": 250.0, "max": 1000.0},
+            "prompt_tokens_per_s": 400.0,
+            "decode_ms": {"median": 200.0, "min": 100.0, "max": 400.0},
+            "decode_tokens_per_s": {"median": 10.0, "min": 5.0, "max": 20.0},
+            "latency_ms": {"mean": 200.0, "p50": 200.0, "p95": 290.0, "p99": 298.0, "min": 100.0, "max": 300.0},
+            "cold_start_s": 8.0,
+            "cold_share": 1 - 2.5 / 8,
+            "gb_per_s": 20.0,
+            "bandwidth_share": 0.25,
+        }
+
+    def test_speed_up_on_paper_and_from_pass_times(self):
+        from bench_speedup import predicted, theoretical
+
+        assert [theoretical(n) for n in (1, 10, 200)] == [1.0, 5.5, 100.5]
+        assert predicted(4, {1: 10.0, 3: 30.0, 4: 70.0}) == (10 + 20 + 30 + 70) / (4 * 10)
+
+    def test_bytes_held_counts_the_capacity(self):
+        from contenders import CONTENDERS, bytes_held
+
+        model, held = random_model(tiny_config("llama")), {}
+        for name in ("dynamic", "static", "contiguous"):
+            keywords = CONTENDERS[name].set_up(model, 32, 1)()
+            model.generate(
+                torch.ones(1, 5, dtype=torch.long), **keywords, max_new_tokens=4, do_sample=False, eos_token_id=999
+            )
+            held[name] = bytes_held(keywords["past_key_values"])
+        position = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
+        assert held == {"dynamic": 8 * position, "static": 32 * position, "contiguous": 32 * position}
+        assert bytes_held(None) == 0
+
+    def test_left_padding_of_different_lengths(self):
+        from workload import Workload
+
+        workload = Workload("llama", "cpu", "float32", 16, 4, 4, 20, padded=True)
+        mask = workload.prompt()["attention_mask"]
+        assert mask.sum(1).tolist() == [16, 14, 12, 10]
+        assert (mask.diff(dim=1) >= 0).all()
+        assert workload.mean_prompt_len == 13
+
+
+def generation_record(**decode_ms):
+    """A record of contenders with these medians; the spread is one millisecond to each side."""
+    rows = []
+    for name, ms in decode_ms.items():
+        figures = {"median": ms, "min": ms - 1, "max": ms + 1}
+        summary = {"decode_ms": figures, "first_token_ms": figures, "cold_start_s": 1.0}
+        rows.append({"name": name.replace("_", "-"), "new_tokens": 8, "summary": summary})
+    workload = {"model": "llama-3.2-1b", "dtype": "bfloat16", "batch_size": 1, "prompt_len": 4}
+    where = {"hardware": "a GPU", "torch": "2", "transformers": "5", "commit": "abc"}
+    command = "python benchmarks/bench_generation.py"
+    return {**where, "command": command, "workload": workload, "trials": 3, "contenders": rows}
+
+
+class TestLosses:
+    def test_who_decodes_faster_is_named(self):
+        from losses import behind
+
+        (line,) = behind(generation_record(contiguous=10.0, static_compiled=2.5, dynamic=12.0))
+        assert line == "Llama-3.2-1B: `StaticCache` compiled decodes 4.00 times as fast as `StaticContiguousCache`."
+        (line,) = behind(generation_record(contiguous=10.0, dynamic=9.5))
+        assert line.endswith("(within the spread).")
+
+    def test_nothing_is_said_where_ours_is_ahead_or_absent(self):
+        from losses import behind
+
+        assert behind(generation_record(contiguous=10.0, static_compiled=2.5, graph=2.0)) == []
+        assert behind(generation_record(static=1.0, dynamic=2.0)) == []
+
+    def test_points_of_a_sweep(self):
+        from losses import context_behind
+
+        def row(name, context, ms):
+            figures = {"median_ms": ms, "p10_ms": ms - 1, "p90_ms": ms + 1}
+            return {"contender": name, "context": context, "max_cache_len": 4096, **figures}
+
+        rows = [row("contiguous", 1024, 9.0), row("dynamic", 1024, 3.0), row("contiguous", 2048, 5.0)]
+        rows += [row("dynamic", 2048, 4.5), row("contiguous", 4096, 6.0), row("dynamic", 4096, 8.0)]
+        record = {"model": "m", "hardware": "a GPU", "command": "", "context": rows, "capacity": []}
+        (line,) = context_behind(record)
+        assert "1,024 of 4,096 tokens: `DynamicCache` 3.00 ms, `StaticContiguousCache` 9.00 ms;" in line
+        assert "2,048 of 4,096 tokens: `DynamicCache` 4.50 ms, `StaticContiguousCache` 5.00 ms (within" in line
+        assert "4,096 of 4,096" not in line
+
+
+class TestHistory:
+    def test_a_new_run_is_added_once_and_the_old_one_stays(self, tmp_path):
+        import history
+
+        path, old, new = tmp_path / "history.csv", generation_record(graph=4.0), generation_record(graph=5.0)
+        for record in (old, old, new):
+            history.add([record], path)
+        decode = [row for row in history.read(path) if row["case"].startswith("decode step")]
+        assert [row["ms_median"] for row in decode] == ["4", "5"]
+        assert history.missing(history.read(path), [old, new]) == []
+        assert history.between_runs(history.read(path), "graph") == pytest.approx(0.2)
+
+    def test_a_contender_that_is_gone_stays_in_history_alone(self):
+        import history
+        import tables
+
+        record = generation_record(graph=1.0, graph_layers=2.0, turbo=3.0)
+        assert list(tables.measured(record)) == ["graph", "graph-layers"]
+        assert {row["contender"] for row in history.rows(record)} == {"graph", "graph-layers", "turbo"}
+
+
+class TestBlocks:
+    def test_blocks_are_filled_and_the_rest_stays(self, monkeypatch):
+        import write_results
+
+        blocks = {"rows": lambda records: "| a |\n|---|", "word": lambda records: "18 times"}
+        monkeypatch.setattr(write_results, "BLOCKS", blocks)
+        text = "x <!-- results:word -->old<!-- /results --> y\n<!-- results:rows -->\nold\n<!-- /results -->\n"
+        filled = write_results.fill(text, {}, "page")
+        expected = "x <!-- results:word -->18 times<!-- /results --> y\n"
+        assert filled == expected + "<!-- results:rows -->\n| a |\n|---|\n<!-- /results -->\n"
+        assert write_results.fill(filled, {}, "page") == filled
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("<!-- results:nonsense --><!-- /results -->", "README.md: no block is named 'nonsense'. Choose from"),
+            ("<!-- results:speed -->", "without its <!-- /results -->"),
+            ("<!-- results:speed -->\n<!-- results:speed --><!-- /results -->", "without its <!-- /results -->"),
+        ],
+    )
+    def test_a_block_that_cannot_be_filled_is_refused(self, text, message):
+        from write_results import BadPage, fill, load
+
+        with pytest.raises(BadPage, match=re.escape(message)):
+            fill(text, load(), "README.md")
+
+
+class TestRecords:
+    """What is committed agrees with itself."""
+
+    @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.stem)
+    def test_has_its_provenance(self, path):
+        record = json.loads(path.read_text())
+        assert record.keys() >= PROVENANCE
+        assert record["commit"] != "unknown"
+        if path.stem in ONE_OFF:
+            assert "one-off script" in record["note"]
+            return
+        assert record["command"].startswith("python benchmarks/bench_")
+        assert f"--json benchmarks/results/{path.name}" in record["command"]
+
+    @pytest.mark.parametrize("path", [path for path in RECORDS if path.stem.startswith(("generation", "batch"))])
+    def test_summaries_are_those_of_the_raw_times(self, path):
+        from bench_generation import summarize
+
+        record = json.loads(path.read_text())
+        w, ran = record["workload"], [row for row in record["contenders"] if "summary" in row]
+        # The recorded bandwidth was divided by 1e9 after the summaries were made of it: try its neighbours too.
+        bandwidth = record["bandwidth_gb_per_s"] * 1e9
+        near = (math.nextafter(bandwidth, 0), bandwidth, math.nextafter(bandwidth, math.inf))
+        summaries = [[summarize(row, w["prompt_len"], w["batch_size"], number) for row in ran] for number in near]
+        assert [row["summary"] for row in ran] in summaries
+
+    def test_the_generated_blocks_are_those_of_the_records(self):
+        from write_results import fill, load, pages
+
+        records = load()
+        for page in pages():
+            assert fill(page.read_text(), records, page.name) == page.read_text(), f"{page.name}: run `make results`"
+
+    def test_the_results_page_is_that_of_the_records(self):
+        import history
+        from write_results import KINDS, RESULTS, load, pictures, results_page
+
+        records, page = load(), (BENCHMARKS / "RESULTS.md").read_text()
+        assert page == results_page(records, history.read()), "run `make results`"
+        assert len(page.splitlines()) <= 150
+        assert sum(len(records[kind]) for kind in KINDS) == len(RECORDS)
+        assert sorted(pictures(records)) == sorted(RESULTS.glob("*.png"))
+
+    def test_history_has_the_rows_of_every_record(self):
+        import history
+
+        assert history.missing(history.read(), [json.loads(path.read_text()) for path in RECORDS]) == []
+
+
+class TestFreshProcess:
+    """With a module of the standard library in the process, and nothing imported beforehand."""
+
+    @pytest.fixture(autouse=True)
+    def _quick(self, monkeypatch):
+        import processes
+
+        monkeypatch.setattr(processes, "_PRELOADED", [])
+
+    def test_answers_and_goes_on_after_a_failure_until_it_dies(self):
+        from processes import Failed, FreshProcess
+
+        process = FreshProcess(importlib.import_module, "os")
+        assert process.call("getpid") == process.process.pid
+        with pytest.raises(Failed, match=r"^FileNotFoundError: .*nowhere"):
+            process.call("listdir", "nowhere")
+        assert process.call("getpid") == process.process.pid
+        with pytest.raises(Failed, match="ProcessDied: exit status 9"):
+            process.call("_exit", 9)
+        process.close()
+        process.close()
+        assert not process.process.is_alive()
+
+    def test_a_failure_at_once_leaves_no_process_behind(self):
+        from processes import Failed, FreshProcess
+
+        with pytest.raises(Failed, match=r"^ModuleNotFoundError: "):
+            FreshProcess(importlib.import_module, "no_such_module")
+        assert multiprocessing.active_children() == []
+
+
+TINY = {
+    "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
+    "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
+    "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
+    "bench_layernorm": ["--prompt-len", 8, "--new-tokens", 4, "--trials", 2],
+    "bench_speedup": ["--tokens", 3, 6, "--trials", 2],
+    "bench_update": ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5],
+}
+
+
+class TestScripts:
+    @pytest.mark.parametrize("script", TINY)
+    def test_a_tiny_run(self, run, tmp_path, monkeypatch, script):
+        import bench_exact
+        import history
+
+        monkeypatch.setattr(bench_exact, "TRIALS", 1)
+        monkeypatch.setattr(bench_exact, "ROWS", 2)
+        model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
+        files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
+        plot = [] if script in ("bench_exact", "bench_layernorm") else ["--plot", tmp_path / "report.png"]
+        outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
+        result = run(script, *model, *TINY[script], *outputs, *plot)
+        assert result.returncode == 0, result.stderr
+        record = json.loads(files["json"].read_text())
+        assert record.keys() >= PROVENANCE
+        assert files["markdown"].read_text().strip() in result.stdout
+        assert history.read(files["csv"]) == history.rows(record)
+        figures = [float(row["ms_median"]) for row in history.rows(record) if row["ms_median"]]
+        assert figures
+        assert min(figures) > 0
+        if plot:
+            assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize("fallback", [None, "the step cannot be captured"])
+    def test_bench_layernorm_runs_both_decoders_and_tells_of_a_fallback(self, run, tmp_path, monkeypatch, fallback):
+        """On a CPU the decoders run without a graph; what the scripts refuse there is allowed for this test."""
+        import bench_generation
+        from contenders import CONTENDERS
+
+        state = bench_generation.Runner.state
+
+        def state_of_this_test(runner):
+            return state(runner) | {"fallback_reason": fallback}
+
+        monkeypatch.setattr(bench_generation.Runner, "state", state_of_this_test)
+        for name in ("graph", "graph-layers"):
+            monkeypatch.setitem(CONTENDERS, name, replace(CONTENDERS[name], gpu_only=""))
+        path = tmp_path / "report.json"
+        models = ["--model", "llama,qwen3", "--device", "cpu", "--json", path]
+        result = run("bench_layernorm", *models, *TINY["bench_layernorm"])
+        assert result.returncode == (1 if fallback else 0), result.stderr
+        assert ("qwen3, graph-layers fell back: the step cannot be captured" in result.stdout) == bool(fallback)
+        rows = json.loads(path.read_text())["rows"]
+        names = ["dynamic", "graph", "graph-layers"]
+        assert [(row["model"], row["contender"]) for row in rows] == list(product(["llama", "qwen3"], names))
+        assert all(0 < row["tokens_per_s"]["low"] <= row["tokens_per_s"]["high"] for row in rows)
+
+    @pytest.mark.parametrize("script", SCRIPTS)
+    def test_help(self, run, script):
+        result = run(script, "--help")
+        assert result.returncode == 0
+        assert f"python benchmarks/{script}.py" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("script", "arguments", "message"),
+        [
+            ("bench_generation", ["--model", "lama"], "'lama' is no folder, no hub id (owner/name) and no short name"),
+            ("bench_generation", ["--device", "banana"], "--device banana is no device: use cpu, cuda or cuda:0"),
+            ("bench_generation", ["--device", "cuda:64"], "--device cuda:64: this machine has"),
+            ("bench_generation", ["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder nowhere"),
+            ("bench_generation", ["--plot", "x.foo"], "--plot x.foo: a picture is .png, .svg or .pdf"),
+            ("bench_generation", ["--batch-size", 0], "--batch-size must be at least 1, got 0"),
+            ("bench_generation", ["--contenders", "dynamic,turbo"], "unknown turbo: choose from no-cache, dynamic"),
+            ("bench_generation", ["--new-tokens", 2], "--new-tokens must be at least 3, got 2"),
+            ("bench_generation", ["--max-cache-len", 10], "--max-cache-len 10 is less than 256 + 128 tokens"),
+            ("bench_generation", ["--device", "cpu", "--contenders", "graph"], "nothing can run on cpu (graph: a CUDA"),
+            (
+                "bench_context",
+                ["--contexts", 64, "--capacities", 60],
+                "--capacities 60 is less than the sequence of 64",
+            ),
+            ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
+            ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
+            ("bench_step", ["--device", "cpu"], "--device cpu: a captured step needs a GPU"),
+            ("bench_update", ["--capacities", 64], "--capacities must be at least 194, got 64"),
+        ],
+    )
+    def test_a_bad_argument_gets_one_line_and_exit_status_2(self, run, script, arguments, message):
+        model = [] if script == "bench_update" or "--model" in arguments else ["--model", "llama"]
+        result = run(script, *model, *arguments)
+        assert result.returncode == 2
+        assert message in result.stderr.splitlines()[-1]
+        assert "Traceback" not in result.stderr
+
+    def test_a_contender_that_fails_is_reported_and_the_others_run(self, run, monkeypatch):
+        import bench_generation
+        from processes import Failed
+
+        trial = bench_generation.Runner.trial
+
+        def failing_trial(runner):
+            if runner.generate.contender == "static":
+                raise Failed("OutOfMemoryError", "no memory")
+            return trial(runner)
+
+        monkeypatch.setattr(bench_generation.Runner, "trial", failing_trial)
+        sizes = ["--contenders", "static,contiguous", "--prompt-len", 8, "--new-tokens", 3, "--trials", 1]
+        result = run("bench_generation", "--model", "llama", "--device", "cpu", *sizes)
+        assert result.returncode == 1
+        assert "- static FAILED: OutOfMemoryError: no memory" in result.stdout
+        assert "| `StaticContiguousCache` |" in result.stdout
+
+    def test_every_change_of_bench_step_is_switched_off_by_a_name_that_exists(self):
+        """A name that is gone would leave the change on, and two rows would be one."""
+        from bench_step import CHANGES, variants
+
+        for name in (name for substitutes in CHANGES.values() for name in substitutes):
+            home, _, attribute = name.rpartition(".")
+            if "triton" in home:
+                pytest.importorskip("triton", reason="triton is not installed")
+            assert hasattr(importlib.import_module(home), attribute)
+        assert [len(missing) for _, missing in variants()] == list(range(len(CHANGES), -1, -1))
+
+    def test_the_scripts_import_no_extras_but_tqdm(self):
+        """Pictures import matplotlib when they are drawn; `datasets` and `evaluate` are not on every machine."""
+        own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"torch", "transformers", "hf_static_kv", "tqdm"}
+        for path in BENCHMARKS.glob("*.py"):
+            nodes = ast.parse(path.read_text()).body
+            names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+            names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            roots = {name.split(".")[0] for name in names}
+            assert roots <= own | sys.stdlib_module_names, path.name
+
+    @pytest.mark.slow
+    def test_contenders_run_in_processes_of_their_own(self, tmp_path):
+        record = tmp_path / "report.json"
+        command = [sys.executable, "benchmarks/bench_generation.py", "--model", "llama", "--device", "cpu", "--json"]
+        command += [str(record), *map(str, TINY["bench_generation"])]
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr
+        rows = json.loads(record.read_text())["contenders"]
+        ran = [row["name"] for row in rows if "summary" in row]
+        assert ran == ["no-cache", "dynamic", "static", "contiguous"]

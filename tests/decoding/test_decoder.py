@@ -1,0 +1,441 @@
+"""`GraphDecoder` gives the tokens of `generate` without it, on a GPU where there is one.
+
+On a CPU the step runs uncaptured; all else is the same.
+"""
+
+import gc
+import weakref
+from threading import Thread
+
+import pytest
+import torch
+from transformers import StoppingCriteria
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from hf_static_kv.program.step import DecodeStep
+from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
+from tests.decoding.conftest import (
+    BATCH,
+    CAPACITY,
+    DEVICE,
+    OWN_ATTENTION,
+    PROMPT,
+    padded,
+    run,
+    toy_model,
+    toy_with_images,
+)
+
+needs_no_graph = pytest.mark.skipif(DEVICE == "cuda", reason="a replayed graph calls no Python")
+# Why a toy runs in the loop of `generate`; the others run as a step.
+NOT_CAPTURED = {"llama4": "layers attend in chunks"}
+
+
+MODES = {
+    "greedy": {},
+    "batch": {"ids": BATCH},
+    "sampled": {"ids": BATCH, "seed": 42, "do_sample": True, "temperature": 0.7, "top_k": 20},
+    "padded": padded(),
+    "padded and sampled": {**padded(), "seed": 42, "do_sample": True, "temperature": 0.7, "top_p": 0.9},
+    "processors": {"ids": BATCH, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "return sequences": {"seed": 42, "do_sample": True, "num_return_sequences": 3},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "one token": {"max_new_tokens": 1},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_tokens_are_those_of_generate(name, mode):
+    model, decoder = shared_toy_model(name, OWN_ATTENTION[name], DEVICE), GraphDecoder()
+    how = {"max_new_tokens": 10, **MODES[mode]}
+    expected = run(model, **{**how, "prefill_chunk_size": None})  # which needs a cache
+    assert torch.equal(run(model, decoder=decoder, **how), expected)
+    assert decoder.fallback_reason == NOT_CAPTURED.get(name)
+    assert model.config._attn_implementation == OWN_ATTENTION[name]
+
+
+class After(StoppingCriteria):
+    """Stops row b after `numbers[b]` tokens of text."""
+
+    def __init__(self, *numbers):
+        self.numbers = torch.tensor(numbers, device=DEVICE)
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.shape[1] >= self.numbers
+
+
+class TestStops:
+    def test_every_row_ends_at_its_own_eos_and_is_padded(self, model):
+        free = run(model, BATCH)[:, BATCH.shape[1] :]
+        eos = int(free[0, 3])  # the first row ends here, the second goes on or ends elsewhere
+        expected = run(model, BATCH, eos_token_id=eos, pad_token_id=7)
+        got = run(model, BATCH, GraphDecoder(), eos_token_id=eos, pad_token_id=7)
+        assert torch.equal(got, expected)
+        assert eos in got
+
+    def test_the_cache_ends_where_that_of_generate_does(self, model):
+        eos = int(run(model)[0, PROMPT.shape[1] + 4])
+        plain, ours = (StaticContiguousCache(model.config, CAPACITY) for _ in range(2))
+        model.generate(PROMPT, **{**COMMON, "eos_token_id": eos}, past_key_values=plain)
+        run(model, decoder=GraphDecoder(), cache=ours, eos_token_id=eos)
+        assert ours.seq_len == plain.seq_len < PROMPT.shape[1] + NEW_TOKENS - 1
+
+    def test_a_criterion_of_ones_own(self, model):
+        stops = [After(13, 17)]
+        got = run(model, BATCH, GraphDecoder(), stopping_criteria=stops, pad_token_id=0)
+        assert torch.equal(got, run(model, BATCH, stopping_criteria=stops, pad_token_id=0))
+        assert got.shape[1] == 17
+
+    def test_a_greedy_run_is_chosen_in_the_step_and_others_are_not(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        kinds = []
+        for kwargs in ({}, {"eos_token_id": [5, 6, 7]}, {"do_sample": True}, {"repetition_penalty": 1.2}):
+            cache.reset()
+            run(model, decoder=decoder, cache=cache, **kwargs)
+            kinds.append([type(step).__name__ for step in decoder._steps[cache].values()])
+        assert kinds == [["GreedyStep"], ["GreedyStep"], ["GreedyStep", "DecodeStep"], ["GreedyStep", "DecodeStep"]]
+
+    @pytest.mark.parametrize("at", range(1, NEW_TOKENS + 1))
+    def test_an_end_at_every_length(self, at):
+        """The first token, the last one, and all between; two rows, of which one may go on."""
+        model = toy_model("llama")
+        free = run(model, BATCH)[:, BATCH.shape[1] :]
+        eos = [int(free[0, at - 1])]
+        cache, plain = (StaticContiguousCache(model.config, CAPACITY) for _ in range(2))
+        got = run(model, BATCH, GraphDecoder(), cache, eos_token_id=eos, pad_token_id=7)
+        expected = model.generate(BATCH, past_key_values=plain, **{**COMMON, "eos_token_id": eos, "pad_token_id": 7})
+        assert torch.equal(got, expected)
+        assert cache.seq_len == plain.seq_len
+
+
+class TestOutputs:
+    def test_scores_and_logits(self, model):
+        asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.5}
+        asked |= {"do_sample": True, "seed": 3}
+        expected, got = run(model, BATCH, **asked), run(model, BATCH, GraphDecoder(), **asked)
+        assert torch.equal(got.sequences, expected.sequences)
+        for theirs, ours in ((expected.scores, got.scores), (expected.logits, got.logits)):
+            assert len(ours) == NEW_TOKENS
+            torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=0, atol=1e-3)
+        assert got.past_key_values.seq_len == BATCH.shape[1] + NEW_TOKENS - 1
+
+    def test_nothing_that_was_not_asked_for(self, model):
+        got = run(model, decoder=GraphDecoder(), return_dict_in_generate=True)
+        assert got.scores is None
+        assert got.logits is None
+
+    @pytest.mark.parametrize("name", ["gemma3", "llama4"])
+    def test_a_streamer_sees_prompt_tokens_and_end(self, name):
+        model, stream = toy_model(name), Collect()
+        tokens = run(model, decoder=GraphDecoder(streamer=stream))
+        assert stream.tokens == tokens[0].tolist()
+        assert stream.ended
+
+
+class TestVectors:
+    """A prompt as `inputs_embeds`, as in models for speech: what follows are tokens, and the result has these alone."""
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+    @pytest.mark.parametrize(
+        "how", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=["greedy", "sample", "penalty"]
+    )
+    def test_the_tokens_are_those_of_generate(self, name, how):
+        model, decoder = toy_model(name), GraphDecoder()
+        embeds = model.get_input_embeddings()(PROMPT)
+        cache, keywords = StaticContiguousCache(model.config, CAPACITY), {**COMMON, **how, "inputs_embeds": embeds}
+        torch.manual_seed(3)
+        expected = model.generate(**keywords, use_cache=False)
+        for _ in range(2):
+            cache.reset()
+            torch.manual_seed(3)
+            got = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+            assert torch.equal(got, expected)
+            assert decoder.fallback_reason is None
+            assert cache.seq_len == PROMPT.shape[1] + got.shape[1] - 1
+        assert len(decoder._steps[cache]) == 1
+
+    def test_rows_of_unlike_length(self, model):
+        padding, decoder = padded(), GraphDecoder()
+        embeds, mask = model.get_input_embeddings()(padding["ids"]), padding["attention_mask"]
+        keywords = {**COMMON, "inputs_embeds": embeds, "attention_mask": mask}
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        got = model.generate(**keywords, past_key_values=cache, custom_generate=decoder)
+        assert torch.equal(got, model.generate(**keywords, use_cache=False))
+        assert decoder.fallback_reason is None
+
+    def test_with_the_tokens_beside_them_and_steps_recorded(self, model):
+        embeds, decoder, recorder = model.get_input_embeddings()(PROMPT), GraphDecoder(), StepRecorder(best=2)
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "inputs_embeds": embeds}
+        got = model.generate(PROMPT, **keywords, past_key_values=cache, custom_generate=decoder)
+        assert torch.equal(got, run(model))
+        assert decoder.fallback_reason is None
+        cache.reset()
+        alone = model.generate(**keywords, past_key_values=cache, custom_generate=decoder, logits_processor=[recorder])
+        assert torch.equal(alone, got[:, PROMPT.shape[1] :])
+        assert [step["token"] for step in recorder.steps(alone)[0]] == alone[0].tolist()
+
+    def test_what_cannot_fit(self, model):
+        embeds, cache = model.get_input_embeddings()(PROMPT), StaticContiguousCache(model.config, 20)
+        keywords = {**COMMON, "inputs_embeds": embeds, "past_key_values": cache, "custom_generate": GraphDecoder()}
+        with pytest.raises(ValueError, match=r"13 and 14 new tokens take 26 positions.* has 20.* at most 8 new tokens"):
+            model.generate(**keywords)
+        assert model.generate(**{**keywords, "max_new_tokens": 8}).shape == (1, 8)
+        assert cache.seq_len == 20
+
+
+class TestReuse:
+    def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        first = run(model, decoder=decoder, cache=cache)
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # a new one could not be made
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), first)
+
+    def test_other_rows_and_lengths_on_one_cache(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
+        for ids in (PROMPT, BATCH, PROMPT[:, :3], BATCH):
+            cache.reset()
+            assert torch.equal(run(model, ids, decoder, cache), run(model, ids))
+
+    def test_two_models_and_two_caches_side_by_side(self):
+        decoder = GraphDecoder()
+        models = [toy_model("llama", seed=seed) for seed in (0, 1)]
+        caches = [StaticContiguousCache(model.config, CAPACITY) for model in models]
+        for _ in range(2):
+            for model, cache in zip(models, caches, strict=True):
+                cache.reset()
+                assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+
+    def test_inside_and_outside_of_inference_mode(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model)
+        with torch.inference_mode():
+            assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
+        assert decoder.fallback_reason is None
+
+    def test_another_state_of_the_model_is_another_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        run(model, decoder=decoder, cache=cache)
+        cache.reset()
+        model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = ["one"], True
+        run(model, decoder=decoder, cache=cache)
+        assert len(decoder._steps[cache]) == 2
+
+    def test_other_parts_and_settings_are_another_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+
+        def steps():
+            cache.reset()
+            run(model, decoder=decoder, cache=cache)
+            return len(decoder._steps[cache])
+
+        assert (steps(), steps()) == (1, 1)
+        model.model.layers[1].mlp.act_fn = torch.nn.GELU()
+        assert steps() == 2
+        model.model.norm.variance_epsilon = 0.5
+        assert steps() == 3
+        model.model.calls = 7
+        assert steps() == 4
+
+    @pytest.mark.parametrize("name", ["merged_adapters", "scaling"])
+    def test_an_adapter_that_is_merged_or_rescaled_is_another_step(self, model, name):
+        """As peft does it: the weights are changed where they are."""
+        cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
+        module = model.model.layers[0].mlp
+        module.active_adapters = ["default"]
+        for state in (["none"], ["default"]):
+            setattr(module, name, state)
+            cache.reset()
+            run(model, decoder=decoder, cache=cache)
+        assert len(decoder._steps[cache]) == 2
+
+    @pytest.mark.parametrize("what", ["a forward", "a buffer", "a setting"])
+    def test_what_is_changed_behind_a_replay_is_another_step(self, what):
+        model = toy_model("gemma3")
+        cache, decoder, mlp = (
+            StaticContiguousCache.from_model(model, CAPACITY),
+            GraphDecoder(),
+            model.model.layers[2].mlp,
+        )
+        run(model, decoder=decoder, cache=cache)
+        if what == "a forward":
+            mlp.forward = lambda x: 3 * type(mlp).forward(mlp, x)
+        elif what == "a buffer":
+            rotary = model.model.rotary_emb
+            rotary.full_attention_inv_freq = rotary.full_attention_inv_freq * 7
+        else:
+            model.config.final_logit_softcapping = 0.1
+        for _ in range(2):
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+        assert len(decoder._steps[cache]) == 2
+
+    def test_steps_of_one_cache_are_eight_at_most(self, model, caplog):
+        cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
+        for n in range(12):
+            model.eps_of_today = float(n)
+            cache.reset()
+            run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+        assert len(decoder._steps[cache]) == 8
+        assert caplog.text.count("has more than 8 kinds of steps") == 1
+        oldest = next(iter(decoder._steps[cache]))
+        model.eps_of_today = 4.0
+        cache.reset()
+        run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+        assert list(decoder._steps[cache])[-1] == oldest  # known, and the newest now
+
+    def test_a_model_for_images_too_with_a_text_alone(self):
+        model = toy_with_images().eval().to(DEVICE)
+        decoder = GraphDecoder()
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert decoder.fallback_reason is None
+
+    def test_two_threads_with_one_model(self, model):
+        expected, results = run(model), []
+
+        def work():
+            results.append(run(model, decoder=GraphDecoder(), cache=StaticContiguousCache.from_model(model, CAPACITY)))
+
+        before = model.config._attn_implementation
+        threads = [Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(results) == 4
+        assert all(torch.equal(result, expected) for result in results)
+        assert model.config._attn_implementation == before
+
+    def test_going_on_with_the_text(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        first = run(model, decoder=decoder, cache=cache)
+        longer = torch.cat([first, torch.tensor([[9, 31]], device=DEVICE)], dim=1)
+        assert torch.equal(run(model, longer, decoder, cache), run(model, longer))
+
+    def test_the_step_goes_with_its_cache(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        run(model, decoder=decoder, cache=cache)
+        (step,) = decoder._steps[cache].values()
+        step, storage = weakref.ref(step), weakref.ref(cache.storage_groups[0])
+        del cache
+        gc.collect()
+        assert step() is None
+        assert storage() is None
+        assert len(decoder._steps) == 0
+
+
+class TestComparison:
+    """A new step beside an ordinary one, in a model that writes a number where a token is never to be chosen."""
+
+    @pytest.fixture(params=[-torch.inf, -1e9])
+    def masking(self, request):
+        model = toy_model("llama")
+
+        def masked(x):
+            logits = torch.nn.functional.linear(x, model.lm_head.weight)
+            return logits.index_fill(-1, torch.arange(3, device=x.device), request.param)
+
+        model.lm_head.forward = masked
+        return model
+
+    def test_a_sound_step_is_taken(self, masking):
+        decoder = GraphDecoder()
+        assert torch.equal(run(masking, decoder=decoder), run(masking))
+        assert decoder.fallback_reason is None
+
+    def test_a_broken_one_is_not(self, masking, monkeypatch):
+        own, decoder = DecodeStep.run, GraphDecoder()
+
+        def broken(self, tokens):
+            logits = own(self, tokens)
+            return torch.cat([logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1)  # those that are no mask
+
+        monkeypatch.setattr(DecodeStep, "run", broken)
+        assert torch.equal(run(masking, decoder=decoder), run(masking))
+        assert "from those of an ordinary step" in decoder.fallback_reason
+
+
+class TestFaults:
+    """An exception leaves the model as it was and in the cache nothing but complete steps."""
+
+    @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+    def test_in_the_middle_of_the_loop(self, model, error):
+        class Failing(StoppingCriteria):
+            def __call__(self, input_ids, scores, **kwargs):
+                if input_ids.shape[1] == 18:
+                    raise error
+                return torch.zeros(len(input_ids), dtype=torch.bool, device=DEVICE)
+
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model)
+        with pytest.raises(error):
+            run(model, decoder=decoder, cache=cache, stopping_criteria=[Failing()])
+        assert model.config._attn_implementation == "sdpa"
+        assert cache.seq_len == 17  # of 18 tokens the last one was not yet written
+        assert torch.equal(run(model, expected[:, :18], decoder, cache, max_new_tokens=9), expected)
+
+    @needs_no_graph
+    def test_in_the_middle_of_a_step(self, model):
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        expected = run(model, decoder=decoder, cache=cache)
+        cache.reset()
+        calls = 0
+
+        def fail(*args):
+            nonlocal calls
+            calls += 1
+            if calls == 4:  # the prompt, then two whole steps
+                raise RuntimeError("out of something")
+
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)
+        with pytest.raises(RuntimeError, match="out of something"):
+            run(model, decoder=decoder, cache=cache)
+        hook.remove()
+        assert cache.seq_len == PROMPT.shape[1] + 2
+        assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+
+
+@needs_no_graph
+def test_the_kernels_serve_a_whole_generation(monkeypatch):
+    """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
+    write = triton_module("hf_static_kv.kernels.write_token_triton")
+    attend = triton_module("hf_static_kv.kernels.decode_attention_triton")
+    calls = []
+
+    def write_token(*args):
+        calls.append("write")
+        write.write_token_triton(*args)
+
+    def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, spans_ready):
+        calls.append("attend")
+        return attend.decode_attention_triton(
+            query, keys, values, spans, None, scale, max_span, softcap, sinks, None, spans_ready
+        )
+
+    monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", decode)
+    monkeypatch.setattr("hf_static_kv.program.step.write_token", write_token)
+    for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
+        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
+        assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
+        assert decoder.fallback_reason is None
+        layers = model.config.num_hidden_layers
+        # Two tokens are written and attended to, and three more where the step is compared with an ordinary one.
+        assert calls.count("write") == calls.count("attend") == 5 * layers
+        calls.clear()
+
+
+def test_the_first_token_does_not_wait_for_the_decoder():
+    """It looks at the model before every prompt, and on a GPU a prompt is as long as the host takes to send it."""
+    model, decoder = toy_model("llama"), GraphDecoder()
+    cache = StaticContiguousCache(model.config, CAPACITY)
+
+    def first_token(**how):
+        cache.reset()
+        model.generate(PROMPT, **COMMON | {"past_key_values": cache, "max_new_tokens": 1, **how})
+
+    run(model, decoder=decoder, cache=cache)
+    assert calls_in(lambda: first_token(custom_generate=decoder)) < 1.5 * calls_in(first_token)

@@ -1,0 +1,95 @@
+"""What of the decoder only a GPU can show: captures beside other threads, prompts on the CPU, shared tables."""
+
+from threading import Event, Thread
+
+import pytest
+import torch
+import transformers
+from packaging.version import Version
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.testing import random_model, tiny_config
+from tests.conftest import COMMON, PROMPT, toy_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+MODES = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7}, "penalty": {"repetition_penalty": 1.3}}
+
+
+def run(model, cache, decoder, ids, **how):
+    torch.manual_seed(5)
+    cache.reset()
+    asked = {**COMMON, "attention_mask": torch.ones_like(ids), **how}
+    return model.generate(ids, **asked, past_key_values=cache, custom_generate=decoder)
+
+
+def test_another_thread_may_wait_for_the_device_while_a_step_is_captured():
+    stop, errors, waits = Event(), [], []
+
+    def wait_again_and_again():
+        try:
+            while not stop.is_set():
+                torch.ones(8, device="cuda").sum().item()
+                waits.append(None)
+        except Exception as error:
+            errors.append(error)
+
+    thread = Thread(target=wait_again_and_again)
+    thread.start()
+    try:
+        for seed in range(4):
+            model = toy_model("llama", seed=seed).cuda()
+            decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
+            run(model, cache, decoder, PROMPT.cuda())
+            assert decoder.fallback_reason is None
+    finally:
+        stop.set()
+        thread.join()
+    assert not errors
+    assert len(waits) > 10
+
+
+def test_a_model_that_waits_for_the_device_is_not_captured():
+    model = toy_model("llama").cuda()
+    mlp = model.model.layers[0].mlp
+    own = type(mlp).forward
+    mlp.forward = lambda x: own(mlp, x) * float(x.abs().max() > -1)  # a number that the host waits for
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
+    got = run(model, cache, decoder, PROMPT.cuda())
+    assert "synchronizing CUDA operation" in decoder.fallback_reason
+    assert torch.equal(got, model.generate(PROMPT.cuda(), **COMMON, use_cache=False))
+    assert torch.cuda.get_sync_debug_mode() == 0
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="generate wants ids beside the model")
+@pytest.mark.parametrize("mode", MODES)
+def test_ids_on_the_cpu(mode):
+    """`generate` leaves them there, and chooses tokens there too."""
+    model = toy_model("llama").cuda()
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
+    torch.manual_seed(5)
+    expected = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **{**COMMON, **MODES[mode]})
+    for _ in range(2):
+        got = run(model, cache, decoder, PROMPT, **MODES[mode])
+        assert got.device.type == "cpu"
+        assert torch.equal(got, expected)
+        assert decoder.fallback_reason is None
+    assert next(iter(decoder._steps[cache].values())).graph is not None
+
+
+def test_steps_share_their_tables():
+    config = tiny_config("gemma3", max_position_embeddings=32768)
+    model = random_model(config, device="cuda", dtype=torch.bfloat16)
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 32768)
+    sizes = []
+    for mode in MODES.values():
+        run(model, cache, decoder, PROMPT.cuda(), **mode)
+        assert decoder.fallback_reason is None
+        sizes.append(decoder.memory_bytes)
+    (table, *_), *_ = [step._tables for step in decoder._steps[cache].values()]
+    assert len(decoder._steps[cache]) == 2
+    assert table.nbytes == 32768 * 2 * config.head_dim * 2
+    assert sizes[0] > 2 * table.nbytes  # of full and of sliding layers
+    assert sizes[-1] - sizes[0] < table.nbytes

@@ -1,0 +1,191 @@
+"""A new step is compared with an ordinary pass: faults are caught in bf16 too, and rounding alone is no fault.
+
+On a GPU the dev models at their true shapes; elsewhere toys.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.decoding import verification
+from hf_static_kv.program import step as step_module
+from hf_static_kv.program.step import DecodeStep
+from hf_static_kv.testing import dev_config, random_model, tiny_config
+from tests.conftest import ARCHITECTURES, COMMON, PROMPT, toy_model
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16
+# Length of the prompt and capacity: shorter than the window of Gemma 3, and longer.
+SIZES = {"short": (20, 700), "long": (600, 700)} if ON_GPU else {"short": (6, 40), "long": (20, 40)}
+SHAPES = ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"] if ON_GPU else ["llama", "qwen3", "gemma3"]
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def model(request):
+    # A toy's weights are larger, so that its attention looks at some tokens more than at others.
+    config = dev_config(request.param) if ON_GPU else tiny_config(request.param, initializer_range=0.12)
+    return random_model(config, device=DEVICE, dtype=DTYPE)
+
+
+def lose_the_newest_key(monkeypatch, layer, num_layers):
+    own, calls = step_module.write_token, []
+
+    def write_token(keys, values, *rest):
+        calls.append(None)
+        if (len(calls) - 1) % num_layers != layer:  # each pass writes one layer after the other
+            own(keys, values, *rest)
+
+    monkeypatch.setattr(step_module, "write_token", write_token)
+
+
+def overlook_the_newest_key(monkeypatch, layer, num_layers):
+    own = step_module.advance
+
+    def advance(position, seq_start, windows, spans, positions):
+        own(position, seq_start, windows, spans, positions)
+        spans[:, layer, 2] -= 1
+
+    monkeypatch.setattr(step_module, "advance", advance)
+
+
+def shift_the_positions(monkeypatch, layer, num_layers):
+    own = step_module.advance
+
+    def advance(position, seq_start, windows, spans, positions):
+        own(position, seq_start, windows, spans, positions)
+        positions += 1
+
+    monkeypatch.setattr(step_module, "advance", advance)
+
+
+def change_the_window(by):
+    def change(monkeypatch, layer):
+        own = DecodeStep.__init__
+
+        def init(self, *args):
+            own(self, *args)
+            self.windows[layer] += by
+
+        monkeypatch.setattr(DecodeStep, "__init__", init)
+
+    return change
+
+
+FAULTS = {
+    "a lost key": lose_the_newest_key,
+    "an overlooked key": overlook_the_newest_key,
+    "a wrong position": shift_the_positions,
+}
+WINDOW_FAULTS = {"too wide by one": change_the_window(+1), "too narrow by one": change_the_window(-1)}
+
+
+def run(model, cache, decoder, length):
+    ids = torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    how = {**COMMON, "max_new_tokens": 4, "attention_mask": mask, "past_key_values": cache, "custom_generate": decoder}
+    model.generate(ids, **how)
+    return decoder.fallback_reason
+
+
+def reason_of(model, size):
+    length, capacity = SIZES[size]
+    cache = StaticContiguousCache.from_model(model, capacity, batch_size=2)
+    return run(model, cache, GraphDecoder(), length)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_sound_step_is_taken(model, size):
+    assert reason_of(model, size) is None
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("fault", "layer"),
+    [
+        *itertools.product(["a lost key", "an overlooked key"], ["first", "middle", "last"]),
+        ("a wrong position", "every"),
+    ],
+)
+def test_a_fault_is_caught(model, fault, layer, size, monkeypatch):
+    layers = model.config.num_hidden_layers
+    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1, "every": None}[layer], layers)
+    assert "from those of an ordinary step" in reason_of(model, size)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
+@pytest.mark.parametrize("fault", WINDOW_FAULTS)
+@pytest.mark.parametrize("model", SHAPES[-1:], indirect=True)
+def test_another_window_is_caught(model, fault, which, size, monkeypatch):
+    sliding = [n for n, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
+    WINDOW_FAULTS[fault](monkeypatch, sliding[which])
+    assert "from those of an ordinary step" in reason_of(model, size)
+
+
+def test_an_interrupt_in_a_verification_leaves_the_prompt_and_nothing_else(model, monkeypatch):
+    cache, own, calls = StaticContiguousCache.from_model(model, 40, batch_size=2), verification._ordinary_logits, []
+
+    def interrupted(*args):
+        calls.append(None)
+        own(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(verification, "_ordinary_logits", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, cache, GraphDecoder(), 6)
+    assert calls
+    assert cache.seq_len == 6
+
+
+def test_an_interrupt_in_the_middle_of_the_ordinary_pass(monkeypatch):
+    model = toy_model("gemma3").to(DEVICE)
+    cache = StaticContiguousCache.from_model(model, 40)
+    own, calls = StaticContiguousCache.mark_written, []
+
+    def interrupted(self, n):
+        own(self, n)
+        calls.append(n)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(StaticContiguousCache, "mark_written", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model.generate(PROMPT.to(DEVICE), **COMMON, past_key_values=cache, custom_generate=GraphDecoder())
+    assert calls
+    assert cache.seq_len == PROMPT.shape[1]
+    text = [layer.keys.clone() for layer in cache.layers]
+    cache.reset()
+    with torch.no_grad():
+        model(PROMPT.to(DEVICE), past_key_values=cache)
+    assert all(torch.equal(a, layer.keys) for a, layer in zip(text, cache.layers, strict=True))
+
+
+def test_the_tokens_are_as_before_after_a_verification():
+    """Positions that the case across a window changes are put back."""
+    model = toy_model("gemma3").to(DEVICE)
+    ids = torch.randint(3, 128, (1, 30), device=DEVICE)
+    plain, ours = (StaticContiguousCache.from_model(model, 40) for _ in range(2))
+    how = {**COMMON, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
+    with torch.no_grad():
+        model(ids, past_key_values=plain)
+    model.generate(ids, **how, past_key_values=ours, custom_generate=GraphDecoder())
+    for expected, got in zip(plain.layers, ours.layers, strict=True):
+        assert torch.equal(got.keys[:, :, :30], expected.keys)
+        assert torch.equal(got.values[:, :, :30], expected.values)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name != "llama4"])
+def test_no_sound_step_is_refused(name, dtype):
+    """On every architecture, in the dtypes that round."""
+    model = toy_model(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa").to(DEVICE, dtype)
+    for seed in range(3 if ON_GPU else 1):  # half precision is slow on a CPU
+        ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40, batch_size=2)
+        how = {**COMMON, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
+        model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
+        assert decoder.fallback_reason is None

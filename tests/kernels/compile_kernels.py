@@ -1,0 +1,109 @@
+"""Compiles every kernel for a GPU that need not be there, as its launcher would launch it: `compile_kernels.py 89`.
+
+Prints for each the bytes of shared memory that a program of it takes. A script, since Triton decides at its import
+whether kernels are compiled or interpreted.
+"""
+
+import sys
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from hf_static_kv.kernels import (
+    advance_triton,
+    decode_attention_triton,
+    greedy_triton,
+    invariant_linear_triton,
+    invariant_sum_triton,
+    linear_triton,
+    rms_norm_triton,
+    rotary_triton,
+    write_token_triton,
+)
+
+LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+POINTERS |= {torch.bool: "*i1", torch.int32: "*i32"}
+_OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
+
+
+def compile_for(capability, kernel, args, options):
+    """As Triton specialises it: what is 1 or named a constexpr is a constant, what 16 divides is known to be so."""
+    pdl = capability >= 90
+    constants = {k: v for k, v in options.items() if k not in _OPTIONS} | {"PDL": pdl}
+    types, aligned = {}, {}
+    for i, (name, value) in enumerate(zip(kernel.arg_names, args, strict=False)):
+        if isinstance(value, torch.Tensor):
+            types[name] = POINTERS[value.dtype]
+            aligned[(i,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            types[name] = "fp32"
+        elif value == 1:
+            constants[name] = value
+        else:
+            types[name] = "i32"
+            if value % 16 == 0:
+                aligned[(i,)] = [["tt.divisibility", 16]]
+    types |= dict.fromkeys(constants, "constexpr")
+    at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, at, aligned)
+    chosen = {k: v for k, v in options.items() if k in _OPTIONS} | ({"launch_pdl": True} if pdl else {})
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+    print(kernel.__name__, compiled.metadata.shared, flush=True)
+
+
+def launch_linears(dtype):
+    x, gate, up = (torch.empty(n, 512, dtype=dtype) for n in (1, 300, 300))
+    large, bias = torch.empty(5000, 512, dtype=dtype), torch.empty(300, dtype=dtype)
+    linear_triton.linears_triton(x, [gate, up], [bias, bias])
+    linear_triton.gated_linear_triton(x, gate, up, "gelu_tanh")
+    for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
+        invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
+        invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
+        invariant_linear_triton.invariant_gated_linear_triton(tokens, gate, up, "silu")
+
+
+def launch_attention(dtype, dim, heads):
+    keys, query = torch.empty(1, 4, 400, dim, dtype=dtype), torch.empty(1, heads, 1, dim, dtype=dtype)
+    spans = torch.zeros(1, 2, 4, dtype=torch.int64)[:, 1, :3]  # of a layer of a captured step
+    attend = decode_attention_triton.decode_attention_triton
+    attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True)
+    prompt, sinks = torch.empty(1, heads, 40, dim, dtype=dtype), torch.empty(heads, dtype=dtype)
+    attend(prompt, keys, keys, torch.zeros(40, 3, dtype=torch.int64), None, 0.1, 400, 50.0, sinks)
+    weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
+    attend(query, keys, keys, torch.zeros(1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights)
+
+
+def launch_small(dtype):
+    x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
+    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True)
+    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True, (x[0], 1e-6, (1.0, False)))
+    invariant_sum_triton.invariant_sum_triton(torch.empty(3, 512))
+    rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
+    keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
+    write_token_triton.write_token_triton(keys, keys, new, new, number)
+    column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
+    advance_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
+    state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
+    greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
+
+
+if __name__ == "__main__":
+    capability = int(sys.argv[1])
+
+    def launch(kernel, grid, on, *args, **options):
+        compile_for(capability, kernel, args, options)
+
+    for module in LAUNCHERS:
+        patch.object(module, "launch", launch).start()
+    launch_linears(torch.bfloat16)
+    launch_attention(torch.bfloat16, 64, 32)
+    if capability >= 90:
+        launch_small(torch.bfloat16)
+    else:  # what asks most of the shared memory
+        launch_linears(torch.float32)
+        launch_attention(torch.bfloat16, 256, 4)
+        launch_attention(torch.float32, 256, 4)

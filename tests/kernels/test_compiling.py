@@ -1,0 +1,34 @@
+"""Every kernel compiles for a GPU: the interpreter, which runs them on a CPU, takes much that the compiler does not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SHARED = {89: 99 * 1024, 90: 227 * 1024}  # bytes that a program may have: RTX 4090 (and 3090), H100 and H200
+
+
+@pytest.mark.parametrize("capability", SHARED)
+def test_every_kernel_compiles_and_fits(capability, tmp_path):
+    pytest.importorskip("triton", reason="triton is not installed")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, Path(__file__).with_name("compile_kernels.py"), str(capability)],
+        capture_output=True,
+        text=True,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    shared = [line.split() for line in result.stdout.splitlines()]
+    names = {name for name, _ in shared}
+    assert names >= {"_few_tokens", "_many_tokens", "_split", "_combine"}
+    assert max(int(size) for _, size in shared) <= SHARED[capability]
+    if capability == 90:
+        defined = [
+            path.read_text() for path in (Path(__file__).parents[2] / "hf_static_kv/kernels").glob("*_triton.py")
+        ]
+        launched = {line.split(",")[0].strip() for text in defined for line in text.split("launch(")[1:]}
+        assert names == {name for name in launched if name.startswith("_")}

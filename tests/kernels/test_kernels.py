@@ -1,0 +1,398 @@
+"""Each kernel and its plain twin against float64 on odd shapes; on a CPU the kernel runs in Triton's interpreter."""
+
+import pytest
+import torch
+
+from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
+from hf_static_kv.kernels.rms_norm import STYLES, Norm, add_rms_norm, rms_norm, rms_norm_plain
+from hf_static_kv.kernels.write_token import write_token
+from tests.conftest import triton_module
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def skip_bfloat16_on_a_cpu(tensor):
+    if DEVICE == "cpu" and tensor.dtype == torch.bfloat16:
+        pytest.skip("Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding")
+
+
+def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
+    """The Triton kernel itself, which `decode_attention` takes on a GPU only."""
+    triton_kernel = triton_module("hf_static_kv.kernels.decode_attention_triton")
+    skip_bfloat16_on_a_cpu(query)
+    span = min(max_span or keys.shape[2], keys.shape[2])
+    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights)
+
+
+def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
+    return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
+
+
+def in_float64(query, keys, values, spans, scale, softcap=None, sinks=None, seen=None):
+    """Every score of every position, masked: nothing in common with either implementation."""
+    query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
+    groups = query.shape[1] // keys.shape[1]
+    keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
+    scores = torch.einsum("bhqd,bhsd->bhs", query, keys) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    position = torch.arange(keys.shape[2])
+    spans = spans.cpu()
+    hidden = (position < spans[:, 1:2]) | (position >= spans[:, 2:3])
+    if seen is not None:
+        hidden |= ~seen.cpu()
+    scores = scores.masked_fill(hidden[:, None], -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().cpu()[None, :, None].expand(len(scores), -1, 1)], -1)
+    return torch.einsum("bhs,bhsd->bhd", scores.softmax(-1)[..., : keys.shape[2]], values)[:, None]
+
+
+def error_bound(query, keys, values, scale):
+    """How far rounding alone can take the result from the float64 one, which starts from the same rounded inputs.
+
+    A score is a sum of D products in float32: off by D eps32 times the sum of their magnitudes, which moves every
+    weight by that share. Weights and sums over n positions add n eps32. A weight is rounded to the values' dtype before
+    it multiplies them, and so is the result: one eps of that dtype together.
+    """
+    groups = query.shape[1] // keys.shape[1]
+    magnitudes = query.double().abs() @ keys.double().abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
+    score_error = (query.shape[-1] + 4) * torch.finfo(torch.float32).eps * magnitudes.max().item()
+    summing = (keys.shape[2] + 8) * torch.finfo(torch.float32).eps
+    own = torch.finfo(values.dtype).eps if values.dtype != torch.float32 else 0.0
+    return (2 * score_error + summing + own) * values.double().abs().max().item()
+
+
+def tensors(heads, kv_heads, dim, room, batch=1, dtype=torch.float32, value_dim=None, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
+
+    return (
+        normal(batch, heads, 1, dim),
+        normal(batch, kv_heads, room, dim),
+        normal(batch, kv_heads, room, value_dim or dim),
+    )
+
+
+def spans_of(*rows):
+    return torch.tensor(rows, device=DEVICE)
+
+
+SHAPES = {  # query heads, KV heads, head dim: the dev models, one group, a large group, dims that are no power of two
+    "llama": (32, 8, 64),
+    "qwen3": (16, 8, 128),
+    "gemma3": (4, 1, 256),
+    "smollm2": (9, 3, 64),
+    "multi-head": (3, 3, 80),
+    "multi-query": (20, 1, 96),
+}
+
+
+@pytest.mark.parametrize("implementation", [kernel, plain], ids=["triton", "plain"])
+class TestDecodeAttention:
+    # All lengths on one shape; on the others one piece and two, since the interpreter takes seconds for many heads.
+    @pytest.mark.parametrize(
+        ("shape", "length"),
+        [("smollm2", length) for length in (1, 31, 64, 255, 256, 257, 300)]
+        + [(shape, length) for shape in SHAPES if shape != "smollm2" for length in (1, 257)],
+    )
+    def test_every_length_of_a_text(self, implementation, shape, length):
+        query, keys, values = tensors(*SHAPES[shape], room=300)
+        spans = spans_of([0, 0, length])
+        scale = query.shape[-1] ** -0.5
+        got = implementation(query, keys, values, spans, scale)
+        expected = in_float64(query, keys, values, spans, scale)
+        assert got.shape == expected.shape
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, scale)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    def test_dtypes_on_padded_rows_of_unlike_length_under_a_window(self, implementation, dtype):
+        query, keys, values = tensors(4, 2, 64, room=600, batch=3, dtype=dtype)
+        spans = spans_of([0, 420, 520], [7, 420, 520], [500, 500, 520])
+        got = implementation(query, keys, values, spans, 0.125, max_span=100)
+        expected = in_float64(query, keys, values, spans, 0.125)
+        assert got.dtype == dtype
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+
+    def test_soft_cap_and_sinks(self, implementation):
+        query, keys, values = tensors(4, 2, 64, room=40)
+        query = query * 20  # far into the cap
+        sinks = torch.tensor([-1.0, 0.0, 3.0, 50.0], device=DEVICE)
+        spans = spans_of([3, 3, 33])
+        got = implementation(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
+        expected = in_float64(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+        assert got[0, 0, 3].abs().max() < 1e-6  # a sink that takes everything leaves nothing
+
+    def test_a_mask_with_holes(self, implementation):
+        """Rows of a chat that was padded in the middle; in one of them the first pieces are hidden altogether."""
+        query, keys, values = tensors(4, 2, 64, room=600, batch=2)
+        seen = torch.rand(2, 600, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
+        seen[1, :520], seen[:, 599] = False, True
+        spans = spans_of([0, 0, 600], [0, 0, 600])
+        got = implementation(query, keys, values, spans, 0.125, seen=seen)
+        expected = in_float64(query, keys, values, spans, 0.125, seen=seen)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+
+    @pytest.mark.parametrize("case", ["plain", "window and padding", "holes", "sinks"])
+    def test_it_keeps_its_weights(self, implementation, case):
+        """The softmax itself, laid on the positions; nothing outside of the span is written."""
+        query, keys, values = tensors(6, 2, 16, 300, batch=2)
+        spans = (
+            spans_of([0, 0, 290], [17, 160, 300]) if case == "window and padding" else spans_of([0, 0, 290], [0, 0, 5])
+        )
+        seen = torch.arange(300, device=DEVICE).expand(2, -1) % 3 != 1 if case == "holes" else None
+        sinks = torch.randn(6, device=DEVICE) if case == "sinks" else None
+        weights = torch.full((2, 6, 300), -1.0, device=DEVICE)
+        got = implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen, weights=weights)
+        assert torch.equal(got, implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen))
+        for b, (_, first, end) in enumerate(spans.tolist()):
+            row = weights[b, :, first:end].double()
+            assert (weights[b, :, :first] == -1).all()
+            assert (weights[b, :, end:] == -1).all()
+            assert ((row >= 0) & (row <= 1)).all()
+            if seen is not None:
+                assert (row[:, ~seen[b, first:end]] == 0).all()
+            if sinks is None:
+                torch.testing.assert_close(row.sum(-1), torch.ones(6, device=DEVICE).double(), rtol=0, atol=1e-5)
+            output = torch.einsum("hgn,hnd->hgd", row.view(2, 3, -1), values[b, :, first:end].double())
+            torch.testing.assert_close(output.reshape(6, 16), got[b, 0].double(), rtol=0, atol=1e-5)
+
+    def test_values_of_another_dim(self, implementation):
+        query, keys, values = tensors(4, 2, 48, room=20, value_dim=32)
+        spans = spans_of([0, 0, 20])
+        got = implementation(query, keys, values, spans, 0.2)
+        assert got.shape == (1, 1, 4, 32)
+        assert (got.double().cpu() - in_float64(query, keys, values, spans, 0.2)).abs().max() <= error_bound(
+            query, keys, values, 0.2
+        )
+
+    def test_what_lies_outside_the_span_is_never_read(self, implementation):
+        query, keys, values = tensors(4, 2, 16, room=300)
+        spans = spans_of([2, 5, 290])
+        expected = implementation(query, keys, values, spans, 0.25)
+        for unread in (slice(0, 5), slice(290, 300)):
+            keys[:, :, unread], values[:, :, unread] = torch.nan, torch.inf
+        assert torch.equal(implementation(query, keys, values, spans, 0.25), expected)
+
+    def test_views_of_the_storage_of_all_layers(self, implementation):
+        """As a captured step passes them: one layer of the storage, and spans padded to four columns."""
+        query, keys, values = tensors(4, 2, 16, room=50, batch=2)
+        storage = torch.full((2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE)  # keys and values of [L, B, H, S, D]
+        storage[0, 1, :2, :, :50], storage[1, 1, :2, :, :50] = keys, values
+        spans = torch.full((2, 3, 4), 99, device=DEVICE)
+        spans[:, 1, :3] = spans_of([0, 0, 50], [10, 10, 50])
+        got = implementation(query, storage[0, 1, :2], storage[1, 1, :2], spans[:, 1, :3], 0.25)
+        assert torch.equal(got, implementation(query, keys, values, spans[:, 1, :3].contiguous(), 0.25))
+
+
+class TestBits:
+    """The kernel's result for a row is the same to the bit wherever the row stands."""
+
+    def test_room_padding_and_neighbours_change_nothing(self):
+        query, keys, values = tensors(4, 2, 64, room=700)
+        alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125)
+        # A larger room, a prefix of padding that is no multiple of anything, and a second row.
+        batch_query, wide_keys, wide_values = tensors(4, 2, 64, room=6000, batch=2, seed=1)
+        batch_query[1], wide_keys[1, :, 37:737], wide_values[1, :, 37:737] = query[0], keys[0], values[0]
+        both = kernel(batch_query, wide_keys, wide_values, spans_of([0, 0, 737], [37, 37, 737]), 0.125)
+        assert torch.equal(both[1], alone[0])
+
+    def test_under_a_window(self):
+        query, keys, values = tensors(4, 1, 64, room=900)
+        alone = kernel(query, keys, values, spans_of([0, 400, 900]), 0.125, max_span=500)
+        shifted_keys, shifted_values = (torch.zeros(1, 1, 2000, 64, device=DEVICE) for _ in range(2))
+        shifted_keys[:, :, 11:911], shifted_values[:, :, 11:911] = keys, values
+        spans = spans_of([11, 411, 911])
+        assert torch.equal(kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one query per batch row, got 2"),
+        (lambda q, k, v, s: (q[:, :3], k, v, s), "Hq a multiple of H"),
+        (lambda q, k, v, s: (q, k, v[:, :, :9], s), "do not fit"),
+        (lambda q, k, v, s: (q, k, v, s[:, :2]), r"spans must be \[1, 3\] of seq_start, first, end, got \[1, 2\]"),
+        (lambda q, k, v, s: (q, k, v.half(), s), "must have one dtype"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    query, keys, values = tensors(4, 2, 16, room=10)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(*change(query, keys, values, spans_of([0, 0, 5])), scale=0.25)
+
+
+@pytest.mark.parametrize("case", ["alone", "sinks", "weights"])
+def test_spans_that_are_ready_change_no_bit(case):
+    """They are read before the wait for the previous kernel, and the result is the same."""
+    module = triton_module("hf_static_kv.kernels.decode_attention_triton")
+    query, keys, values = tensors(4, 2, 16, room=300, batch=2)
+    spans, results = spans_of([0, 0, 290], [17, 160, 300]), []
+    for spans_ready in (False, True):
+        sinks = torch.ones(4, device=DEVICE) if case == "sinks" else None
+        weights = torch.zeros(2, 4, 300, device=DEVICE) if case == "weights" else None
+        got = module.decode_attention_triton(
+            query, keys, values, spans, None, 0.25, 300, None, sinks, weights, spans_ready=spans_ready
+        )
+        results.append((got, weights if weights is not None else got))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_a_last_dim_with_a_stride_is_refused():
+    module = triton_module("hf_static_kv.kernels.decode_attention_triton")
+    query, keys, values = tensors(4, 2, 16, room=10)
+    spans = spans_of([0, 0], [0, 0], [5, 5]).t()[:1]
+    with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
+        module.decode_attention_triton(query, keys, values, spans, None, 0.25, 10)
+
+
+def test_the_choice_follows_the_device():
+    query, keys, values = tensors(4, 2, 16, room=10)
+    spans = spans_of([0, 0, 5])
+    expected = (kernel if DEVICE == "cuda" else plain)(query, keys, values, spans, 0.25)
+    assert torch.equal(decode_attention(query, keys, values, spans, scale=0.25), expected)
+
+
+def norm_in_float64(x, weight, eps, style):
+    x, weight = x.double().cpu(), weight.double().cpu()
+    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (style.offset + weight)
+
+
+def norm_kernel(x, weight, eps, style):
+    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
+    skip_bfloat16_on_a_cpu(x)
+    return module.rms_norm_triton(x, None, weight, eps, *style)[1]
+
+
+@pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
+class TestRmsNorm:
+    @pytest.mark.parametrize("style", STYLES, ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize("shape", [(1, 1, 2048), (2, 3, 1152), (1, 4, 1, 128), (5, 48)], ids=str)
+    def test_against_float64(self, implementation, shape, dtype, style):
+        x, weight = torch.randn(shape).to(DEVICE, dtype) * 3, torch.randn(shape[-1]).to(DEVICE, dtype)
+        got, expected = implementation(x, weight, 1e-6, style), norm_in_float64(x, weight, 1e-6, style)
+        assert got.shape == x.shape
+        assert got.dtype == dtype
+        # The mean of D squares in float32 is off by (D + 4) eps32 at most, its root by half of that; then two roundings
+        # to the model's dtype, of y and of the product: half of an eps each, or of the spacing of the least numbers.
+        info = torch.finfo(dtype)
+        relative = (shape[-1] + 8) * torch.finfo(torch.float32).eps + info.eps
+        least = info.smallest_normal * info.eps * (1 + weight.double().abs().max().item())
+        assert ((got.double().cpu() - expected).abs() <= relative * expected.abs() + least).all()
+
+    def test_a_view_that_is_not_contiguous(self, implementation):
+        x, weight = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1), torch.randn(32, device=DEVICE)
+        expected = implementation(x.contiguous(), weight, 1e-6, STYLES[0])
+        assert torch.equal(implementation(x, weight, 1e-6, STYLES[0]), expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @pytest.mark.parametrize(("width", "dim"), [(2048, 128), (640, 64), (100, 20), (1000, 64)])  # not all are aligned
+    def test_heads_beside_others_have_the_bits_of_heads_alone(self, implementation, width, dim, dtype):
+        x, weight = torch.randn(3, 2, width).to(DEVICE, dtype), torch.randn(dim).to(DEVICE, dtype)
+        heads = x[..., dim : 5 * dim].unflatten(-1, (4, dim))
+        got = implementation(heads, weight, 1e-6, STYLES[0])
+        assert torch.equal(got, implementation(heads.contiguous(), weight, 1e-6, STYLES[0]))
+
+    def test_a_row_does_not_depend_on_the_others(self, implementation):
+        x, weight = torch.randn(7, 200, device=DEVICE), torch.randn(200, device=DEVICE)
+        together = implementation(x, weight, 1e-6, STYLES[0])
+        assert torch.equal(together[3:4], implementation(x[3:4], weight, 1e-6, STYLES[0]))
+
+
+def test_heads_that_stand_beside_others_are_not_copied(monkeypatch):
+    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
+    projected, read = torch.randn(3, 1, 640, device=DEVICE), []
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, on, x, *args, **options: read.append(x))
+    heads = projected[..., 256:512].unflatten(-1, (4, 64))
+    norm_kernel(heads, torch.ones(64, device=DEVICE), 1e-6, STYLES[0])
+    assert read[0].data_ptr() == heads.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
+    x, other, weight = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 1, 96), (2, 1, 96), (96,)))
+    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
+    skip_bfloat16_on_a_cpu(x)
+    total, normed = module.rms_norm_triton(x, other, weight, 1e-6, *STYLES[0])
+    assert torch.equal(total, x + other)
+    assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
+    plain = add_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
+    assert torch.equal(plain[0], total.cpu())
+    assert torch.equal(plain[1], rms_norm_plain(total.cpu(), weight.cpu(), 1e-6, STYLES[0]))
+
+
+@pytest.mark.parametrize("style", STYLES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [96, 1152])
+def test_a_norm_before_the_sum_has_the_bits_of_one_by_itself(dtype, style, dim):
+    x, other, *weights = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 3, dim), (2, 3, dim), (dim,), (dim,)))
+    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
+    skip_bfloat16_on_a_cpu(x)
+    pre_norm = Norm(weights[1], 1e-5, style)
+    expected = x + norm_kernel(other, *pre_norm)
+    total, normed = module.rms_norm_triton(x, other, weights[0], 1e-6, *STYLES[0], pre_norm)
+    assert torch.equal(total, expected)
+    assert torch.equal(normed, norm_kernel(expected, weights[0], 1e-6, STYLES[0]))
+    plain = add_rms_norm(
+        x.cpu(), other.cpu(), weights[0].cpu(), 1e-6, STYLES[0], Norm(pre_norm.weight.cpu(), *pre_norm[1:])
+    )
+    assert torch.equal(plain[0], x.cpu() + rms_norm_plain(other.cpu(), pre_norm.weight.cpu(), *pre_norm[1:]))
+    assert torch.equal(plain[1], rms_norm_plain(plain[0], weights[0].cpu(), 1e-6, STYLES[0]))
+
+
+def test_a_sum_of_unlike_tensors_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"):
+        add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
+
+
+def test_a_norm_of_another_dim_is_refused():
+    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
+        add_rms_norm(
+            torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, STYLES[0], Norm(torch.ones(4), 1e-6, STYLES[0])
+        )
+    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
+        rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6, STYLES[0])
+
+
+class TestWriteToken:
+    @pytest.mark.parametrize("implementation", ["triton", "as the device chooses"])
+    def test_one_position_of_one_layer_and_nothing_else(self, implementation):
+        keys, values = torch.zeros(3, 4, 2, 10, 24, device=DEVICE), torch.zeros(3, 4, 2, 10, 16, device=DEVICE)
+        # As a projection leaves them: heads and tokens transposed. Two of four batch rows are in use.
+        key_states = torch.randn(2, 1, 2, 24, device=DEVICE).transpose(1, 2)
+        value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
+        arguments = keys[1, :2], values[1, :2], key_states, value_states, torch.tensor([7], device=DEVICE)
+        if implementation == "triton":
+            module = triton_module("hf_static_kv.kernels.write_token_triton")
+            module.write_token_triton(*arguments)
+        else:
+            write_token(*arguments)
+        expected = torch.zeros_like(keys), torch.zeros_like(values)
+        expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = key_states[:, :, 0], value_states[:, :, 0]
+        assert torch.equal(keys, expected[0])
+        assert torch.equal(values, expected[1])
+
+    def test_a_position_beyond_the_capacity_is_not_written(self):
+        module = triton_module("hf_static_kv.kernels.write_token_triton")
+        storage = torch.zeros(2, 2, 2, 4, 8, device=DEVICE)
+        states, position = torch.ones(1, 2, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
+        module.write_token_triton(storage[0, :1], storage[1, :1], states, states, position)
+        assert storage.abs().sum() == 0
+
+    @pytest.mark.parametrize(
+        ("shape", "dtype", "message"),
+        [
+            ((1, 1, 1, 8), torch.bfloat16, "storage is torch.float32 and the states are torch.bfloat16"),
+            ((2, 1, 1, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[2, 1, 1, 8\]"),
+            ((1, 1, 2, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[1, 1, 2, 8\]"),
+        ],
+    )
+    def test_what_does_not_fit_is_refused(self, shape, dtype, message):
+        storage, states = torch.zeros(1, 1, 4, 8), torch.zeros(shape, dtype=dtype)
+        with pytest.raises(ValueError, match=message):
+            write_token(storage, storage.clone(), states, states, torch.tensor([0]))
+        assert storage.abs().sum() == 0

@@ -1,0 +1,206 @@
+"""Whatever changes what a step computes, and is no tensor that it reads, makes another step or is refused."""
+
+import gc
+import pickle
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook
+from transformers.models.llama import modeling_llama
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv.decoding.eligibility import has_hooks
+from hf_static_kv.program.fingerprint import _addresses_of, type_without_address
+from tests.conftest import COMMON, PROMPT, toy_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT = PROMPT.to(DEVICE)
+
+
+class Decoding:
+    """One model, cache and decoder; `steps` runs a call and tells how many steps there are."""
+
+    def __init__(self, name="llama"):
+        self.model = toy_model(name).to(DEVICE)
+        self.cache, self.decoder = StaticContiguousCache.from_model(self.model, 40), GraphDecoder()
+
+    def tokens(self, **how):
+        return self.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **COMMON, **how)
+
+    def steps(self):
+        self.cache.reset()
+        got = self.tokens(past_key_values=self.cache, custom_generate=self.decoder)
+        assert torch.equal(got, self.tokens(use_cache=False))
+        assert self.decoder.fallback_reason is None
+        return len(self.decoder._steps[self.cache])
+
+
+@pytest.fixture
+def decoding():
+    return Decoding()
+
+
+def test_a_whole_number_on_a_module():
+    decoding = Decoding("mixtral")
+    assert decoding.steps() == decoding.steps() == 1
+    for layer in decoding.model.model.layers:
+        layer.mlp.gate.top_k = 1
+    assert decoding.steps() == 2
+
+
+def test_a_forward_that_was_replaced_in_its_class(decoding, monkeypatch):
+    assert decoding.steps() == 1
+    own = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: -own(self, x))
+    assert decoding.steps() == 2
+    monkeypatch.undo()
+    assert decoding.steps() == 2  # the first one, which is still known
+
+
+def test_a_function_that_was_replaced_in_its_file(decoding, monkeypatch):
+    assert decoding.steps() == 1
+    own = modeling_llama.apply_rotary_pos_emb
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, sin, cos))
+    assert decoding.steps() == 2
+
+
+@pytest.mark.parametrize("way", ["in place", "past autograd"])
+def test_frequencies_that_were_changed_in_place(decoding, way):
+    assert decoding.steps() == 1
+    frequencies = decoding.model.model.rotary_emb.inv_freq
+    with torch.no_grad():
+        (frequencies if way == "in place" else frequencies.data).mul_(3)
+    assert decoding.steps() == 2
+
+
+def test_another_functional_activation(decoding):
+    for layer in decoding.model.model.layers:  # a function is no part of a module: it is put in its dictionary
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = torch.nn.functional.silu
+    assert decoding.steps() == 1
+    for layer in decoding.model.model.layers:
+        layer.mlp.act_fn = partial(torch.nn.functional.gelu, approximate="tanh")
+    assert decoding.steps() == 2
+
+
+def test_a_patch_that_takes_the_place_of_one_that_is_gone(decoding):
+    """The second function may come to the very address of the first."""
+    mlp = decoding.model.model.layers[0].mlp
+    for factor in (2, 3, 4):
+        mlp.forward = lambda x, factor=factor: factor * type(mlp).forward(mlp, x)
+        count = decoding.steps()
+        del mlp.forward
+        gc.collect()
+    assert count == 3
+
+
+def test_a_tensor_that_is_no_parameter(decoding):
+    decoding.model.model.scale_of_mine = torch.ones(2, device=DEVICE)
+    assert decoding.steps() == 1
+    decoding.model.model.scale_of_mine = torch.zeros(2, device=DEVICE)
+    assert decoding.steps() == 2
+
+
+def test_hooks_of_all_modules(decoding):
+    assert not has_hooks(decoding.model.modules())
+    handle = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert has_hooks(decoding.model.modules())
+    finally:
+        handle.remove()
+
+
+class Wrapped(torch.Tensor):
+    """As torchao's weights: a tensor that is another one, and has no memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, meta, size, stride):
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(x):
+            return x.inner if isinstance(x, Wrapped) else x
+
+        args, kwargs = torch.utils._pytree.tree_map(unwrap, (args, kwargs or {}))
+        out = func(*args, **kwargs)
+        return cls(out) if func is torch.ops.aten.detach.default else out
+
+
+class Opaque(Wrapped):
+    """The same, and it does not tell what it consists of."""
+
+    def __getattribute__(self, name):
+        if name in ("__tensor_flatten__", "__tensor_unflatten__"):
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+def test_weights_that_are_wrapped(decoding):
+    linear = decoding.model.model.layers[0].mlp.up_proj
+    weights = [linear.weight.detach().clone() for _ in range(2)]
+    weights[1].neg_()
+    counts = []
+    for weight in weights:
+        linear.weight = torch.nn.Parameter(Wrapped(weight), requires_grad=False)
+        assert linear.weight.data_ptr() == 0
+        counts.append(decoding.steps())
+    assert counts == [1, 2]
+    assert _addresses_of(linear.weight) == [weights[1].data_ptr()]
+
+
+def test_weights_that_do_not_tell_their_address(decoding):
+    linear = decoding.model.model.layers[0].mlp.up_proj
+    linear.weight = torch.nn.Parameter(Opaque(linear.weight.detach()), requires_grad=False)
+    assert type_without_address(decoding.model.parameters()) == "Opaque"
+    got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    assert torch.equal(got, decoding.tokens(use_cache=False))
+    assert decoding.decoder.fallback_reason == "weights of type Opaque have no address of their own"
+
+
+def test_inside_exact_a_step_is_found_again(decoding):
+    counts = []
+    for _ in range(2):
+        with exact(decoding.model):
+            counts.append(decoding.steps())
+    assert counts == [1, 1]
+
+
+def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
+    decoding = Decoding()
+    cache, decoder, model = decoding.cache, decoding.decoder, weakref.ref(decoding.model)
+    assert decoding.steps() == 1
+    del decoding
+    gc.collect()
+    assert model() is None
+    (step,) = decoder._steps[cache].values()
+    assert step.is_orphan
+    del step
+    other = Decoding()
+    other.cache, other.decoder = cache, decoder
+    assert other.steps() == 1  # the step of the deleted model is dropped
+
+
+def test_a_pickled_decoder_captures_anew(decoding):
+    assert decoding.steps() == 1
+    decoding.decoder = pickle.loads(pickle.dumps(decoding.decoder))
+    assert len(decoding.decoder._steps) == 0
+    assert decoding.steps() == 1
+
+
+def test_memory_of_steps_is_counted(decoding):
+    assert decoding.decoder.memory_bytes == 0
+    decoding.steps()
+    assert decoding.decoder.memory_bytes > 8 * (40 + 1)  # the text of a greedy step, and more

@@ -1,0 +1,207 @@
+"""Every private name of another package: the package works or says what is missing when it is gone."""
+
+import importlib.util
+import logging
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.modules.module as torch_module
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, compat, exact
+from hf_static_kv.program import preload
+from tests.conftest import COMMON, PROMPT, toy_model
+
+BARE = SimpleNamespace()  # has none of the names
+ROOT = Path(__file__).parents[1]
+
+
+def generate(model, **keywords):
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **{**COMMON, **keywords})
+
+
+def decode(model):
+    """The tokens with a cache and a decoder, and why the call fell back."""
+    cache, decoder = StaticContiguousCache.from_model(model, 64), GraphDecoder()
+    return generate(model, past_key_values=cache, custom_generate=decoder), decoder.fallback_reason
+
+
+class TestGenerate:
+    def test_without_its_frame_calls_run_and_are_checked_pass_by_pass(self, monkeypatch):
+        model = toy_model("llama")
+        expected = generate(model, use_cache=False)
+        monkeypatch.setattr(compat, "generate_locals", lambda: None)
+        assert torch.equal(decode(model)[0], expected)
+        with pytest.raises(ValueError, match="The cache is full"):
+            generate(model, past_key_values=StaticContiguousCache(model.config, 15))
+
+    def test_with_other_variables_in_its_frame(self, monkeypatch):
+        model = toy_model("llama")
+        expected = generate(model, use_cache=False)
+        monkeypatch.setattr(compat, "generate_locals", lambda: {"renamed": 1})
+        assert torch.equal(decode(model)[0], expected)
+
+    def test_without_prefill_the_call_falls_back(self, monkeypatch):
+        assert compat.prefill(BARE) is None
+        model = toy_model("llama")
+        expected = generate(model, use_cache=False)
+        monkeypatch.setattr(compat, "prefill", lambda model: None)
+        tokens, reason = decode(model)
+        assert torch.equal(tokens, expected)
+        assert "no prefill" in reason
+
+    def test_without_its_loop_the_remedy_is_named(self):
+        with pytest.raises(RuntimeError, match="omit custom_generate"):
+            compat.sampling_loop(BARE)
+
+    def test_without_the_context_around_decoding(self, monkeypatch):
+        assert isinstance(compat.optimized_for_decode(BARE), nullcontext)
+        model = toy_model("llama")
+        expected = generate(model, use_cache=False)
+        monkeypatch.setattr(compat, "optimized_for_decode", lambda model: nullcontext())
+        assert torch.equal(decode(model)[0], expected)
+
+    def test_without_settings_that_it_leaves_on_the_config(self):
+        assert compat.mask_length(BARE) == -1
+        assert compat.pad_token(SimpleNamespace(pad_token_id=3)).tolist() == 3
+        assert compat.pad_token(SimpleNamespace(pad_token_id=None)) is None
+
+
+def test_without_attention_by_name_the_decoder_falls_back_and_exact_refuses(monkeypatch):
+    assert not compat.can_set_attention(SimpleNamespace(config=BARE))
+    assert compat.attention_name(BARE) is None
+    model = toy_model("llama")
+    expected = generate(model, use_cache=False)
+    monkeypatch.setattr(compat, "can_set_attention", lambda model: False)
+    tokens, reason = decode(model)
+    assert torch.equal(tokens, expected)
+    assert reason == "LlamaForCausalLM does not use transformers' attention interface"
+    with pytest.raises(ValueError, match="attention interface"), exact(model):
+        pass
+
+
+class TestModules:
+    def test_without_the_dicts_of_a_module_its_methods_serve(self):
+        linear = torch.nn.Linear(2, 2)
+        linear.register_buffer("buffer", torch.zeros(1))
+        public = SimpleNamespace(children=linear.children, parameters=linear.parameters, buffers=linear.buffers)
+        for kind, expected in {
+            "modules": [],
+            "parameters": [linear.weight, linear.bias],
+            "buffers": [linear.buffer],
+        }.items():
+            for module in (public, linear):
+                found = compat.own_parts(module, kind)
+                assert [id(part) for part in found] == [id(part) for part in expected]
+        assert compat.all_modules(public) == [public]
+
+    def test_without_the_stores_of_hooks_none_are_seen(self, monkeypatch):
+        assert compat.forward_hooks(BARE) == []
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            monkeypatch.delattr(torch_module, name)
+        assert not compat.has_global_hooks()
+        assert not compat.collects_outputs(print)
+
+    def test_without_a_hook_of_accelerate_no_device_is_planned(self):
+        assert compat.planned_device(BARE) is None
+
+    def test_without_a_count_of_writes_a_tensor_is_taken_for_changed(self):
+        tensor = SimpleNamespace(is_inference=lambda: False)
+        assert compat.write_count(tensor) != compat.write_count(tensor)
+        own = torch.zeros(1)
+        assert compat.write_count(own) == compat.write_count(own)
+
+    def test_an_ordinary_tensor_has_no_inner_tensors(self):
+        assert compat.inner_tensors(torch.zeros(1)) is None
+
+
+class TestDispatchAndCompiling:
+    def test_without_a_dispatch_mode_exact_says_so(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "torch.utils._python_dispatch", types.ModuleType("empty"))
+        spec = importlib.util.spec_from_file_location("compat_again", compat.__file__)
+        again = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(again)
+        with pytest.raises(RuntimeError, match="exact needs TorchDispatchMode"):
+            again.DispatchMode()
+
+    def test_without_a_schema_an_operation_is_refused(self):
+        with pytest.raises(RuntimeError, match="cannot run inside exact"):
+            compat.schema(BARE)
+
+    def test_without_the_wrapper_of_a_compiled_module(self):
+        assert compat.inside_compiled(BARE) is None
+        assert not compat.is_compiled_in_place(BARE)
+        assert not compat.is_fullgraph(BARE)
+
+    @pytest.mark.parametrize("name", ["recompile_limit", "fail_on_recompile_limit_hit"])
+    def test_without_a_limit_dynamo_keeps_its_own(self, monkeypatch, name):
+        config = pytest.importorskip("torch._dynamo.config", reason="this torch has no dynamo")
+        assert not isinstance(compat.many_compilations(9), nullcontext)
+        stand_in = types.ModuleType("config")
+        stand_in.__dict__.update({key: 1 for key in ("recompile_limit", "accumulated_recompile_limit") if key != name})
+        monkeypatch.setitem(sys.modules, "torch._dynamo.config", stand_in)
+        monkeypatch.setattr(torch._dynamo, "config", stand_in)
+        assert isinstance(compat.many_compilations(9), nullcontext)
+        assert config is not stand_in
+
+    def test_without_inductor(self, monkeypatch):
+        for name in ("torch._inductor.config", "torch._inductor.compile_fx", "torch._inductor.async_compile"):
+            monkeypatch.setitem(sys.modules, name, None)
+        assert compat.inductor_options() == {}
+
+
+class TestTriton:
+    def test_without_pdl_instructions(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "triton.language.extra.cuda", None)
+        assert compat.pdl_instructions() == (None, None)
+
+    def test_without_parallel_compiling(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "triton.runtime._async_compile", None)
+        entered = []
+        with compat.parallel_compiling(pool=None):
+            entered.append(True)
+        assert entered
+
+    def test_without_what_is_loaded_in_advance(self, monkeypatch):
+        for name in ("triton.runtime", "triton.runtime.cache", "triton.experimental.gluon"):
+            monkeypatch.setitem(sys.modules, name, None)
+        preload._thread.cache_clear()
+        preload.load(preload.TRITON)
+        preload.wait_for(preload.TRITON)
+        assert not any(preload._thread(part).is_alive() for part in preload.TRITON)
+        preload._thread.cache_clear()
+        assert compat.load_kernel(BARE) is None
+
+
+def test_the_package_imports_without_any_of_them():
+    code = """
+import sys, torch, transformers
+import torch.nn.modules.module, torch.utils._python_dispatch as dispatch
+from transformers import GenerationMixin, PreTrainedModel
+for owner, name in [
+    (dispatch, "TorchDispatchMode"), (GenerationMixin, "_prefill"), (GenerationMixin, "_sample"),
+    (GenerationMixin, "_optimize_model_for_decode"), (PreTrainedModel, "_can_set_attn_implementation"),
+    (torch.nn.modules.module, "_global_forward_hooks"),
+]:
+    delattr(owner, name)
+for name in ("triton.language.extra.cuda", "triton.runtime._async_compile", "triton.runtime.cache"):
+    sys.modules[name] = None
+import hf_static_kv
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_failed_capture_is_logged_with_its_traceback(caplog, monkeypatch):
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: 1 / 0)
+    with caplog.at_level(logging.DEBUG, logger="hf_static_kv"):
+        _, reason = decode(toy_model("llama"))
+    assert "ZeroDivisionError" in reason
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert record.exc_info[0] is ZeroDivisionError
+    assert record.levelno == logging.DEBUG

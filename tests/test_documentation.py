@@ -1,0 +1,92 @@
+"""README.md and docs/: code blocks run, links lead somewhere, listed messages exist, the pages stay short."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+HUB_ID, MINIATURE = "Qwen/Qwen3-1.7B", str(ROOT / "examples" / "models" / "qwen3")
+
+
+def code_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(page, blocks):
+    """Run the blocks in order in one namespace, with a trained miniature for the hub id and at most 8 new tokens."""
+    names = {}
+    for block in blocks:
+        code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block.replace(HUB_ID, MINIATURE))
+        exec(compile(code, page.name, "exec"), names)
+        assert "decoder" not in names or names["decoder"].fallback_reason is None
+        yield names
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES[1:] if code_blocks(page)], ids=lambda page: page.name)
+def test_the_code_blocks_run(page):
+    blocks = code_blocks(page)
+    assert len(list(run_blocks(page, blocks))) == len(blocks)
+
+
+class TestReadme:
+    def test_it_fits_a_screen_and_a_table(self):
+        assert len(README.read_text().splitlines()) <= 70
+        assert "`make test`" in README.read_text()
+
+    def test_the_lines_that_users_copy(self):
+        """At most eight, and all three ways generate the same tokens: the miniature is float32 and decodes greedily."""
+        first, *others = code_blocks(README)
+        assert len([line for line in first.splitlines() if line]) <= 8
+        tokens = [names["tokens"] for names in run_blocks(README, [first, *others[0].split("\n\n"), *others[1:]])]
+        assert len(tokens) == 3
+        assert all(torch.equal(one, tokens[0]) for one in tokens)
+
+
+def test_the_glossary_is_short():
+    rows = re.findall(r"^\| \*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 0 < len(rows) <= 15
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "RESULTS.md"], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), link
+        headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
+        anchors = [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+        assert not anchor or anchor in anchors, f"{link}#{anchor}"
+
+
+def package_messages():
+    """Every string of the package; a value that is put into one is a NUL."""
+    for path in (ROOT / "hf_static_kv").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+            elif isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+
+
+def listed_messages():
+    """The first column of the guide's tables of errors and reasons, '...' where a message has a value."""
+    text = (ROOT / "docs" / "guide.md").read_text()
+    for table in re.findall(r"^\| the (?:message|reason) begins with .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+        yield from re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+
+
+MESSAGES = list(listed_messages())
+
+
+def test_there_are_tables_of_messages():
+    assert len(MESSAGES) > 20
+
+
+@pytest.mark.parametrize("listed", MESSAGES)
+def test_a_listed_message_is_in_the_package(listed):
+    pattern = re.compile(r"[^.]*\0[^.]*".join(re.escape(part) for part in listed.split("...")))
+    assert any(pattern.match(message) for message in package_messages())
