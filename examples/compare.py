@@ -1,6 +1,6 @@
 """Compare the tokens of `generate` with and without the cache, on three small trained models or on your own.
 
-    python examples/compare.py                                  # Llama, Qwen3 and Gemma 3 miniatures; a minute
+    python examples/compare.py                                  # Llama, Qwen3 and Gemma 3 miniatures; two minutes
     python examples/compare.py --model smollm2 --max-new-tokens 64
     python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --against no-cache,dynamic
 

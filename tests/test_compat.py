@@ -31,29 +31,29 @@ def decode(model):
     return generate(model, past_key_values=cache, custom_generate=decoder), decoder.fallback_reason
 
 
+def reason_without(monkeypatch, name, replacement):
+    """Why a call falls back when a function of compat finds nothing; its tokens are right all the same."""
+    model = toy_model("llama")
+    expected = generate(model, use_cache=False)
+    monkeypatch.setattr(compat, name, replacement)
+    tokens, reason = decode(model)
+    assert torch.equal(tokens, expected)
+    return reason
+
+
 class TestGenerate:
     def test_without_its_frame_calls_run_and_are_checked_pass_by_pass(self, monkeypatch):
+        assert reason_without(monkeypatch, "generate_locals", lambda: None) is None
         model = toy_model("llama")
-        expected = generate(model, use_cache=False)
-        monkeypatch.setattr(compat, "generate_locals", lambda: None)
-        assert torch.equal(decode(model)[0], expected)
         with pytest.raises(ValueError, match="The cache is full"):
             generate(model, past_key_values=StaticContiguousCache(model.config, 15))
 
     def test_with_other_variables_in_its_frame(self, monkeypatch):
-        model = toy_model("llama")
-        expected = generate(model, use_cache=False)
-        monkeypatch.setattr(compat, "generate_locals", lambda: {"renamed": 1})
-        assert torch.equal(decode(model)[0], expected)
+        assert reason_without(monkeypatch, "generate_locals", lambda: {"renamed": 1}) is None
 
     def test_without_prefill_the_call_falls_back(self, monkeypatch):
         assert compat.prefill(BARE) is None
-        model = toy_model("llama")
-        expected = generate(model, use_cache=False)
-        monkeypatch.setattr(compat, "prefill", lambda model: None)
-        tokens, reason = decode(model)
-        assert torch.equal(tokens, expected)
-        assert "no prefill" in reason
+        assert "no prefill" in reason_without(monkeypatch, "prefill", lambda model: None)
 
     def test_without_its_loop_the_remedy_is_named(self):
         with pytest.raises(RuntimeError, match="omit custom_generate"):
@@ -61,10 +61,7 @@ class TestGenerate:
 
     def test_without_the_context_around_decoding(self, monkeypatch):
         assert isinstance(compat.optimized_for_decode(BARE), nullcontext)
-        model = toy_model("llama")
-        expected = generate(model, use_cache=False)
-        monkeypatch.setattr(compat, "optimized_for_decode", lambda model: nullcontext())
-        assert torch.equal(decode(model)[0], expected)
+        assert reason_without(monkeypatch, "optimized_for_decode", lambda model: nullcontext()) is None
 
     def test_without_settings_that_it_leaves_on_the_config(self):
         assert compat.mask_length(BARE) == -1
@@ -75,13 +72,9 @@ class TestGenerate:
 def test_without_attention_by_name_the_decoder_falls_back_and_exact_refuses(monkeypatch):
     assert not compat.can_set_attention(SimpleNamespace(config=BARE))
     assert compat.attention_name(BARE) is None
-    model = toy_model("llama")
-    expected = generate(model, use_cache=False)
-    monkeypatch.setattr(compat, "can_set_attention", lambda model: False)
-    tokens, reason = decode(model)
-    assert torch.equal(tokens, expected)
+    reason = reason_without(monkeypatch, "can_set_attention", lambda model: False)
     assert reason == "LlamaForCausalLM does not use transformers' attention interface"
-    with pytest.raises(ValueError, match="attention interface"), exact(model):
+    with pytest.raises(ValueError, match="attention interface"), exact(toy_model("llama")):
         pass
 
 

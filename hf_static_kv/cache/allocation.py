@@ -1,4 +1,4 @@
-"""The layers of a cache and the storage that they share: allocation, groups, pickling. Knows no steps."""
+"""The layers of a cache and the storage that they share: allocation, groups, pickling."""
 
 from __future__ import annotations
 
@@ -31,13 +31,15 @@ class AllocatedCache(Cache):
         self._unconfirmed = set(range(len(plans)))
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
-    def _allocate(self, kinds: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype) -> None:
+    def _allocate(
+        self, places: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype
+    ) -> None:
         """Give these layers storage; layers of one shape on one device share one pair of tensors."""
         alike: dict[tuple[LayerShape, torch.device], list[int]] = {}
-        for layer_idx, kind in kinds.items():
-            alike.setdefault(kind, []).append(layer_idx)
-        self._allocate_groups([(*kind, layers) for kind, layers in alike.items()], batch_size, (dtype, dtype))
-        self._unconfirmed -= set(kinds)
+        for layer_idx, place in places.items():
+            alike.setdefault(place, []).append(layer_idx)
+        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype))
+        self._unconfirmed -= set(places)
 
     def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
@@ -47,7 +49,7 @@ class AllocatedCache(Cache):
                 self.layers[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
-    def _settle(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
+    def _confirm(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         shape, device = LayerShape.of(key_states, value_states), key_states.device
@@ -75,8 +77,8 @@ class AllocatedCache(Cache):
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
         new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
-        kinds = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
-        self._allocate(kinds, batch_size, dtype)
+        places = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
+        self._allocate(places, batch_size, dtype)
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:

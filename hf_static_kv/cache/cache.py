@@ -184,7 +184,7 @@ class StaticContiguousCache(AllocatedCache):
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
         if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
-            self._settle(layer_idx, key_states, value_states)
+            self._confirm(layer_idx, key_states, value_states)
         layer.check(key_states, value_states)
         size = key_states.shape[0], key_states.shape[2]
         if layer.pending or size != self._step_size:
