@@ -60,7 +60,7 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if not patching.is_verification_pass():
+        if not patching.IS_VERIFICATION.get():
             weights = weights if self.heads is None else weights[:, self.heads]
             positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
             self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
