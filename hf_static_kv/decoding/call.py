@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
@@ -42,6 +41,7 @@ class Call:
             request = Request(self.model, self.input_ids, self.config, self.model_kwargs)
         self.request = replace(request, model=self.model, config=self.config, model_kwargs=self.model_kwargs)
         self.mask = self.request.mask  # [B, n], 1 where there is a token
+        self.streamer: Any = self.request.streamer
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
@@ -73,12 +73,12 @@ class Call:
         return self.own_attention, len(self.seq_start), *model_fingerprint(self.model, self.modules, keys, is_exact)
 
     def is_plain_greedy(self) -> bool:
-        """Whether the most likely token is all that is asked for, until a length or an end token."""
+        """Whether the most likely token is all that is asked for, until a length or an end token, by no streamer."""
         config, ends = self.config, self.ends
         keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         others = [c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
         few = len(ends) <= 1 and sum(map(len, ends)) <= GreedyStep.MAX_EOS
-        return few and not (config.do_sample or self.processors or keeps or others)
+        return few and not (config.do_sample or self.processors or keeps or others or self.streamer is not None)
 
     @property
     def ends(self) -> list[Tensor]:
@@ -87,8 +87,7 @@ class Call:
 
     def prefill(self) -> Tensor:
         """The logits [B, V] after the prompt, which the model computes as in any other loop."""
-        prefill = compat.prefill(self.model)
-        assert prefill is not None, "eligibility.py has looked"
+        prefill: Any = compat.prefill(self.model)  # not None: eligibility.py has looked
         with without_cudnn():
             # A copy: chunked prefill writes into it, and transformers' loop may still need it.
             outputs = prefill(self.input_ids, self.config, {**self.model_kwargs}, is_first_iteration=True)
@@ -107,7 +106,7 @@ class Call:
         if isinstance(self.cache, StaticContiguousCache) and self.request.tokens is not None:
             self.cache.remember(ids[:, : max(0, self.cache.seq_len - past)], past)
 
-    def run_eagerly(self, streamer: BaseStreamer | None) -> GenerateDecoderOnlyOutput | Tensor:
+    def run_eagerly(self) -> GenerateDecoderOnlyOutput | Tensor:
         """The same call in transformers' own loop."""
         output: Any = compat.sampling_loop(self.model)(
             self.input_ids,
@@ -115,7 +114,7 @@ class Call:
             stopping_criteria=self.criteria,
             generation_config=self.config,
             synced_gpus=bool(self.request.synced_gpus),
-            streamer=streamer,
+            streamer=self.streamer,
             **self.model_kwargs,
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)

@@ -89,7 +89,7 @@ class GraphDecoder:
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
-        mode, streamer = call.request.mode, call.request.streamer
+        mode = call.request.mode
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
@@ -100,27 +100,26 @@ class GraphDecoder:
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         if call.device.type == "cuda" and not self._steps:
             load(TRITON if self.compile == "none" else TRITON + INDUCTOR)
-        if streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
-            streamer = self.streamer
-            streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
+        if call.streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
+            call.streamer = self.streamer
+            call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
             before = call.cache.seq_len
             try:
-                return self._decode(call, streamer)
+                return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
                 call.cache.crop(before - call.cache.seq_len)
         self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
-        return call.run_eagerly(streamer)
+        return call.run_eagerly()
 
-    def _decode(self, call: Call, streamer: BaseStreamer | None) -> _Output:
+    def _decode(self, call: Call) -> _Output:
         """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
         logits = call.prefill()
         with compat.optimized_for_decode(call.model):
-            is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
-            step = self._step(call, is_greedy) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
-            sampling = Sampling(call, streamer)
+            step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
+            sampling = Sampling(call)
             # A replay does not use the model, and changing its attention takes a millisecond.
             is_replayed = step is None or step.graph is not None
             with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
@@ -131,9 +130,10 @@ class GraphDecoder:
 
     # --- captured steps
 
-    def _step(self, call: Call, is_greedy: bool) -> DecodeStep:
+    def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        steps, key = self._steps.setdefault(call.cache, {}), (is_greedy, *call.fingerprint)
+        steps, is_greedy = self._steps.setdefault(call.cache, {}), call.is_plain_greedy()
+        key = (is_greedy, *call.fingerprint)
         known = steps.pop(key, None)
         if known is None:
             self._evict(steps)
@@ -167,7 +167,7 @@ class GraphDecoder:
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
         """Drop steps whose model no longer exists, and the oldest where there are too many: graphs fill the memory."""
-        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
+        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.model is None]:
             del steps[key]
         while len(steps) >= _MAX_STEPS:
             del steps[next(iter(steps))]  # the oldest

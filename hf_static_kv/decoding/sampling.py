@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
@@ -18,8 +17,8 @@ from hf_static_kv.decoding.call import Call
 class Sampling:
     """The tokens of one call, selected greedily or by sampling, and what ends them."""
 
-    def __init__(self, call: Call, streamer: BaseStreamer | None) -> None:
-        self.config, self.streamer = call.config, streamer
+    def __init__(self, call: Call) -> None:
+        self.config, self.streamer = call.config, call.streamer
         self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
         asked, fitting = call.lengths
@@ -33,7 +32,7 @@ class Sampling:
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
         # A streamer synchronizes at every token anyway, and must not be given one too many; nor must a trace.
-        synchronizes = streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
+        synchronizes = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         self.finished = StopFlag(deferred=not synchronizes)
         self.overrun = 0  # tokens selected after the end
         self.rng_state: Tensor | None = None  # before the newest token was drawn
@@ -67,7 +66,7 @@ class Sampling:
         self.ids[:, self.length] = tokens
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())  # type: ignore[no-untyped-call]
+            self.streamer.put(tokens.cpu())
         if not self.criteria:
             return self.length >= self.max_length
         self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
@@ -93,7 +92,7 @@ class Sampling:
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."
             )
         if self.streamer is not None:
-            self.streamer.end()  # type: ignore[no-untyped-call]
+            self.streamer.end()
         sequences = self.ids[:, : self.length - self.overrun].clone()
         if not self.config.return_dict_in_generate:
             return sequences

@@ -186,7 +186,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
     gc.collect()
     assert model() is None
     (step,) = decoder._steps[cache].values()
-    assert step.is_orphan
+    assert step.model is None
     del step
     other = Decoding()
     other.cache, other.decoder = cache, decoder
