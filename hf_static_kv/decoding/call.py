@@ -41,7 +41,7 @@ class Call:
             request = Request(self.model, self.input_ids, self.config, self.model_kwargs)
         self.request = replace(request, model=self.model, config=self.config, model_kwargs=self.model_kwargs)
         self.mask = self.request.mask  # [B, n], 1 where there is a token
-        self.streamer: Any = self.request.streamer
+        self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
@@ -73,7 +73,7 @@ class Call:
         return self.own_attention, len(self.seq_start), *model_fingerprint(self.model, self.modules, keys, is_exact)
 
     def is_plain_greedy(self) -> bool:
-        """Whether the most likely token is all that is asked for, until a length or an end token, by no streamer."""
+        """Whether only the most likely tokens are asked for, until a length or an end token, without a streamer."""
         config, ends = self.config, self.ends
         keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
         others = [c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]

@@ -146,7 +146,7 @@ class GraphDecoder:
         return step
 
     def _new_step(self, call: Call, is_greedy: bool, failed: _Failure | None) -> DecodeStep | _Failure:
-        """A step, captured on a GPU, and verified; `failed` is what became of earlier attempts."""
+        """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
         kind = GreedyStep if is_greedy else DecodeStep
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
