@@ -15,8 +15,8 @@ READING_ORDER = {
     "kernels": [
         "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
         "write_token", "decode_attention_triton", "decode_attention", "invariant_attention", "linear_triton",
-        "invariant_linear_triton", "invariant_linear", "linear", "invariant_sum_triton", "invariant_sum",
-        "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
+        "invariant_linear_triton", "invariant_linear", "linear", "rms_norm_triton", "rms_norm", "rotary_triton",
+        "rotary",
     ],
     ".": ["patching", "attention"],
     "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import compat
-from hf_static_kv.kernels.invariant_linear import invariant_linear
-from hf_static_kv.kernels.invariant_sum import invariant_sum
+from hf_static_kv.kernels.invariant_linear import invariant_linear, invariant_sum
 from hf_static_kv.kernels.linear import activate, check_gated, check_linears
 
 aten = torch.ops.aten
@@ -186,9 +185,9 @@ def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
-        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        return invariant_gated_linear_triton(x, gate, up, activation)
+        return invariant_linears_triton(x, [gate, up], [], activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 

@@ -34,6 +34,6 @@ def advance_triton(
     if spans.stride(-1) != 1:
         raise ValueError("advance needs spans whose last dim has stride 1.")
     launch(
-        _advance, (1,), spans, cache_position, seq_start, windows, spans, position_ids, *spans.stride()[:2], batch,
-        layers, TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers), num_warps=4,
+        _advance, (1,), cache_position, seq_start, windows, spans, position_ids, *spans.stride()[:2], batch, layers,
+        TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers), num_warps=4,
     )  # fmt: skip

@@ -19,29 +19,18 @@ SPAN = ("seq_start", "first", "end")
 
 
 def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    seen: Tensor | None = None,
-    *,
-    scale: float,
-    max_span: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-    spans_ready: bool = False,
-) -> Tensor:
-    """softmax(scale * query keys^T) values over each span; [B, 1, Hq, Dv].
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None = None, *,
+    scale: float, max_span: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    weights: Tensor | None = None, spans_ready: bool = False,
+) -> Tensor:  # fmt: skip
+    """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV head.
 
-    Hq is a multiple of H: neighbouring query heads share a KV head.
-
-        seen         [B, S], bool: positions of the span where it is false are left out
-        max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
-        softcap      a score becomes softcap * tanh(score / softcap)
-        sinks        [Hq]: the score of one more key of each query head, whose value is zero
-        weights      [B, Hq, S], float32: filled with the softmax over each span
-        spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
+    seen         [B, S], bool: positions of the span where it is false are left out
+    max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
+    softcap      a score becomes softcap * tanh(score / softcap)
+    sinks        [Hq]: the score of one more key of each query head, whose value is zero
+    weights      [B, Hq, S], float32: filled with the softmax over each span
+    spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
@@ -50,23 +39,15 @@ def decode_attention(
         return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
-    max_span = min(max_span or keys.shape[2], keys.shape[2])
-    return decode_attention_triton(
-        query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
-    )
+    span = min(max_span or keys.shape[2], keys.shape[2])
+    return decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights, spans_ready)
 
 
 @torch.library.custom_op("hf_static_kv::attend", mutates_args=())
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    scale: float,
-    max_span: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`decode_attention` in a captured step, as one operation for `torch.compile`."""
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True
@@ -79,16 +60,9 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *args: object) -> Tensor:
 
 
 def decode_attention_plain(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    seen: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One batch row after the other; reads the spans on the host. Scores and softmax in float32 at least."""
     (batch, query_heads, _, _), heads = query.shape, keys.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -113,18 +87,14 @@ def decode_attention_plain(
 def check_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     batch, query_heads, _, dim = query.shape
-    if (
-        (keys.ndim, len(keys), keys.shape[-1]) != (4, batch, dim)
-        or keys.shape[:-1] != values.shape[:-1]
-        or query_heads % keys.shape[1]
-    ):
+    is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[:-1] == values.shape[:-1]
+    if not is_alike or query_heads % keys.shape[1]:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit: they "
             "must be [B, Hq, q, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H."
         )
     if spans.shape != spans_shape:
         raise ValueError(f"spans must be {list(spans_shape)} of {', '.join(SPAN)}, got {list(spans.shape)}.")
-    if not query.dtype == keys.dtype == values.dtype:
-        raise ValueError(
-            f"query, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}."
-        )
+    dtypes = [tensor.dtype for tensor in (query, keys, values)]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}.")

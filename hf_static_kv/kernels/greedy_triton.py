@@ -12,8 +12,7 @@ _NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multipro
 
 @triton.jit
 def _argmax_chunks(logits, maxima, tokens, logits_b, V, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
-    b, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    v = tl.arange(0, TILE)
+    b, chunk, v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, TILE)
     pdl_sync(PDL)
     token = chunk * CHUNK + v
     logit = tl.load(logits + b * logits_b + token, mask=(v < CHUNK) & (token < V), other=-float("inf"))
@@ -48,17 +47,15 @@ def _select(
 
 def select_greedy_triton(logits: Tensor, cache_position: Tensor, *state: Tensor) -> None:
     """`state`: the fields of `GreedyState`, in their order."""
-    sequences, token, unfinished, eos, pad, is_over = state
+    sequences, _, _, eos, _, _ = state
     batch, vocabulary = logits.shape
-    maxima = torch.empty(batch, _NUM_CHUNKS, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(batch, _NUM_CHUNKS, dtype=torch.int32, device=logits.device)
+    maxima, tokens = (logits.new_empty(batch, _NUM_CHUNKS, dtype=dtype) for dtype in (torch.float32, torch.int32))
     chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
     launch(
-        _argmax_chunks, (batch, _NUM_CHUNKS), logits, logits, maxima, tokens, logits.stride(0), vocabulary,
+        _argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
         CHUNK=chunk, TILE=triton.next_power_of_2(chunk), num_warps=4,
     )  # fmt: skip
     launch(
-        _select, (1,), logits, maxima, tokens, cache_position, sequences, token, unfinished, eos, pad, is_over,
-        sequences.stride(0), batch, vocabulary,
+        _select, (1,), maxima, tokens, cache_position, *state, sequences.stride(0), batch, vocabulary,
         TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=_NUM_CHUNKS, NUM_EOS=eos.shape[1], num_warps=4,
     )  # fmt: skip

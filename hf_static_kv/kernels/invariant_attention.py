@@ -19,21 +19,16 @@ _MAX_PARTIAL_BYTES = 1 << 28  # of the kernel's partial outputs: bounds the quer
 
 @torch.library.custom_op("hf_static_kv::invariant_attention", mutates_args=())
 def invariant_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Attention over each query's span; zeros for an empty span.
 
     All queries of a batch row have one seq_start, which may be negative: before the first key. Values must be finite:
     on a GPU an infinite value also reaches queries of the same tile whose span does not contain it.
     """
-    batch, _, length, _ = query.shape
-    check_attention(query, keys, values, spans, (batch, length, len(SPAN)))
+    length = query.shape[2]
+    check_attention(query, keys, values, spans, (len(query), length, len(SPAN)))
     if not query.is_cuda:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
@@ -47,14 +42,9 @@ def invariant_attention(
 
 
 def invariant_attention_plain(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """One query after the other, split by split; reads the spans on the host."""
     output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
     for b, batch_row in enumerate(spans.tolist()):
@@ -64,14 +54,9 @@ def invariant_attention_plain(
 
 
 def _one_query(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    span: list[int],
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, span: list[int],
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     # query: [Hq, D], keys: [H, n, D], values: [H, n, Dv]; sums and softmax in float32 at least.
     seq_start, first, end = span
     heads, value_dim = keys.shape[0], values.shape[2]

@@ -27,8 +27,9 @@ gdc_wait, gdc_launch_dependents = compat.pdl_instructions()
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **options: Any) -> None:
-    """Run `kernel`, which has a constexpr `PDL`, on the device of the tensor `on`."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel`, which has a constexpr `PDL`, on the device of its first argument."""
+    on: torch.Tensor = args[0]
     pdl = on.is_cuda and _supports_pdl(on.device)
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     run = partial(kernel.warmup, grid=grid) if _COMPILE_ONLY.get() else kernel[grid]
@@ -41,10 +42,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **o
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside the context a launch compiles its kernel, in parallel with others, and does not run it.
-
-    All kernels are compiled and loaded on exit.
-    """
+    """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
     token = _COMPILE_ONLY.set(True)
     try:
         with _CompileAndLoad(torch.cuda.current_device()) as pool, compat.parallel_compiling(pool):
@@ -60,15 +58,15 @@ class _CompileAndLoad(ThreadPoolExecutor):
         super().__init__(_LOAD_THREADS)
         self.device, self.may_compile = device, Semaphore(_COMPILE_THREADS)
 
-    def submit(self, compile: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(self._compile_and_load, partial(compile, *args, **kwargs))
+    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            with self.may_compile:
+                kernel = compile(*args, **kwargs)
+            with torch.cuda.device(self.device):
+                compat.load_kernel(kernel)
+            return kernel
 
-    def _compile_and_load(self, compile: Callable[[], Any]) -> Any:
-        with self.may_compile:
-            kernel = compile()
-        with torch.cuda.device(self.device):
-            compat.load_kernel(kernel)
-        return kernel
+        return super().submit(compile_and_load)
 
 
 @lru_cache

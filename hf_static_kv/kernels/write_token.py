@@ -14,9 +14,8 @@ from torch import Tensor
 def write_token(keys: Tensor, values: Tensor, key_states: Tensor, value_states: Tensor, cache_position: Tensor) -> None:
     """Write the states in place."""
     for storage, states in ((keys, key_states), (values, value_states)):
-        batch, heads, _, dim = storage.shape
-        if states.shape != (batch, heads, 1, dim):
-            expected = [batch, heads, 1, dim]
+        expected = [*storage.shape[:2], 1, storage.shape[3]]
+        if list(states.shape) != expected:
             raise ValueError(f"The states of one token must be {expected}, as the storage, got {list(states.shape)}.")
         if states.dtype != storage.dtype:
             raise ValueError(f"The storage is {storage.dtype} and the states are {states.dtype}: they must be alike.")

@@ -28,14 +28,13 @@ def _write_token(
 def write_token_triton(
     keys: Tensor, values: Tensor, key_states: Tensor, value_states: Tensor, cache_position: Tensor
 ) -> None:
-    batch, heads, _, dim = key_states.shape
-    value_dim = value_states.shape[-1]
+    (batch, heads, _, dim), value_dim = key_states.shape, value_states.shape[-1]
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError("write_token needs keys and values whose last dim has stride 1.")
     if key_states.stride(-1) != 1 or value_states.stride(-1) != 1:
         key_states, value_states = key_states.contiguous(), value_states.contiguous()
     launch(
-        _write_token, (batch * heads,), keys, keys, values, key_states, value_states, cache_position,
+        _write_token, (batch * heads,), keys, values, key_states, value_states, cache_position,
         *keys.stride()[:3], *values.stride()[:3], *key_states.stride()[:2], *value_states.stride()[:2],
         keys.shape[2], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
     )  # fmt: skip
