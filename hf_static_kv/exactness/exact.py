@@ -10,8 +10,6 @@ in the same call. A dispatch mode decides for each operation, so there is no lis
     anything else                               refused by name
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -62,8 +60,9 @@ def exact(model: Module) -> Iterator[None]:
 def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
         problem = "this model is compiled with fullgraph=True, which makes that an error"
-        remedy = "pass and call the model that is not compiled"
-        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
+        raise ValueError(
+            f"exact does not run compiled code, and {problem}: pass and call the model that is not compiled."
+        )
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):

@@ -5,8 +5,6 @@ with trace_attention(model, layers=[0, 5]) as trace:
 trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ a fixed size. So a batch row's bits depend neither on the other rows, nor on its
 import torch
 from torch import Tensor
 
-SPAN = ("seq_start", "first", "end")
-
 
 def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None = None, *,
@@ -34,7 +32,7 @@ def decode_attention(
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
-    check_attention(query, keys, values, spans, (query.shape[0], len(SPAN)))
+    check_attention(query, keys, values, spans, (len(query), 3))
     if not query.is_cuda:
         return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
@@ -94,7 +92,7 @@ def check_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, 
             "must be [B, Hq, q, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H."
         )
     if spans.shape != spans_shape:
-        raise ValueError(f"spans must be {list(spans_shape)} of {', '.join(SPAN)}, got {list(spans.shape)}.")
+        raise ValueError(f"spans must be {list(spans_shape)} of seq_start, first, end, got {list(spans.shape)}.")
     dtypes = [tensor.dtype for tensor in (query, keys, values)]
     if len(set(dtypes)) > 1:
         raise ValueError(f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}.")

@@ -11,7 +11,7 @@ shape, so that every query runs the same code.
 import torch
 from torch import Tensor
 
-from hf_static_kv.kernels.decode_attention import SPAN, check_attention
+from hf_static_kv.kernels.decode_attention import check_attention
 
 _SPLIT_SIZE = 64  # of the plain twin
 _MAX_PARTIAL_BYTES = 1 << 28  # of the kernel's partial outputs: bounds the queries of one launch
@@ -28,7 +28,7 @@ def invariant_attention(
     on a GPU an infinite value also reaches queries of the same tile whose span does not contain it.
     """
     length = query.shape[2]
-    check_attention(query, keys, values, spans, (len(query), length, len(SPAN)))
+    check_attention(query, keys, values, spans, (len(query), length, 3))
     if not query.is_cuda:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
@@ -36,7 +36,7 @@ def invariant_attention(
     query = query if query.stride(-1) == 1 else query.contiguous()
     step, parts = max(1, _MAX_PARTIAL_BYTES // partial_bytes(query, values)), []
     for begin in range(0, length, step):
-        q, span = query[:, :, begin : begin + step], spans[:, begin : begin + step].contiguous().view(-1, len(SPAN))
+        q, span = query[:, :, begin : begin + step], spans[:, begin : begin + step].contiguous().view(-1, 3)
         parts.append(decode_attention_triton(q, keys, values, span, None, scale, keys.shape[2], softcap, sinks))
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 

@@ -43,9 +43,10 @@ def _few_tokens(
     total, up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32), tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     if PDL and ACTIVATION == "":
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
-    pdl_wait(PDL)
-    if ACTIVATION == "":
-        pdl_launch_next(PDL)
+    if PDL:
+        pdl_wait()
+        if ACTIVATION == "":
+            pdl_launch_next()
     for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
         x_mask, w_mask = m < M, n < N
         if not EVEN:
@@ -54,8 +55,8 @@ def _few_tokens(
         total = tl.dot(tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
             up = tl.dot(tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee")
-    if ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
-        pdl_launch_next(PDL)
+    if PDL and ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
+        pdl_launch_next()
     n, m = n_start + tl.arange(0, TILE_N)[:, None], m_start + tl.arange(0, TILE_M)[None, :]
     total = _add_splits(total, TILE_N, TILE_M)
     up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total

@@ -1,9 +1,10 @@
 """Launches kernels with PDL, and compiles them in parallel before their first run.
 
 PDL (programmatic dependent launch, compute capability 9.0 or higher) starts a kernel while the previous one still runs.
-A kernel waits in `pdl_wait` before it reads what the previous kernel writes, and `pdl_launch_next` lets the next kernel
-start. Every kernel waits before it lets the next one start, so all but the previous kernel have finished when a kernel
-starts: older results, and weights, may be read before the wait.
+`pdl_wait` waits until the previous kernel has finished: a kernel calls it before it reads what that one writes.
+`pdl_launch_next` lets the next kernel start once every program of this one has arrived there. Every kernel waits before
+it lets the next one start, so all but the previous kernel have finished when a kernel starts: older results, and
+weights, may be read before the wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from hf_static_kv import compat
 # Compiling holds the GIL for half of its time, so few threads compile. Loading waits for a C compiler in Triton 3.6:
 # 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 16
-gdc_wait, gdc_launch_dependents = compat.pdl_instructions()
+pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
@@ -71,25 +72,12 @@ class _CompileAndLoad(ThreadPoolExecutor):
 
 @lru_cache
 def _supports_pdl(device: torch.device) -> bool:
-    return gdc_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit
-def pdl_wait(PDL: tl.constexpr):
-    """Wait until the previous kernel has finished."""
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def pdl_launch_next(PDL: tl.constexpr):
-    """Let the next kernel start once every program of this one has arrived here."""
-    if PDL:
-        gdc_launch_dependents()
+    return pdl_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def pdl_sync(PDL: tl.constexpr):
     """Wait for the previous kernel, then let the next one start."""
-    pdl_wait(PDL)
-    pdl_launch_next(PDL)
+    if PDL:
+        pdl_wait()
+        pdl_launch_next()

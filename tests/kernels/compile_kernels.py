@@ -13,14 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
-    advance_triton,
     decode_attention_triton,
-    greedy_triton,
     invariant_linear_triton,
     linear_triton,
     rms_norm_triton,
     rotary_triton,
-    write_token_triton,
+    step_state_triton,
 )
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
@@ -83,11 +81,11 @@ def launch_small(dtype):
     invariant_linear_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
-    write_token_triton.write_token_triton(keys, keys, new, new, number)
+    step_state_triton.write_token_triton(keys, keys, new, new, number)
     column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
-    advance_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
+    step_state_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
-    greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
+    step_state_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, add_rms_norm, rms_norm, rms_norm_plain
-from hf_static_kv.kernels.write_token import write_token
+from hf_static_kv.kernels.step_state import write_token
 from tests.conftest import triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -367,7 +367,7 @@ class TestWriteToken:
         value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
         arguments = keys[1, :2], values[1, :2], key_states, value_states, torch.tensor([7], device=DEVICE)
         if implementation == "triton":
-            module = triton_module("hf_static_kv.kernels.write_token_triton")
+            module = triton_module("hf_static_kv.kernels.step_state_triton")
             module.write_token_triton(*arguments)
         else:
             write_token(*arguments)
@@ -377,7 +377,7 @@ class TestWriteToken:
         assert torch.equal(values, expected[1])
 
     def test_a_position_beyond_the_capacity_is_not_written(self):
-        module = triton_module("hf_static_kv.kernels.write_token_triton")
+        module = triton_module("hf_static_kv.kernels.step_state_triton")
         storage = torch.zeros(2, 2, 2, 4, 8, device=DEVICE)
         states, position = torch.ones(1, 2, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
         module.write_token_triton(storage[0, :1], storage[1, :1], states, states, position)

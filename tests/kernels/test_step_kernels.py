@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.advance import advance_plain
-from hf_static_kv.kernels.greedy import GreedyState, select_greedy_plain
 from hf_static_kv.kernels.linear import linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
+from hf_static_kv.kernels.step_state import GreedyState, advance_plain, select_greedy_plain
 from tests.conftest import given, settings, st
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -16,10 +15,9 @@ import triton
 import triton.language as tl
 
 from hf_static_kv.kernels import linear_triton
-from hf_static_kv.kernels.advance_triton import advance_triton
-from hf_static_kv.kernels.greedy_triton import select_greedy_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.rotary_triton import rotary_triton
+from hf_static_kv.kernels.step_state_triton import advance_triton, select_greedy_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
