@@ -14,8 +14,8 @@ READING_ORDER = {
     "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache"],
     "kernels": [
         "launch_triton", "step_state_triton", "step_state", "decode_attention_triton", "decode_attention",
-        "invariant_attention", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear",
-        "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
+        "linear_triton", "invariant_linear_triton", "invariant_linear", "linear", "rms_norm_triton", "rms_norm",
+        "rotary_triton", "rotary",
     ],
     ".": ["patching", "attention"],
     "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],

@@ -60,9 +60,8 @@ def exact(model: Module) -> Iterator[None]:
 def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
         problem = "this model is compiled with fullgraph=True, which makes that an error"
-        raise ValueError(
-            f"exact does not run compiled code, and {problem}: pass and call the model that is not compiled."
-        )
+        remedy = "pass and call the model that is not compiled"
+        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):

@@ -127,26 +127,25 @@ def traced_attention(
         kind = type(module).__name__
         raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
     trace, layer = module.__dict__[_TRACE]
-    scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
+    scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = {"scale": scale, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
-    if step is not None or attention.kernel_serves(query, key, value, attention_mask):
-        weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
-        if step is None:
-            output = attention.one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
-        else:
-            output = decode_attention(
-                query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
-            )
-            first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
-            weights = weights[..., first:end]
-        trace.record(layer, first, weights)
-        return output, None
-    output, weights = attention.plain_attention(query, key, value, attention_mask, scale, softcap, sinks)
-    trace.record(layer, first, weights[:, :, -1])
-    if trace.full is not None:
-        trace.full.append(weights)
-    return output, weights
+    if step is None and not attention.kernel_serves(query, key, value, attention_mask):
+        output, weights = attention.plain_attention(query, key, value, attention_mask, **scoring)
+        trace.record(layer, first, weights[:, :, -1])
+        if trace.full is not None:
+            trace.full.append(weights)
+        return output, weights
+    weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+    if step is None:
+        output = attention.one_token_attention(query, key, value, attention_mask, **scoring, weights=weights)
+    else:
+        output = decode_attention(query, key, value, step.spans, **scoring, weights=weights)
+        first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
+        weights = weights[..., first:end]
+    trace.record(layer, first, weights)
+    return output, None
 
 
 def traced_mask(**kwargs: Any) -> Tensor:
@@ -159,8 +158,7 @@ def traced_mask(**kwargs: Any) -> Tensor:
 def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, Module] = {}
-    decoder: Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in decoder.modules():  # without vision and audio towers
+    for module in model.get_decoder().modules():  # type: ignore[no-untyped-call]  # without vision and audio towers
         if isinstance(i := getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
             found.setdefault(i, module)  # self-attention comes before cross-attention
     if not found:

@@ -1,12 +1,15 @@
-"""Attention of one query per batch row over its span of the keys and values, as in flash-decoding.
+"""Attention of each query over its span of the keys and values, as in flash-decoding.
 
-    output = softmax(scale * query keys^T) values      over the positions [first, end) of a batch row
+    output = softmax(scale * query keys^T) values      over the positions [first, end) of the span
 
-    query: [B, Hq, 1, D]   keys: [B, H, S, D]   values: [B, H, S, Dv]   output: [B, 1, Hq, Dv]
-    spans: [B, 3], int64: seq_start, first, end
+    query: [B, Hq, q, D]   keys: [B, H, S, D]   values: [B, H, S, Dv]   output: [B, q, Hq, Dv]
+    spans: int64: seq_start, first, end
 
     [ left padding | tokens before the window | tokens attended to | free positions ]
                    seq_start                  first                end              S
+
+    decode_attention       one query per batch row                                      spans: [B, 3]
+    invariant_attention    each query has the bits of a decode step at its position     spans: [B, q, 3]
 
 Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start, end) into splits of
 a fixed size. So a batch row's bits depend neither on the other rows, nor on its left padding, nor on the capacity S.
@@ -14,6 +17,9 @@ a fixed size. So a batch row's bits depend neither on the other rows, nor on its
 
 import torch
 from torch import Tensor
+
+_SPLIT_SIZE = 64  # of `invariant_attention_plain`
+_MAX_PARTIAL_BYTES = 1 << 28  # of the kernel's partial outputs: bounds the queries of one launch
 
 
 def decode_attention(
@@ -32,7 +38,7 @@ def decode_attention(
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
-    check_attention(query, keys, values, spans, (len(query), 3))
+    _check(query, keys, values, spans, (len(query), 3))
     if not query.is_cuda:
         return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
@@ -82,7 +88,76 @@ def decode_attention_plain(
     return output
 
 
-def check_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
+@torch.library.custom_op("hf_static_kv::invariant_attention", mutates_args=())
+def invariant_attention(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention over each query's span; zeros for an empty span.
+
+    All queries of a batch row have one seq_start, which may be negative: before the first key. Values must be finite:
+    on a GPU an infinite value also reaches queries of the same tile whose span does not contain it.
+    """
+    length = query.shape[2]
+    _check(query, keys, values, spans, (len(query), length, 3))
+    if not query.is_cuda:
+        return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
+    from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
+
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    step, parts = max(1, _MAX_PARTIAL_BYTES // partial_bytes(query, values)), []
+    for begin in range(0, length, step):
+        q, span = query[:, :, begin : begin + step], spans[:, begin : begin + step].contiguous().view(-1, 3)
+        parts.append(decode_attention_triton(q, keys, values, span, None, scale, keys.shape[2], softcap, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def invariant_attention_plain(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One query after the other, with splits padded to one shape: all run the same code. Reads spans on the host."""
+    output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
+    for b, batch_row in enumerate(spans.tolist()):
+        for t, span in enumerate(batch_row):
+            output[b, t] = _one_query(query[b, :, t], keys[b], values[b], span, scale, softcap, sinks)
+    return output
+
+
+def _one_query(
+    query: Tensor, keys: Tensor, values: Tensor, span: list[int],
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    # query: [Hq, D], keys: [H, n, D], values: [H, n, Dv]; sums and softmax in float32 at least.
+    seq_start, first, end = span
+    heads, value_dim = keys.shape[0], values.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(heads, -1, query.shape[-1]).contiguous()  # [H, G, D]
+    maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype, device=query.device)
+    total = torch.zeros_like(maximum)
+    if sinks is not None:
+        maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
+    output = torch.zeros(*maximum.shape, value_dim, dtype=dtype, device=query.device)
+    for begin in range(seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE, end, _SPLIT_SIZE):
+        positions = slice(max(begin, first), min(begin + _SPLIT_SIZE, end))
+        inside = slice(positions.start - begin, positions.stop - begin)
+        scores = torch.full((*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device)
+        k, v = keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2]), values.new_zeros(heads, _SPLIT_SIZE, value_dim)
+        k[:, inside], v[:, inside] = keys[:, positions], values[:, positions]
+        product = torch.bmm(grouped, k.transpose(1, 2)).to(dtype) * scale
+        if softcap is not None:
+            product = softcap * torch.tanh(product / softcap)
+        scores[..., inside] = product[..., inside]
+        new_maximum = torch.maximum(maximum, scores.amax(dim=-1))
+        weights, rescale = torch.exp(scores - new_maximum[..., None]), torch.exp(maximum - new_maximum)
+        total = total * rescale + weights.sum(dim=-1)
+        output = output * rescale[..., None] + torch.bmm(weights.to(v.dtype), v).to(dtype)
+        maximum = new_maximum
+    result = torch.where(total[..., None] > 0, output / total[..., None], 0.0)
+    return result.reshape(-1, value_dim).to(query.dtype)
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     batch, query_heads, _, dim = query.shape
     is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[:-1] == values.shape[:-1]

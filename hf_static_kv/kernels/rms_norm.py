@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
         return rms_norm_plain(x, weight, eps, style)
     from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-    return rms_norm_triton(x, None, Norm(weight, eps, style))[1]
+    return rms_norm_triton(x, None, Norm(weight, eps, style), None)[1]
 
 
 def add_rms_norm(

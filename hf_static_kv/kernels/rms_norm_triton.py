@@ -40,9 +40,7 @@ def _normalize(x, w, eps, offset, D: tl.constexpr, CAST_FIRST: tl.constexpr):
     return y.to(x.dtype)
 
 
-def rms_norm_triton(
-    x: Tensor, other: Tensor | None, norm: _Norm, pre_norm: _Norm | None = None
-) -> tuple[Tensor, Tensor]:
+def rms_norm_triton(x: Tensor, other: Tensor | None, norm: _Norm, pre_norm: _Norm | None) -> tuple[Tensor, Tensor]:
     """x, or its sum with `other` or with the `pre_norm` of it; and the norm of that."""
     blocks, dim, tile = _as_blocks(x), x.shape[-1], triton.next_power_of_2(x.shape[-1])
     output = x.new_empty(x.shape)

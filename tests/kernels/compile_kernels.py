@@ -76,7 +76,7 @@ def launch_attention(dtype, dim, heads):
 
 def launch_small(dtype):
     x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
-    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)))
+    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), None)
     rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), (x[0], 1e-6, (1.0, False)))
     invariant_linear_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_static_kv.kernels.invariant_attention import invariant_attention, invariant_attention_plain
+from hf_static_kv.kernels.decode_attention import invariant_attention, invariant_attention_plain
 from hf_static_kv.kernels.invariant_linear import (
     invariant_linear,
     invariant_linear_plain,

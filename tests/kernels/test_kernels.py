@@ -264,7 +264,7 @@ def norm_in_float64(x, weight, eps, style):
 def norm_kernel(x, weight, eps, style):
     module = triton_module("hf_static_kv.kernels.rms_norm_triton")
     skip_bfloat16_on_a_cpu(x)
-    return module.rms_norm_triton(x, None, Norm(weight, eps, style))[1]
+    return module.rms_norm_triton(x, None, Norm(weight, eps, style), None)[1]
 
 
 @pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
@@ -317,7 +317,7 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
     x, other, weight = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 1, 96), (2, 1, 96), (96,)))
     module = triton_module("hf_static_kv.kernels.rms_norm_triton")
     skip_bfloat16_on_a_cpu(x)
-    total, normed = module.rms_norm_triton(x, other, Norm(weight, 1e-6, STYLES[0]))
+    total, normed = module.rms_norm_triton(x, other, Norm(weight, 1e-6, STYLES[0]), None)
     assert torch.equal(total, x + other)
     assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
     plain = add_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
