@@ -1,10 +1,9 @@
 """`StaticContiguousCache`: the drop-in for `generate`. Builds the layers, keeps steps atomic, rearranges the batch."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from threading import Lock, get_ident
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from hf_static_kv.cache import debug, layout
 from hf_static_kv.cache.allocation import AllocatedCache, PerLayer, for_each_layer
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
-from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request, wait_for_exit
+from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,7 @@ class StaticContiguousCache(AllocatedCache):
         self._build(plans, max_cache_len)
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> StaticContiguousCache:
+    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> "StaticContiguousCache":
         """A cache for this model, allocated now: in its dtype, each layer on the device that computes it.
 
         `batch_size` counts beams and return sequences. A smaller batch uses the first batch rows.
@@ -84,7 +83,7 @@ class StaticContiguousCache(AllocatedCache):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
-    ) -> StaticContiguousCache:
+    ) -> "StaticContiguousCache":
         """A cache from plain numbers, with no config; a sequence gives one number for each layer.
 
         `dtype` and `device` default to torch's own defaults.
@@ -152,8 +151,9 @@ class StaticContiguousCache(AllocatedCache):
 
     def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
         """Another thread used the cache last: raise if it still does."""
-        if not amid_a_step:
-            wait_for_exit(self, self._thread)
+        deadline = monotonic() + 0.5  # it may be about to return: its streamer ends before its call does
+        while not amid_a_step and is_in_use(self, self._thread) and monotonic() < deadline:
+            sleep(0.005)
         with _TAKING_OVER:
             if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
@@ -330,11 +330,12 @@ class StaticContiguousCache(AllocatedCache):
             )
         self._discard_step()
         self._known_ids = None
-        # All memory is allocated first, so that running out of it leaves every layer as it was.
         length = max(layer.length for layer in filled)
         groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}
         indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
-        scratch = {key: group.scratch(len(indices), length) for key, group in groups.items()}
+        # All memory is allocated first, so that running out of it leaves every layer as it was.
+        largest = {key: group.views(0, len(indices), 0, length) for key, group in groups.items()}
+        scratch = {key: (torch.empty_like(keys), torch.empty_like(values)) for key, (keys, values) in largest.items()}
         try:
             for layer in filled:
                 layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])

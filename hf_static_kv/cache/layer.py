@@ -208,7 +208,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
         """Batch row i becomes what row `indices[i]` is now, in place; the batch then has len(indices) rows.
 
-        Allocates nothing: states go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
+        Allocates nothing: states go through `scratch`, keys and values [len(indices), H, length or more, D].
         """
         assert self.group is not None, "the layer has no storage"
         self.discard()

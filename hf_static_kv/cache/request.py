@@ -4,12 +4,9 @@
 the frames of the stack. Where that cannot be read, a call is checked later, pass by pass.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -48,13 +45,6 @@ def is_in_use(cache: Cache, thread: int) -> bool:
         if is_call and any(arguments.get("past_key_values") is cache for arguments in given):
             return True
     return False
-
-
-def wait_for_exit(cache: Cache, thread: int, patience_s: float = 0.5) -> None:
-    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
-    deadline = monotonic() + patience_s
-    while is_in_use(cache, thread) and monotonic() < deadline:
-        sleep(0.005)
 
 
 @dataclass(eq=False)
@@ -159,13 +149,19 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
     if seq_len:
-        _refuse_to_continue(request, seq_len)
-        _refuse_other_tokens(request, seq_len, known_ids)
+        _check_continuation(request, seq_len, known_ids)
     if request.has_own_limit and request.max_positions > max_cache_len:
-        _refuse_overflow(request, max_cache_len)
+        fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
+        proposed = request.config.prompt_lookup_num_tokens
+        lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
+        raise ValueError(
+            f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
+            f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
+            f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
+        )
 
 
-def _refuse_to_continue(request: Request, seq_len: int) -> None:
+def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
@@ -180,9 +176,6 @@ def _refuse_to_continue(request: Request, seq_len: int) -> None:
         raise ValueError(
             f"A prompt of {length} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}"
         )
-
-
-def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
         return
@@ -198,14 +191,3 @@ def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | Non
             f"The prompt does not continue the cached sequence: token {position} of row {row} is "
             f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. {CONTINUE_OR_RESET}"
         )
-
-
-def _refuse_overflow(request: Request, max_cache_len: int) -> None:
-    fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
-    proposed = request.config.prompt_lookup_num_tokens
-    lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
-    raise ValueError(
-        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
-        f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
-        f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
-    )

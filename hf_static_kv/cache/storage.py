@@ -96,11 +96,6 @@ class StorageGroup:
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
 
-    def scratch(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Memory for `rows` batch rows and `length` positions of one layer: keys and values [rows, H, length, D]."""
-        head, shape = (rows, self.shape.num_kv_heads, length), self.shape
-        return self.keys.new_empty(*head, shape.key_head_dim), self.values.new_empty(*head, shape.value_head_dim)
-
     def to_pickle(self, rows: int, length: int) -> StorageGroup:
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
         group = copy.copy(self)
