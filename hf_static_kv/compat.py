@@ -7,13 +7,12 @@ One name is not here: `generate` sets `_is_user_defined` on a user's cache, and 
 Without it: as for `generate_locals`.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -79,11 +78,6 @@ def clear_attention_name(config: Any) -> None:
     config._attn_implementation = None
 
 
-def collects_outputs(hook: Any) -> bool:
-    """Whether transformers left this hook behind to collect outputs. Without the module: GraphDecoder falls back."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
-
-
 def planned_device(module: Module) -> torch.device | None:
     """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
@@ -127,9 +121,14 @@ def forward_hooks(module: Module) -> list[Any]:
     return [hook for store in stores for hook in store.values()]
 
 
-def has_global_hooks() -> bool:
-    """Whether hooks run around every module. Without these names: none are seen."""
-    return any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+def has_hooks(modules: Iterable[Module]) -> bool:
+    """Whether a pass calls hooks, of these modules or of all. Without the names of torch: none are seen.
+
+    Hooks with which transformers collects outputs do not count. Without their module: GraphDecoder falls back.
+    """
+    own = (getattr(hook, "__module__", None) for module in modules for hook in forward_hooks(module))
+    has_global = any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+    return has_global or any(name != "transformers.utils.output_capturing" for name in own)
 
 
 def write_count(tensor: Tensor) -> int | object:
@@ -190,28 +189,23 @@ def many_compilations(limit: int) -> AbstractContextManager[Any]:
     """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
     limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
     with suppress(ImportError):
-        import torch._dynamo.config as config
-
+        config = import_module("torch._dynamo.config")
         if all(hasattr(config, name) for name in limits):
-            return config.patch(limits)  # type: ignore[no-any-return,unused-ignore]
+            return config.patch(limits)  # type: ignore[no-any-return]
     return nullcontext()
 
 
 def inductor_options() -> dict[str, Any]:
     """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
     with suppress(ImportError):
-        import torch._inductor.config as config
-
-        if hasattr(config.triton, "enable_pdl"):
+        if hasattr(import_module("torch._inductor.config").triton, "enable_pdl"):
             return {"options": {"triton.enable_pdl": True}}
     return {}
 
 
 def load_inductor() -> None:
     """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+    import_module("torch._inductor.async_compile").AsyncCompile.use_process_pool()
 
 
 # --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
@@ -248,18 +242,14 @@ def load_kernel(kernel: Any) -> None:
 
 def load_triton_driver() -> None:
     """Build Triton's C module. Without it: the first launch does so."""
-    from triton.runtime import driver
-
-    driver.active.utils  # noqa: B018  # built on access
+    import_module("triton.runtime").driver.active.utils  # noqa: B018  # built on access
 
 
 def hash_triton() -> None:
     """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()
+    import_module("triton.runtime.cache").triton_key()
 
 
 def load_gluon() -> None:
     """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
-    import triton.experimental.gluon  # noqa: F401
+    import_module("triton.experimental.gluon")

@@ -1,7 +1,5 @@
 """The layers of a cache and the storage that they share: allocation, groups, pickling."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence

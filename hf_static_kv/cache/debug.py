@@ -7,8 +7,6 @@ hf_static_kv: step at 12: 1 new token in 2 rows, 13 of 64 positions filled
 hf_static_kv: layer 0 wrote [12, 13) and returned [5, 13)
 """
 
-from __future__ import annotations
-
 import logging
 import os
 

@@ -1,7 +1,5 @@
 """One layer of the cache: writes new states after its tokens, returns views, knows its own length and window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

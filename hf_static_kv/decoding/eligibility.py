@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
 
 import torch
 
@@ -56,7 +55,7 @@ def _unserved_model(call: Call) -> str | None:
         return f"{name} does not use transformers' attention interface"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no position_ids"
-    if call.device.type == "cuda" and has_hooks(call.modules):
+    if call.device.type == "cuda" and compat.has_hooks(call.modules):
         return "a replayed graph would not call the model's hooks"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
@@ -89,9 +88,3 @@ def _counts_from_seq_start(call: Call) -> bool:
         return True
     last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start
     return positions.ndim == 2 and bool((positions[:, -1] == last).all())
-
-
-def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a pass calls hooks, other than those with which transformers collects outputs."""
-    hooks = (hook for module in modules for hook in compat.forward_hooks(module))
-    return compat.has_global_hooks() or not all(compat.collects_outputs(hook) for hook in hooks)
