@@ -1,4 +1,4 @@
-"""Every private name of transformers, torch and Triton that this package uses, in one file.
+"""Every private name of transformers, torch and Triton that this package uses, in one file and in this order.
 
 Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
 the package imports without them. Each function says what happens when its name is gone.
@@ -21,8 +21,6 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin
-
-# --- transformers
 
 
 def generate_locals() -> dict[str, Any] | None:
@@ -84,9 +82,6 @@ def planned_device(module: Module) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-# --- torch: modules and tensors
-
-
 def own_parts(module: Module, kind: str) -> list[Any]:
     """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
     store = getattr(module, f"_{kind}", None)
@@ -141,8 +136,6 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
-
-# --- torch: dispatch and compiling
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -3,8 +3,6 @@
 Tests, examples and benchmarks share it; `import hf_static_kv` does not load it. The shapes are in dev_models.json.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -31,11 +29,7 @@ Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model.
-
-    >>> dev_config("qwen3-1.7b").num_hidden_layers
-    28
-    """
+    """The true shape of a dev model."""
     return _config(name, "dev_models")
 
 
@@ -106,11 +100,7 @@ def load_model(
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The config alone, from where `load_model` takes the weights.
-
-    >>> load_config("llama").max_position_embeddings
-    512
-    """
+    """The config alone, from where `load_model` takes the weights."""
     return _load(AutoConfig, model)  # type: ignore[no-any-return]
 
 

@@ -84,9 +84,7 @@ class StaticContiguousCache(AllocatedCache):
         device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
     ) -> "StaticContiguousCache":
-        """A cache from plain numbers, with no config; a sequence gives one number for each layer.
-
-        `dtype` and `device` default to torch's own defaults.
+        """A cache from plain numbers; a sequence gives one for each layer. Dtype and device default to torch's own.
 
         >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.bfloat16)
         >>> list(cache.key_storage.shape), cache.memory_bytes
@@ -191,7 +189,8 @@ class StaticContiguousCache(AllocatedCache):
             self._begin_step(layer_idx, size)
         views = layer.write(key_states, value_states)
         if layer_idx == debug.logged_layer:
-            debug.log_layer(layer_idx, layer.length + size[1], size[1], views[0].shape[2])
+            end, message = layer.length + size[1], "layer %d wrote [%d, %d) and returned [%d, %d)"
+            debug.logger.debug(message, layer_idx, layer.length, end, end - views[0].shape[2], end)
         self._written.add(layer_idx)
         if len(self._written) == len(self.layers):
             self._complete_step()
@@ -207,7 +206,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
                 f"it is discarded, and writing starts again at position {layer.length}."
             )
-            self._discard_step()
+            self._end_step()
             self._known_ids = None
         if self._step_size is not None and self._step_size != size:
             raise ValueError(
@@ -225,11 +224,8 @@ class StaticContiguousCache(AllocatedCache):
             debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
         self._end_step(StaticContiguousLayer.commit)
 
-    def _discard_step(self) -> None:
-        self._end_step(StaticContiguousLayer.discard)
-
-    def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
-        """Commit, discard or reset every layer; no step is in progress then."""
+    def _end_step(self, end: Callable[[StaticContiguousLayer], None] = StaticContiguousLayer.discard) -> None:
+        """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
         for layer in self.layers:
             end(layer)
         self._step_size = None
@@ -279,7 +275,7 @@ class StaticContiguousCache(AllocatedCache):
         filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
         for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
             layer.crop(tokens_to_remove)
-        self._discard_step()
+        self._end_step()
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
 
@@ -328,7 +324,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
             )
-        self._discard_step()
+        self._end_step()
         self._known_ids = None
         length = max(layer.length for layer in filled)
         groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}

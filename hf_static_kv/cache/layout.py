@@ -77,9 +77,7 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
 def cache_bytes(
     config: PreTrainedConfig, max_cache_len: int, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> int:
-    """Bytes that a `StaticContiguousCache` for this config will take, before anything is allocated.
-
-    `dtype` defaults to the config's own.
+    """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the config's own.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)

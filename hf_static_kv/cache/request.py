@@ -66,26 +66,15 @@ class Request:
         self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n], 1 where there is a token
         self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")  # [B, n, hidden], always the whole prompt
         self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
-
-    @property
-    def mask_length(self) -> int:
+        passed = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
-        return compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
-
-    @property
-    def past(self) -> int:
-        """Tokens before the prompt, where only new tokens were passed: the mask covers all of them."""
-        return max(0, self.mask_length - self.input_ids.shape[1])
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt includes the cached tokens; `generate` then removes these."""
-        return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt, cached ones included."""
-        return self.past + self.input_ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+        mask_length = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
+        # Tokens before the prompt, where only new tokens were passed: the mask covers all of them.
+        self.past = max(0, mask_length - passed)
+        # Whether the prompt includes the cached tokens; `generate` then removes these.
+        self.is_whole = self.embeds is not None or mask_length == passed
+        # Tokens of the prompt, cached ones included.
+        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
 
     @property
     def max_new_tokens(self) -> int:
@@ -127,10 +116,7 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
 
 
 def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: Tensor | None) -> None:
-    """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
-
-    `known_ids` [B, k] are the first cached tokens, as far as they are known.
-    """
+    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k], cannot serve it."""
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
