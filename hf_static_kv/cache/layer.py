@@ -25,7 +25,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     ```
     """
 
-    is_compileable = False
     is_croppable = True
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:

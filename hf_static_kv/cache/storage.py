@@ -1,6 +1,5 @@
 """The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
 
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -93,8 +92,8 @@ class StorageGroup:
 
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
-        group = copy.copy(self)
-        group._pickled = (rows, length)
+        group = type(self).__new__(type(self))
+        group.__dict__.update(self.__dict__, _recent={}, _pickled=(rows, length))
         return group
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class StorageGroup:
         copied = memo[id(self)] = type(self).__new__(type(self))
         with torch.inference_mode(False):
             own = {"keys": self.keys.clone(), "values": self.values.clone(), "_recent": {}, "_pickled": None}
-        copied.__dict__.update({**self.__dict__, **own})
+        copied.__dict__.update(self.__dict__, **own)
         return copied
 
     @property
