@@ -23,6 +23,17 @@ from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin
 
 
+def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """A function that reads an attribute of its argument; where there is none, it returns the default."""
+    return lambda thing: getattr(thing, name, default)
+
+
+mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
+prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
+attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
+is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
+
+
 def generate_locals() -> dict[str, Any] | None:
     """The local variables of the innermost `generate` of this thread. Without it: calls are checked pass by pass."""
     code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)  # below `torch.no_grad`
@@ -32,20 +43,10 @@ def generate_locals() -> dict[str, Any] | None:
     return None if frame is None else frame.f_locals
 
 
-def mask_length(config: GenerationConfig) -> int:
-    """The length of a mask of ones that `generate` has left out; -1 where it does not say."""
-    return int(getattr(config, "_mask_length", -1))
-
-
 def pad_token(config: GenerationConfig) -> Tensor | None:
     """The padding token as a tensor. Without `_pad_token_tensor`: made from `pad_token_id`."""
     made = None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
     return getattr(config, "_pad_token_tensor", made)
-
-
-def prefill(model: Any) -> Callable[..., Any] | None:
-    """The method that reads a prompt. Without it: GraphDecoder falls back."""
-    return getattr(model, "_prefill", None)
 
 
 def sampling_loop(model: Any) -> Callable[..., Any]:
@@ -64,11 +65,6 @@ def can_set_attention(model: Any) -> bool:
     """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact refuses."""
     is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
-
-
-def attention_name(config: Any) -> str | None:
-    """The attention implementation that a config names. Without it: None, and `can_set_attention` is False."""
-    return getattr(config, "_attn_implementation", None)
 
 
 def clear_attention_name(config: Any) -> None:
@@ -117,13 +113,12 @@ def forward_hooks(module: Module) -> list[Any]:
 
 
 def has_hooks(modules: Iterable[Module]) -> bool:
-    """Whether a pass calls hooks, of these modules or of all. Without the names of torch: none are seen.
-
-    Hooks with which transformers collects outputs do not count. Without their module: GraphDecoder falls back.
-    """
-    own = (getattr(hook, "__module__", None) for module in modules for hook in forward_hooks(module))
+    """Whether a pass calls hooks, of these modules or of all modules. Without these names: none are seen."""
+    # transformers leaves hooks behind that collect outputs. Without their module: they count, GraphDecoder falls back.
+    harmless = "transformers.utils.output_capturing"
+    hooks = (hook for module in modules for hook in forward_hooks(module))
     has_global = any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
-    return has_global or any(name != "transformers.utils.output_capturing" for name in own)
+    return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)
 
 
 def write_count(tensor: Tensor) -> int | object:
@@ -166,11 +161,6 @@ def schema(operation: Any) -> Any:
 def inside_compiled(module: Any) -> Any:
     """The module inside the wrapper of `torch.compile`; None for any other. Without it: wrappers are refused."""
     return module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
-
-
-def is_compiled_in_place(module: Module) -> bool:
-    """Whether `module.compile()` was called. Without it: not seen."""
-    return getattr(module, "_compiled_call_impl", None) is not None
 
 
 def is_fullgraph(wrapper: Any) -> bool:

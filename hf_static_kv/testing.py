@@ -87,12 +87,7 @@ def find_source(model: str) -> Source:
 def load_model(
     model: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attn: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line.
-
-    >>> model, tokenizer = load_model("gemma3")
-    >>> model.config.sliding_window
-    32
-    """
+    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
     loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
     loaded.train(False)

@@ -68,7 +68,7 @@ class Request:
         self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
         passed = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
-        mask_length = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
+        mask_length: int = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
         # Tokens before the prompt, where only new tokens were passed: the mask covers all of them.
         self.past = max(0, mask_length - passed)
         # Whether the prompt includes the cached tokens; `generate` then removes these.
