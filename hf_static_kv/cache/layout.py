@@ -130,22 +130,18 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
     refuse_missing_layers(model, num_layers)
     devices: dict[int, torch.device] = {}
     for layer_idx, module in _numbered_modules(model):
-        planned = (compat.planned_device(part) for part in module.modules())
+        planned = filter(None, map(compat.planned_device, module.modules()))
         parameters = (parameter.device for parameter in module.parameters())
-        device = next((device for device in planned if device is not None), next(parameters, None))
-        if device is not None:
+        if device := next(planned, None) or next(parameters, None):
             devices[layer_idx] = device
     return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
 
 
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
-    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run.
-
-    [] where the modules do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM).
-    """
+    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run."""
     modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
     if not modules or len(set(modules)) < len(modules):
-        return []
+        return []  # they do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM)
     numbers = {layer_idx for layer_idx, _ in modules}
     stated = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or num_layers
     return [i for i in range(num_layers) if i not in numbers or i >= stated]
@@ -162,28 +158,23 @@ def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
     """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model writes."""
     if not (missing := missing_layers(model, num_layers)):
         return
-    if len(plan_layers(model.config)) == num_layers:
-        counts = f"Counting those that store keys, the model has {num_layers - len(missing)} layers and its config says"
-        remedy = _edit_for_cut(model.config, num_layers, missing)
-    else:
-        counts = f"{type(model).__name__} has {num_layers - len(missing)} layers that store keys and the cache has"
+    config, left = model.config.get_text_config(decoder=True), num_layers - len(missing)
+    counts = f"Counting those that store keys, the model has {left} layers and its config says"
+    if len(plan_layers(model.config)) != num_layers:
+        counts = f"{type(model).__name__} has {left} layers that store keys and the cache has"
         remedy = "Build the cache with the config of the model that runs."
+    elif getattr(config, "num_kv_shared_layers", None):
+        remedy = "Build the model from a config that describes the layers it has."
+    else:
+        place = "model.config" if config is model.config else "model.config.get_text_config()"
+        edit = f"Set `{place}.num_hidden_layers = {left}`"
+        if getattr(config, "layer_types", None):
+            edit += " and keep the types of these layers in its `layer_types`"
+        if missing[0] < left:  # layers were taken from the middle
+            edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
+        remedy = f"{edit}."
     missing_words = ", ".join(map(str, missing))
     raise ValueError(f"{counts} {num_layers}: no step would be complete without layer {missing_words}. {remedy}")
-
-
-def _edit_for_cut(config: PreTrainedConfig, num_layers: int, missing: Sequence[int]) -> str:
-    """The edit that makes a config agree with a model from which layers were removed."""
-    text_config, left = config.get_text_config(decoder=True), num_layers - len(missing)
-    if getattr(text_config, "num_kv_shared_layers", None):
-        return "Build the model from a config that describes the layers it has."
-    place = "model.config" if text_config is config else "model.config.get_text_config()"
-    edit = f"Set `{place}.num_hidden_layers = {left}`"
-    if getattr(text_config, "layer_types", None):
-        edit += " and keep the types of these layers in its `layer_types`"
-    if missing[0] < left:  # layers were taken from the middle
-        edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
-    return f"{edit}."
 
 
 def _implied_type(layer_config: Any) -> str:

@@ -67,14 +67,11 @@ class StorageGroup:
                 raise
 
     def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows.
-
-        All layers of a step ask for the same slices, so these are made once for all layers: every torch call costs the
-        host several microseconds.
-        """
+        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows."""
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
+        # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
         found = self._recent.get(key)
         if found is None:
