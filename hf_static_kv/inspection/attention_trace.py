@@ -1,9 +1,4 @@
-"""The attention weights of the newest token, from the computation that made the output.
-
-with trace_attention(model, layers=[0, 5]) as trace:
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
-trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
-"""
+"""The attention weights of the newest token, from the computation that made the output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
