@@ -177,8 +177,7 @@ class StaticContiguousCache(AllocatedCache):
                 "Build it with the config of the model that runs."
             )
         layer = self.layers[layer_idx]
-        if not torch.compiler.is_compiling() and self._thread != get_ident():
-            # First of all: two threads must not both allocate.
+        if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
         if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
@@ -198,8 +197,7 @@ class StaticContiguousCache(AllocatedCache):
 
     def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
         layer = self.layers[layer_idx]
-        if layer.pending:
-            # The last pass failed, or the model lacks layers.
+        if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
                 layout.refuse_missing_layers(model, len(self.layers))
             logger.warning(

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
-# The layers of one group: what they store, where, and their indices in the model.
-Members = tuple["LayerShape", torch.device, Sequence[int]]
+Members = tuple["LayerShape", torch.device, Sequence[int]]  # of one group: what layers store, where, their indices
 
 
 @dataclass(frozen=True)
@@ -125,17 +124,13 @@ class StorageGroup:
 
 def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> list[StorageGroup]:
     """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
-    groups: list[StorageGroup] = []
     try:
-        for layers in members:
-            groups.append(StorageGroup(layers, max_cache_len, batch_size, dtypes))
+        return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
-        groups.clear()  # the traceback keeps this frame alive
         # The CPU's allocator has no exception of its own.
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
-    return groups
 
 
 def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
