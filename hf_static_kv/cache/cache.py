@@ -113,8 +113,6 @@ class StaticContiguousCache(AllocatedCache):
         self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
         super()._build(plans, max_cache_len)
 
-    # --- a call of generate
-
     @property
     def _is_user_defined(self) -> bool:
         return True
@@ -160,8 +158,6 @@ class StaticContiguousCache(AllocatedCache):
                     "one call end before the next begins."
                 )
             self._thread = get_ident()
-
-    # --- a step
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -251,8 +247,6 @@ class StaticContiguousCache(AllocatedCache):
         for layer in self.layers:
             layer.length += n
 
-    # --- the sequence
-
     @property
     def seq_len(self) -> int:
         """Number of tokens in the cache; the next token has this position."""
@@ -281,8 +275,6 @@ class StaticContiguousCache(AllocatedCache):
         """Remove all tokens, keep the storage and its address. No tensor is touched."""
         self._end_step(StaticContiguousLayer.reset)
         self._known_ids = None
-
-    # --- the batch
 
     @property
     def batch_size(self) -> int:

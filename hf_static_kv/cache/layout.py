@@ -252,8 +252,7 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     rope = getattr(text_config, "rope_parameters", None)
     if not rope or getattr(text_config, "alibi", False):
         return
-    # One set of parameters for all layers, or one for each type of layer.
-    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # of each type of layer, or of all
     # With these scalings `max_position_embeddings` may still be the length before the scaling.
     reached = [
         (scaling.get("original_max_position_embeddings") or positions) * (scaling.get("factor") or 1)

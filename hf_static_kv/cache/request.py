@@ -70,8 +70,7 @@ class Request:
         # Newer versions of transformers leave out a mask of ones and record its length.
         mask_length: int = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
         self.past = max(0, mask_length - passed)  # tokens before those that are passed: the mask covers all
-        # Whether the prompt includes the cached tokens; `generate` then removes these.
-        self.is_whole = self.embeds is not None or mask_length == passed
+        self.is_whole = self.embeds is not None or mask_length == passed  # with cached tokens, which `generate` removes
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]  # with cached tokens
 
     @property

@@ -223,6 +223,5 @@ def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tens
 
 
 def _mark_written(call: Call) -> None:
-    """One more token is in the cache."""
     debug.log_step(call.cache.seq_len, 1, len(call.seq_start), call.cache.max_cache_len)
     call.cache.mark_written(1)
