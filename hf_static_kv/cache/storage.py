@@ -72,8 +72,7 @@ class StorageGroup:
             return keys.narrow(2, first, length), values.narrow(2, first, length)
         # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
-        found = self._recent.get(key)
-        if found is None:
+        if (found := self._recent.get(key)) is None:
             if len(self._recent) >= 4:  # a step asks for three: where to write, what full and sliding layers see
                 del self._recent[next(iter(self._recent))]
             # Kept beyond a block of inference mode, as the storage is.
