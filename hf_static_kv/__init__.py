@@ -10,13 +10,6 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "GraphDecoder",
-    "StaticContiguousCache",
-    "StaticContiguousLayer",
-    "StepRecorder",
-    "__version__",
-    "cache_bytes",
-    "exact",
-    "full_attention",
-    "trace_attention",
-]
+    "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__", "cache_bytes",
+    "exact", "full_attention", "trace_attention",
+]  # fmt: skip

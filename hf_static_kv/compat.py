@@ -1,4 +1,4 @@
-"""Every private name of transformers, torch and Triton that this package uses, in one file.
+"""Every private name of transformers, torch and Triton that this package uses, in one file and in this order.
 
 Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
 the package imports without them. Each function says what happens when its name is gone.
@@ -7,13 +7,12 @@ One name is not here: `generate` sets `_is_user_defined` on a user's cache, and 
 Without it: as for `generate_locals`.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -23,7 +22,16 @@ from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin
 
-# --- transformers
+
+def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """A function that reads an attribute of its argument; where there is none, it returns the default."""
+    return lambda thing: getattr(thing, name, default)
+
+
+mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
+prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
+attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
+is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
 
 
 def generate_locals() -> dict[str, Any] | None:
@@ -35,20 +43,10 @@ def generate_locals() -> dict[str, Any] | None:
     return None if frame is None else frame.f_locals
 
 
-def mask_length(config: GenerationConfig) -> int:
-    """The length of a mask of ones that `generate` has left out; -1 where it does not say."""
-    return int(getattr(config, "_mask_length", -1))
-
-
 def pad_token(config: GenerationConfig) -> Tensor | None:
     """The padding token as a tensor. Without `_pad_token_tensor`: made from `pad_token_id`."""
     made = None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
     return getattr(config, "_pad_token_tensor", made)
-
-
-def prefill(model: Any) -> Callable[..., Any] | None:
-    """The method that reads a prompt. Without it: GraphDecoder falls back."""
-    return getattr(model, "_prefill", None)
 
 
 def sampling_loop(model: Any) -> Callable[..., Any]:
@@ -69,19 +67,9 @@ def can_set_attention(model: Any) -> bool:
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
 
-def attention_name(config: Any) -> str | None:
-    """The attention implementation that a config names. Without it: None, and `can_set_attention` is False."""
-    return getattr(config, "_attn_implementation", None)
-
-
 def clear_attention_name(config: Any) -> None:
     """Name no attention, as in the config of a part that has none. Without it: nothing reads what this sets."""
     config._attn_implementation = None
-
-
-def collects_outputs(hook: Any) -> bool:
-    """Whether transformers left this hook behind to collect outputs. Without the module: GraphDecoder falls back."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def planned_device(module: Module) -> torch.device | None:
@@ -90,13 +78,9 @@ def planned_device(module: Module) -> torch.device | None:
     return None if device is None else torch.device(device)
 
 
-# --- torch: modules and tensors
-
-
 def own_parts(module: Module, kind: str) -> list[Any]:
     """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
-    store = getattr(module, f"_{kind}", None)
-    if store is None:
+    if (store := getattr(module, f"_{kind}", None)) is None:
         return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
     return [part for part in store.values() if part is not None]
 
@@ -127,9 +111,13 @@ def forward_hooks(module: Module) -> list[Any]:
     return [hook for store in stores for hook in store.values()]
 
 
-def has_global_hooks() -> bool:
-    """Whether hooks run around every module. Without these names: none are seen."""
-    return any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+def has_hooks(modules: Iterable[Module]) -> bool:
+    """Whether a pass calls hooks, of these modules or of all modules. Without these names: none are seen."""
+    # transformers leaves hooks behind that collect outputs. Without their module: they count, GraphDecoder falls back.
+    harmless = "transformers.utils.output_capturing"
+    hooks = (hook for module in modules for hook in forward_hooks(module))
+    has_global = any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+    return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)
 
 
 def write_count(tensor: Tensor) -> int | object:
@@ -143,13 +131,11 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
 
-# --- torch: dispatch and compiling
-
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Base of `exact`'s mode."""
+        """Base of `exact`'s mode. Without it: exact cannot run."""
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
@@ -158,8 +144,6 @@ try:
 except ImportError:
 
     class DispatchMode:  # type: ignore[no-redef]
-        """Without it: exact cannot run."""
-
         def __init__(self) -> None:
             raise RuntimeError("exact needs TorchDispatchMode, which this version of torch does not have.")
 
@@ -176,11 +160,6 @@ def inside_compiled(module: Any) -> Any:
     return module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
 
 
-def is_compiled_in_place(module: Module) -> bool:
-    """Whether `module.compile()` was called. Without it: not seen."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 def is_fullgraph(wrapper: Any) -> bool:
     """Whether a compiled module makes a graph break an error. Without it: torch raises its own error."""
     return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
@@ -190,28 +169,23 @@ def many_compilations(limit: int) -> AbstractContextManager[Any]:
     """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
     limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
     with suppress(ImportError):
-        import torch._dynamo.config as config
-
+        config = import_module("torch._dynamo.config")
         if all(hasattr(config, name) for name in limits):
-            return config.patch(limits)  # type: ignore[no-any-return,unused-ignore]
+            return config.patch(limits)  # type: ignore[no-any-return]
     return nullcontext()
 
 
 def inductor_options() -> dict[str, Any]:
     """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
     with suppress(ImportError):
-        import torch._inductor.config as config
-
-        if hasattr(config.triton, "enable_pdl"):
+        if hasattr(import_module("torch._inductor.config").triton, "enable_pdl"):
             return {"options": {"triton.enable_pdl": True}}
     return {}
 
 
 def load_inductor() -> None:
     """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+    import_module("torch._inductor.async_compile").AsyncCompile.use_process_pool()
 
 
 # --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
@@ -248,18 +222,14 @@ def load_kernel(kernel: Any) -> None:
 
 def load_triton_driver() -> None:
     """Build Triton's C module. Without it: the first launch does so."""
-    from triton.runtime import driver
-
-    driver.active.utils  # noqa: B018  # built on access
+    import_module("triton.runtime").driver.active.utils  # noqa: B018  # built on access
 
 
 def hash_triton() -> None:
     """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()
+    import_module("triton.runtime.cache").triton_key()
 
 
 def load_gluon() -> None:
     """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
-    import triton.experimental.gluon  # noqa: F401
+    import_module("triton.experimental.gluon")

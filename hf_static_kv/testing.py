@@ -1,9 +1,4 @@
-"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available.
-
-Tests, examples and benchmarks share it; `import hf_static_kv` does not load it. The shapes are in dev_models.json.
-"""
-
-from __future__ import annotations
+"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available."""
 
 import importlib.util
 import json
@@ -31,11 +26,7 @@ Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model.
-
-    >>> dev_config("qwen3-1.7b").num_hidden_layers
-    28
-    """
+    """The true shape of a dev model."""
     return _config(name, "dev_models")
 
 
@@ -58,8 +49,7 @@ def random_model(
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)  # type: ignore[no-untyped-call]
-    model.train(False)
-    return model
+    return model.train(False)  # type: ignore[no-any-return]
 
 
 def find_source(model: str) -> Source:
@@ -93,24 +83,14 @@ def find_source(model: str) -> Source:
 def load_model(
     model: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attn: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line.
-
-    >>> model, tokenizer = load_model("gemma3")
-    >>> model.config.sliding_window
-    32
-    """
+    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
     loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
-    loaded.train(False)
-    return loaded, tokenizer
+    return loaded.train(False), tokenizer
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The config alone, from where `load_model` takes the weights.
-
-    >>> load_config("llama").max_position_embeddings
-    512
-    """
+    """The config alone, from where `load_model` takes the weights."""
     return _load(AutoConfig, model)  # type: ignore[no-any-return]
 
 

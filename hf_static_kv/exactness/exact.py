@@ -10,8 +10,6 @@ in the same call. A dispatch mode decides for each operation, so there is no lis
     anything else                               refused by name
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -87,7 +85,6 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The model with a `forward` whose operations are batch-invariant."""
     original = model.forward
 
     @functools.wraps(original)

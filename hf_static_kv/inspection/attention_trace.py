@@ -1,11 +1,4 @@
-"""The attention weights of the newest token, from the computation that made the output.
-
-with trace_attention(model, layers=[0, 5]) as trace:
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
-trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
-"""
-
-from __future__ import annotations
+"""The attention weights of the newest token, from the computation that made the output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -60,7 +53,7 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if not patching.is_verification_pass():
+        if not patching.IS_VERIFICATION.get():
             weights = weights if self.heads is None else weights[:, self.heads]
             positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
             self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
@@ -129,26 +122,26 @@ def traced_attention(
         kind = type(module).__name__
         raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
     trace, layer = module.__dict__[_TRACE]
-    scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
-    if step is not None or attention.kernel_serves(query, key, value, attention_mask):
-        weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
-        if step is None:
-            output = attention.one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
-        else:
-            output = decode_attention(
-                query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
-            )
-            first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
-            weights = weights[..., first:end]
-        trace.record(layer, first, weights)
-        return output, None
-    output, weights = attention.plain_attention(query, key, value, attention_mask, scale, softcap, sinks)
-    trace.record(layer, first, weights[:, :, -1])
-    if trace.full is not None:
-        trace.full.append(weights)
-    return output, weights
+    is_whole = trace.full is not None  # the decode kernel gives the weights of one query only
+    if step is None and (is_whole or not attention.kernel_serves(query, key, value, attention_mask)):
+        output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
+        trace.record(layer, first, weights[:, :, -1])
+        if is_whole:
+            trace.full.append(weights)
+        return output, weights
+    weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+    if step is None:
+        output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
+    else:
+        output = decode_attention(
+            query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+        )
+        first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
+        weights = weights[..., first:end]
+    trace.record(layer, first, weights)
+    return output, None
 
 
 def traced_mask(**kwargs: Any) -> Tensor:
@@ -161,8 +154,7 @@ def traced_mask(**kwargs: Any) -> Tensor:
 def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, Module] = {}
-    decoder: Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in decoder.modules():  # without vision and audio towers
+    for module in model.get_decoder().modules():  # type: ignore[no-untyped-call]  # without vision and audio towers
         if isinstance(i := getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
             found.setdefault(i, module)  # self-attention comes before cross-attention
     if not found:

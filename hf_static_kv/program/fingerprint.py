@@ -1,7 +1,5 @@
 """What a captured step keeps: addresses, settings and functions. A model that differs in any of it needs a new step."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,17 +15,14 @@ from transformers import PreTrainedModel
 from hf_static_kv import compat
 from hf_static_kv.patching import original_function
 
-_SMALL_BUFFER = 4096  # elements; larger buffers are compared by their sum
 _SETTINGS = (bool, int, float, str)
 # A replay does not see these attributes of an adapter, and merging writes weights in place.
 _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
-def model_fingerprint(
-    model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
-) -> tuple[Any, ...]:
+def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    tensors, kinds = [storage], [type(module) for module in modules]
+    tensors, kinds = [keys], [type(module) for module in modules]
     for module in modules:
         tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
@@ -95,5 +90,5 @@ def _rotary_values(modules: Sequence[Module]) -> int:
     """The rotary frequencies: a change in place keeps their address, and the step has tables made from them."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
     buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
-    values = [b.flatten() if b.numel() <= _SMALL_BUFFER else b.double().sum()[None] for b in buffers]
+    values = [b.flatten() if b.numel() <= 4096 else b.double().sum()[None] for b in buffers]
     return hash(tuple(torch.cat(values).tolist())) if values else 0
