@@ -69,6 +69,18 @@ class AllocatedCache(Cache):
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
         self._unconfirmed.discard(layer_idx)
 
+    def grow(self, max_cache_len: int) -> None:
+        """Raise the capacity: all states move to longer storage. Old and new storage are both in memory meanwhile."""
+        check_positive(max_cache_len=max_cache_len)
+        if max_cache_len <= self._max_cache_len:
+            raise ValueError(
+                f"grow({max_cache_len}): the capacity is {self._max_cache_len} already. Give a larger one."
+            )
+        grown = {id(group): group.copy_with_capacity(max_cache_len) for group in self._groups}
+        for layer in self.layers:
+            layer.max_cache_len, layer.group = max_cache_len, grown.get(id(layer.group))
+        self._groups, self._max_cache_len = list(grown.values()), max_cache_len
+
     def early_initialization(
         self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device
     ) -> None:

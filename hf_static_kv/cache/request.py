@@ -136,10 +136,11 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
-def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: Tensor | None) -> None:
+def check_request(request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None) -> None:
     """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
 
-    `known_ids` [B, k] are the first cached tokens, as far as they are known.
+    `known_ids` [B, k] are the first cached tokens, as far as they are known. `max_cache_len` is None for a cache that
+    grows.
     """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
@@ -161,7 +162,7 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
     if seq_len:
         _refuse_to_continue(request, seq_len)
         _refuse_other_tokens(request, seq_len, known_ids)
-    if request.has_own_limit and request.max_positions > max_cache_len:
+    if max_cache_len is not None and request.has_own_limit and request.max_positions > max_cache_len:
         _refuse_overflow(request, max_cache_len)
 
 

@@ -101,6 +101,15 @@ class StorageGroup:
         head, shape = (rows, self.shape.num_kv_heads, length), self.shape
         return self.keys.new_empty(*head, shape.key_head_dim), self.values.new_empty(*head, shape.value_head_dim)
 
+    def copy_with_capacity(self, max_cache_len: int) -> StorageGroup:
+        """The same states in longer storage."""
+        layers, batch_size, _, length, _ = self.keys.shape
+        members = self.shape, self.keys.device, range(layers)
+        (group,) = allocate_groups([members], max_cache_len, batch_size, (self.keys.dtype, self.values.dtype))
+        group.keys[:, :, :, :length] = self.keys
+        group.values[:, :, :, :length] = self.values
+        return group
+
     def to_pickle(self, rows: int, length: int) -> StorageGroup:
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
         group = copy.copy(self)
@@ -147,11 +156,15 @@ def allocate_groups(
             groups.append(StorageGroup(layers, max_cache_len, batch_size, dtypes))
     except RuntimeError as error:
         groups.clear()  # the traceback keeps this frame alive
-        # The CPU's allocator has no exception of its own.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
     return groups
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device, or the host, whose allocator has no exception of its own, ran out of memory."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _what_fits(members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -50,6 +50,16 @@ class Call:
         self.attention = attention_of(model)
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
         self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
+
+    @property
+    def brings_no_cache(self) -> bool:
+        """Whether the cache is the one that `generate` makes for a call that brings none."""
+        return (
+            type(self.cache) is DynamicCache and not compat.is_callers(self.cache) and not self.cache.get_seq_length()
+        )
+
+    def use_cache(self, cache: StaticContiguousCache) -> None:
+        self.cache = self.model_kwargs["past_key_values"] = cache
 
     @cached_property
     def modules(self) -> list[torch.nn.Module]:

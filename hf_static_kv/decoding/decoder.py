@@ -1,7 +1,8 @@
 """`GraphDecoder`: a decode loop for `custom_generate`. Prefill as usual, then replays of one captured step.
 
     decoder = GraphDecoder()
-    model.generate(**inputs, past_key_values=cache, custom_generate=decoder)
+    model.generate(**inputs, custom_generate=decoder)                           # with a cache of its own
+    model.generate(**inputs, past_key_values=cache, custom_generate=decoder)    # with yours
 
 Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its kernels round
 differently. What cannot be captured falls back to transformers' loop, with one warning that says why.
@@ -10,7 +11,7 @@ differently. What cannot be captured falls back to transformers' loop, with one 
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
@@ -71,6 +73,7 @@ class GraphDecoder:
         if compile not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
         self.compile, self.streamer = compile, streamer
+        self.pool = CachePool()  # for calls that bring no cache
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -85,8 +88,11 @@ class GraphDecoder:
         **model_kwargs: Any,
     ) -> _Output:
         """What `generate` calls once it has prepared everything. A model serves one call at a time."""
-        with _LOCKS.setdefault(model, RLock()):
+        with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
             call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            if call.brings_no_cache:
+                with suppress(NotPooled):
+                    call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
@@ -113,14 +119,23 @@ class GraphDecoder:
     def _decode(self, call: Call, streamer: BaseStreamer | None) -> _Output:
         """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
         cache, logits = call.cache, call.prefill()
+        if cache.grows and cache.seq_len == cache.max_cache_len:
+            cache.grow(2 * cache.max_cache_len)
         with compat.optimized_for_decode(call.model):
             is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
             step = self._step(call, is_greedy) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
             sampling = Sampling(call, streamer)
-            # A replay does not use the model, and changing its attention takes a millisecond.
-            is_replayed = step is None or step.graph is not None
-            with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
-                _run(step, sampling, call, logits)
+            is_over = sampling.append(logits)
+            while step is not None and not is_over:
+                # A replay does not use the model, and changing its attention takes a millisecond.
+                is_replayed = step.graph is not None
+                with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
+                    _run(step, sampling, call)
+                is_over = not (cache.grows and sampling.is_cut_short())
+                if not is_over:
+                    cache.grow(2 * cache.max_cache_len)
+                    sampling.set_limit(*call.lengths)
+                    step = self._step(call, is_greedy)
         cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
         sampling.refuse_to_be_cut_short(cache)
@@ -168,7 +183,7 @@ class GraphDecoder:
         return step
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
-        """Drop steps whose model no longer exists, and the oldest where there are too many.
+        """Drop steps whose model or storage no longer exists, and the oldest where there are too many.
 
         A model that changes between calls, or a new batch size in every call, would fill the memory with graphs.
         """
@@ -190,6 +205,11 @@ class GraphDecoder:
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
     @property
+    def num_steps(self) -> int:
+        """Captured steps that are kept."""
+        return sum(isinstance(step, DecodeStep) for steps in self._steps.values() for step in steps.values())
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes that captured steps hold beside the model and the caches: rotary tables and inputs.
 
@@ -199,11 +219,11 @@ class GraphDecoder:
         return sum({buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": None}  # a graph belongs to one process
+        return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._steps = WeakKeyDictionary()
+        self._steps, self.pool = WeakKeyDictionary(), CachePool()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -211,30 +231,29 @@ class GraphDecoder:
             logger.warning("GraphDecoder: %s.", message)
 
 
-def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: Tensor) -> None:
-    """From the logits after the prompt to the last token; `step` is None where one token is all."""
-    if step is not None:
-        step.set_position(call.cache.seq_len, call.seq_start)
+def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
+    """From the newest token to the last one, or until the cache is full."""
+    step.set_position(call.cache.seq_len, call.seq_start)
     if isinstance(step, GreedyStep):
-        _run_greedily(step, sampling, call, logits)
+        _run_greedily(step, sampling, call)
         return
-    while not sampling.append(logits) and step is not None:
+    is_over = False
+    while not is_over:
         logits = step.run(sampling.last_tokens)
         _mark_written(call)
+        is_over = sampling.append(logits)
 
 
-def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tensor) -> None:
+def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    if sampling.append(logits):
-        return
-    first = call.cache.seq_len + 1  # the position of the second new token
+    first = call.cache.seq_len + 1  # the position of the first token that the step selects
     step.set_state(sampling.last_tokens, sampling.unfinished, call.eos, sampling.pad)
     is_over = False
     while not is_over:
         flag = step.replay()
         _mark_written(call)
         is_over = sampling.count_token(flag)
-    sampling.set_last(step.state.sequences[:, first : call.cache.seq_len + 1])
+    sampling.set_last(step.state.sequences[:, first : call.cache.seq_len + 1], step.state.unfinished[:, 0])
 
 
 def _mark_written(call: Call) -> None:

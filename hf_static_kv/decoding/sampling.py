@@ -24,10 +24,8 @@ class Sampling:
         self.config, self.streamer = call.config, streamer
         self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
-        asked, fitting = call.lengths
-        self.max_length, self.is_cut_short = min(asked, fitting), fitting < asked
-        self.ids = call.input_ids.new_zeros(batch_size, self.max_length)
-        self.ids[:, : self.length] = call.input_ids
+        self.ids = call.input_ids.clone()
+        self.set_limit(*call.lengths)
         # The loop counts the length itself; the other criteria look at the tokens.
         self.criteria = StoppingCriteriaList(c for c in call.criteria if type(c) is not MaxLengthCriteria)
         ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
@@ -41,6 +39,12 @@ class Sampling:
         self.rng_state: Tensor | None = None
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+
+    def set_limit(self, asked: int, fitting: int) -> None:
+        """How long the sequences may become: what the call asks for, what fits into the cache."""
+        self.max_length, self.fits = min(asked, fitting), asked <= fitting
+        free = self.ids.new_zeros(len(self.ids), self.max_length - self.length)
+        self.ids = torch.cat([self.ids[:, : self.length], free], dim=1)
 
     @property
     def sequences(self) -> Tensor:
@@ -93,13 +97,19 @@ class Sampling:
             self.overrun = 1
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
-    def set_last(self, tokens: Tensor) -> None:
-        """The last tokens [B, n], selected on the device."""
+    def set_last(self, tokens: Tensor, unfinished: Tensor) -> None:
+        """The last tokens [B, n], selected on the device, and the rows that go on after them [B]."""
         self.ids[:, self.length - tokens.shape[1] : self.length] = tokens
+        self.unfinished = unfinished.to(self.unfinished)
+
+    def is_cut_short(self) -> bool:
+        """Whether the cache is full and nothing else ended the sequences."""
+        is_full = not self.fits and self.length >= self.max_length
+        return is_full and not self.overrun and not self.finished.newest()
 
     def refuse_to_be_cut_short(self, cache: StaticContiguousCache) -> None:
         """Raise where the cache is full and nothing else ended the sequences; the cache keeps their tokens."""
-        if self.is_cut_short and self.length >= self.max_length and not self.overrun and not self.finished.newest():
+        if self.is_cut_short():
             raise ValueError(
                 f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} tokens, and no end "
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."

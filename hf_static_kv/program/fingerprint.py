@@ -15,8 +15,10 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.patching import original_function
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.patching import attention_of, original_function
 
+_SAMPLED = 16  # elements of each weight
 _SMALL_BUFFER = 4096  # elements; larger buffers are compared by their sum
 _SETTINGS = (bool, int, float, str)
 # A replay does not see these attributes of an adapter, and merging writes weights in place.
@@ -37,6 +39,25 @@ def model_fingerprint(
     state, distinct_kinds = hash((*kinds, *settings, *_adapters(modules))), tuple(dict.fromkeys(kinds))
     functions, patches = _functions(distinct_kinds), _patches(modules, is_exact)
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
+
+
+def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
+
+    Weights are told apart by their number of writes and by a sample of their values. A write through `.data` that
+    leaves all of the sample as it was is not seen.
+    """
+    modules = compat.all_modules(model)
+    weights = [own for module in modules for own in compat.own_parts(module, "parameters")]
+    writes = tuple(compat.write_count(weight) for weight in weights)
+    samples = [weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED] for weight in weights]
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for sample in samples:
+        by_device.setdefault(sample.device, []).append(sample.float())
+    values = [tuple(torch.cat(parts).tolist()) for device, parts in by_device.items() if device.type != "meta"]
+    is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
+    fingerprint = model_fingerprint(model, modules, torch.empty(0), is_exact)
+    return *fingerprint, writes, hash(tuple(values)), tuple(attention_of(model).items())
 
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:

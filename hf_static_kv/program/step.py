@@ -62,6 +62,7 @@ class DecodeStep:
         self.spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
         storage = cache.storage_groups[0]
+        self._storage = weakref.ref(storage)  # a cache that grows replaces it
         self.layers = [
             StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
             for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
@@ -74,8 +75,8 @@ class DecodeStep:
 
     @property
     def is_orphan(self) -> bool:
-        """Whether the model no longer exists, so that no call can use this step."""
-        return self._model() is None
+        """Whether the model or the storage no longer exists, so that no call can use this step."""
+        return self._model() is None or self._storage() is None
 
     @property
     def model(self) -> PreTrainedModel:
