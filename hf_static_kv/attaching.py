@@ -274,8 +274,8 @@ def attach(
     >>> info = attach(model)
     >>> torch.equal(model.generate(ids, max_new_tokens=8), before)
     True
-    >>> info
-    Attachment(calls=1, hits=0, caches=[1 x 256 tokens], 65,536 bytes, captured_steps=0)
+    >>> info.calls, [cache.max_cache_len for cache in info.caches]
+    (1, [256])
     >>> detach(model)
     """
     inner = unwrapped(model, "attach")
@@ -301,7 +301,7 @@ def detach(model: Any) -> None:
     _ATTACHMENTS.pop(inner, None)
     if (
         compat.Hooked in type(inner).__bases__
-    ):  # else another library has put its own class on top: hooks do nothing now
+    ):  # else another class is on top, and the hooks do nothing
         inner.__class__ = type(inner).__bases__[0]
 
 
