@@ -9,8 +9,6 @@ The model's class is replaced by a subclass of the same name, as torch's paramet
 on the model: copies, pickles and checkpoints are those of the model without it.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -39,8 +37,8 @@ from hf_static_kv.patching import attention_of, unwrapped
 from hf_static_kv.program.fingerprint import content_fingerprint
 
 logger = logging.getLogger(__name__)
-_ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, Attachment] = WeakKeyDictionary()
-_CALL: ContextVar[_Call | None] = ContextVar("call", default=None)
+_ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
+_CALL: ContextVar["_Call | None"] = ContextVar("call", default=None)
 _Function = Callable[..., Any]
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _LOOP_ONLY = {"assistant_tokenizer", "streamer", "synced_gpus", "tokenizer"}  # the decoder reads them from the request
@@ -66,7 +64,7 @@ class Settings:
 class _Call:
     """One call of `generate` on an attached model."""
 
-    attachment: Attachment
+    attachment: "Attachment"
     caches: ExitStack  # gives them back
     cache: StaticContiguousCache | None = None
     keeps_tokens: bool = False
@@ -187,9 +185,11 @@ class Attachment:
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None where that is not known."""
         given = {key for key, value in request.model_kwargs.items() if value is not None}
-        is_plain = request.mask is None and request.tokens is not None and given <= _IDS_ALONE
+        is_plain = request.tokens is not None and given <= _IDS_ALONE
         continues = request.mode in _ONE_SEQUENCE_A_ROW and request.config.prefill_chunk_size is None
         if not (self.settings.reuse_prefix and is_plain and continues):
+            return None
+        if request.mask is not None and not bool((request.mask == 1).all()):
             return None
         positions = request.model_kwargs.get("position_ids")
         if positions is not None:
@@ -299,9 +299,7 @@ def detach(model: Any) -> None:
     """Undo `attach`: the model has its own class again, and its pool is freed. Without `attach` before: nothing."""
     inner = unwrapped(model, "detach")
     _ATTACHMENTS.pop(inner, None)
-    if (
-        compat.Hooked in type(inner).__bases__
-    ):  # else another class is on top, and the hooks do nothing
+    if compat.Hooked in type(inner).__bases__:  # else another class is on top, and the hooks do nothing
         inner.__class__ = type(inner).__bases__[0]
 
 

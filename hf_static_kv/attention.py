@@ -8,8 +8,7 @@ decode kernel, over the cache's own memory. Where neither can (a soft cap or sin
 In a captured step `layer_idx` of a layer's modules is a `StepLayer`, which has all that attention needs.
 """
 
-from __future__ import annotations
-
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any
@@ -30,6 +29,8 @@ TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_tr
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_MAX_DIM = 256
+_SPANS_DTYPE = torch.int64  # masks of transformers are bool or floating
+Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 
 
 class StepLayer:
@@ -53,37 +54,33 @@ def step_layer(module: torch.nn.Module) -> StepLayer | None:
     return layer if isinstance(layer, StepLayer) else None
 
 
+def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
+    """How scores are computed, from the keywords of an attention function."""
+    scaling = kwargs.get("scaling")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return scale, kwargs.get("softcap"), kwargs.get("s_aux")
+
+
 # --- "static_contiguous"
 
 
 def static_contiguous_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
 
     query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]   attention_mask: [B, 1, q, n], true where seen
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale, softcap, sinks = scoring = scoring_of(query, kwargs)
     if (layer := step_layer(module)) is not None:
         window = kwargs.get("sliding_window") or key.shape[2]
-        return attend(query, key, value, layer.spans, scale, window, softcap, s_aux), None
+        return attend(query, key, value, layer.spans, scale, window, softcap, sinks), None
     if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:
-        return one_token_attention(query, key, value, attention_mask, scale, softcap, s_aux), None
-    if softcap is not None or s_aux is not None:
-        return plain_attention(query, key, value, attention_mask, scale, softcap, s_aux)[0], None
+        return one_token_attention(query, key, value, attention_mask, scoring), None
+    if softcap is not None or sinks is not None:
+        return plain_attention(query, key, value, attention_mask, scoring)[0], None
     with nullcontext() if torch.compiler.is_compiling() else without_cudnn():  # dynamo cannot trace the context
-        output, _ = sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **kwargs
-        )
+        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **{**kwargs, "scaling": scale})
     return output, None
 
 
@@ -102,18 +99,12 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def one_token_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    weights: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, weights: Tensor | None = None
 ) -> Tensor:
     """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n] where given."""
     spans = _whole_spans(query.shape[0], key.shape[2], query.device)
     seen = None if mask is None else mask[:, 0, 0]
+    scale, softcap, sinks = scoring
     return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
 
 
@@ -124,15 +115,10 @@ def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
 
 
 def plain_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
     """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the kernel computes."""
+    scale, softcap, sinks = scoring
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
     scores = (query @ key.transpose(2, 3)) * scale  # [B, Hq, q, n]
@@ -154,32 +140,22 @@ def plain_attention(
 
 
 def exact_attention(
-    module: torch.nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    **kwargs: Any,
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
     layer = step_layer(module)
     if layer is not None and query.is_cuda:  # the decode kernel is batch-invariant
-        return static_contiguous_attention(
-            module, query, key, value, attention_mask, scaling, softcap=softcap, s_aux=s_aux, **kwargs
-        )
+        return static_contiguous_attention(module, query, key, value, attention_mask, **kwargs)
     is_packed = attention_mask is not None and attention_mask.dtype == _SPANS_DTYPE
     if layer is None and (not is_packed or kwargs.get("position_bias") is not None):
         raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
-    spans = _unpack_spans(attention_mask) if layer is None else layer.spans[:, None]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return invariant_attention(query, key, value, spans, scale, softcap, s_aux), None
+    packed: Any = attention_mask  # [B, 3, q, 1]
+    spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans[:, None]  # [B, q, 3]
+    return invariant_attention(query, key, value, spans, *scoring_of(query, kwargs)), None
 
 
 def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-    """The span of every query, packed as a mask.
+    """The span of every query in the form of a mask, [B, 3, q, 1].
 
     Positions count from the first key of the cache's view, so `seq_start` may be negative.
     """
@@ -195,20 +171,7 @@ def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kw
         left_padding = attention_mask.to(torch.uint8).argmax(dim=-1).expand(len(count))
     seq_start = (left_padding - kv_offset)[:, None].expand_as(count)
     first, end = (torch.where(count > 0, edge, seq_start) for edge in (first, end))
-    return _pack_spans(torch.stack([seq_start, first, end], dim=-1))
-
-
-_SPANS_DTYPE = torch.int64  # masks of transformers are bool or floating
-
-
-def _pack_spans(spans: Tensor) -> Tensor:
-    """Spans [B, q, 3] in the form of a mask, [B, 3, q, 1]."""
-    return spans.transpose(1, 2)[..., None]
-
-
-def _unpack_spans(mask: Any) -> Tensor:
-    """Spans [B, q, 3] from a mask [B, 3, q, 1]."""
-    return mask[..., 0].transpose(1, 2)  # type: ignore[no-any-return]
+    return torch.stack([seq_start, first, end], dim=-1).transpose(1, 2)[..., None]
 
 
 AttentionInterface.register(ATTENTION_NAME, static_contiguous_attention)

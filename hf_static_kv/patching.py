@@ -4,10 +4,7 @@ with replaced("forward", {module: forward}): ...                    an attribute
 with replaced_function("apply_rotary_pos_emb", {module: f}): ...     a function of some Python modules
 with attention_implementation(model, "static_contiguous"): ...      the attention of a model
 with without_cudnn(): ...                                           the implementations that SDPA may use
-with verification_pass(): ...                                       a mark: these passes belong to no sequence
 """
-
-from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +22,9 @@ from hf_static_kv import compat
 
 _ABSENT = object()
 _ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (module, name): function, number of users
+_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+# Whether passes of a model verify a captured step. They belong to no sequence: a trace does not record them.
+IS_VERIFICATION: ContextVar[bool] = ContextVar("is_verification", default=False)
 
 
 @contextmanager
@@ -37,11 +37,10 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
         yield
     finally:
         for module, value in values.items():
-            if module.__dict__.get(attribute) is not value:
-                continue
-            if before[module] is _ABSENT:
+            is_ours = module.__dict__.get(attribute) is value
+            if is_ours and before[module] is _ABSENT:
                 delattr(module, attribute)
-            else:
+            elif is_ours:
                 setattr(module, attribute, before[module])
 
 
@@ -84,10 +83,8 @@ def is_unmodified(module: Module) -> bool:
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
     """The attention implementation of the model ("") and of its parts by name; None for a part that has none."""
-    config = model.config
-    parts = {key: getattr(config, key) for key in config.sub_configs}
-    names = {key: compat.attention_name(part) for key, part in parts.items() if part is not None}
-    return {"": compat.attention_name(config), **names}
+    configs = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
+    return {key: compat.attention_name(config) for key, config in configs.items() if config is not None}
 
 
 @contextmanager
@@ -119,30 +116,21 @@ def require_attention_interface(model: PreTrainedModel, remedy: str) -> None:
 
 def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
     """The transformers model inside `torch.compile` or a PEFT adapter; any other wrapper is refused by its type."""
-    while (inner := _inside(model, used_by)) is not None:
-        model = inner
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: pass the model it wraps.")
-    return model
-
-
-def _inside(wrapper: Any, used_by: str) -> Any:
-    if (inner := compat.inside_compiled(wrapper)) is not None:
-        return inner
+    if (inner := compat.inside_compiled(model)) is not None:
+        return unwrapped(inner, used_by)
+    if isinstance(model, PreTrainedModel):
+        return model
     peft: Any = sys.modules.get("peft")  # not imported: the wrapper is not of its types
-    if peft is None or not isinstance(wrapper, peft.PeftModel):
-        return None
-    config = wrapper.active_peft_config
+    if peft is None or not isinstance(model, peft.PeftModel):
+        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: pass the model it wraps.")
+    config = model.active_peft_config
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning or kind == "XLORA":
         raise ValueError(
             f"{used_by} changes the model alone, and PEFT's {kind} computes outside of the model that it wraps. "
             "Adapters inside the model, such as LoRA, are served."
         )
-    return wrapper.get_base_model()
-
-
-_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+    return unwrapped(model.get_base_model(), used_by)
 
 
 @contextmanager
@@ -165,21 +153,3 @@ def without_cudnn() -> Iterator[None]:
             _cudnn_users -= 1
             if _cudnn_users == 0:
                 cuda.enable_cudnn_sdp(_cudnn_before)
-
-
-_VERIFICATION_PASS: ContextVar[bool] = ContextVar("verification_pass", default=False)
-
-
-def is_verification_pass() -> bool:
-    """Whether the pass that runs verifies a captured step: a trace does not record it."""
-    return _VERIFICATION_PASS.get()
-
-
-@contextmanager
-def verification_pass() -> Iterator[None]:
-    """Inside, passes of a model are verifications."""
-    before = _VERIFICATION_PASS.set(True)
-    try:
-        yield
-    finally:
-        _VERIFICATION_PASS.reset(before)

@@ -1,7 +1,5 @@
 """Caches that calls of `generate` take and give back: sized by the call, kept between calls, bounded in bytes."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Iterator

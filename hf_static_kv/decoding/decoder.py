@@ -8,8 +8,6 @@ Tokens are those of `generate` without it in float32, and inside `exact`; in bf1
 differently. What cannot be captured falls back to transformers' loop, with one warning that says why.
 """
 
-from __future__ import annotations
-
 import logging
 from contextlib import ExitStack, nullcontext, suppress
 from threading import RLock
@@ -19,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -96,35 +95,39 @@ class GraphDecoder:
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
-        call.begin()
+        mode = call.request.mode
+        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            raise ValueError(
+                f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
+            )
+        if isinstance(call.cache, StaticContiguousCache):
+            call.cache.begin_call(call.request)
         if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
             raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         if call.device.type == "cuda" and not self._steps:
             load(TRITON if self.compile == "none" else TRITON + INDUCTOR)
-        streamer = call.request.streamer
-        if streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
-            streamer = self.streamer
-            streamer.put(call.input_ids.cpu())  # type: ignore[no-untyped-call]
+        if call.streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
+            call.streamer = self.streamer
+            call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
             before = call.cache.seq_len
             try:
-                return self._decode(call, streamer)
+                return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
                 call.cache.crop(before - call.cache.seq_len)
         self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
-        return call.run_eagerly(streamer)
+        return call.run_eagerly()
 
-    def _decode(self, call: Call, streamer: BaseStreamer | None) -> _Output:
+    def _decode(self, call: Call) -> _Output:
         """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
         cache, logits = call.cache, call.prefill()
         if cache.grows and cache.seq_len == cache.max_cache_len:
-            cache.grow(2 * cache.max_cache_len)
+            call.grow()
         with compat.optimized_for_decode(call.model):
-            is_greedy = streamer is None and call.is_plain_greedy()  # a streamer is given every token as it comes
-            step = self._step(call, is_greedy) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
-            sampling = Sampling(call, streamer)
+            step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
+            sampling = Sampling(call)
             is_over = sampling.append(logits)
             while step is not None and not is_over:
                 # A replay does not use the model, and changing its attention takes a millisecond.
@@ -133,24 +136,23 @@ class GraphDecoder:
                     _run(step, sampling, call)
                 is_over = not (cache.grows and sampling.is_cut_short())
                 if not is_over:
-                    cache.grow(2 * cache.max_cache_len)
+                    call.grow()
                     sampling.set_limit(*call.lengths)
-                    step = self._step(call, is_greedy)
+                    step = self._step(call)
         cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
-        sampling.refuse_to_be_cut_short(cache)
-        return sampling.result(cache)
+        return sampling.result(call.cache)
 
     # --- captured steps
 
-    def _step(self, call: Call, is_greedy: bool) -> DecodeStep:
+    def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        steps = self._steps.setdefault(call.cache, {})
+        steps, is_greedy = self._steps.setdefault(call.cache, {}), call.is_plain_greedy()
         key = (is_greedy, *call.fingerprint)
         known = steps.pop(key, None)
         if known is None:
             self._evict(steps)
-        step = known if isinstance(known, DecodeStep) else self._try_new_step(call, is_greedy, known)
+        step = known if isinstance(known, DecodeStep) else self._new_step(call, is_greedy, known)
         steps[key] = step  # the newest now
         if isinstance(step, _Failure):
             raise NotCaptured(step.reason)
@@ -158,35 +160,28 @@ class GraphDecoder:
         debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
         return step
 
-    def _try_new_step(self, call: Call, is_greedy: bool, before: _Failure | None) -> DecodeStep | _Failure:
+    def _new_step(self, call: Call, is_greedy: bool, failed: _Failure | None) -> DecodeStep | _Failure:
+        """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
+        kind = GreedyStep if is_greedy else DecodeStep
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
-            with torch.inference_mode(False), torch.no_grad():
-                return self._new_step(call, is_greedy)
+            with torch.inference_mode(False), torch.no_grad(), attention_implementation(call.model, call.own_attention):
+                step = kind(call.model, call.cache, len(call.seq_start))
+                # A trace records weights in Python, so its step runs without a graph.
+                if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+                    step.capture(call.cache.seq_len, call.seq_start.to(call.device), self.compile)
+                verify(step, call)
+            return step
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
                 raise NotCaptured(reason) from error  # always tried again
-            return _Failure(reason, before.attempts + 1 if before else 1)
-
-    def _new_step(self, call: Call, is_greedy: bool) -> DecodeStep:
-        """A step, captured on a GPU, and verified."""
-        kind = GreedyStep if is_greedy else DecodeStep
-        step = kind(call.model, call.cache, len(call.seq_start))
-        with attention_implementation(call.model, call.own_attention):
-            # A trace records weights in Python, so its step runs without a graph.
-            if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
-                step.capture(call.cache.seq_len, call.seq_start.to(call.device), self.compile)
-            verify(step, call)
-        return step
+            return _Failure(reason, failed.attempts + 1 if failed else 1)
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
-        """Drop steps whose model or storage no longer exists, and the oldest where there are too many.
-
-        A model that changes between calls, or a new batch size in every call, would fill the memory with graphs.
-        """
+        """Drop steps whose model or storage is gone, and the oldest where there are too many: graphs take memory."""
         for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
             del steps[key]
         while len(steps) >= _MAX_STEPS:
@@ -198,7 +193,7 @@ class GraphDecoder:
 
     def _known_failure(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
-        steps = self._steps.get(call.cache) or {}
+        steps = self._steps.get(call.cache, {})
         # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
         failures = {key[1:]: step for key, step in steps.items() if isinstance(step, _Failure)}
         failure = failures.get(call.fingerprint) if failures else None
@@ -211,10 +206,7 @@ class GraphDecoder:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that captured steps hold beside the model and the caches: rotary tables and inputs.
-
-        The memory that a graph computes in is not counted; torch counts it as reserved.
-        """
+        """Bytes of rotary tables and inputs of all steps. Torch counts memory that graphs compute in as reserved."""
         captured = [s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)]
         return sum({buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers}.values())
 
@@ -246,14 +238,15 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
 
 def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    first = call.cache.seq_len + 1  # the position of the first token that the step selects
-    step.set_state(sampling.last_tokens, sampling.unfinished, call.eos, sampling.pad)
+    step.set_state(sampling.last_tokens, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
+    start, position = sampling.length, call.cache.seq_len + 1  # of the next token, in `ids` and in `sequences`
     is_over = False
     while not is_over:
         flag = step.replay()
         _mark_written(call)
         is_over = sampling.count_token(flag)
-    sampling.set_last(step.state.sequences[:, first : call.cache.seq_len + 1], step.state.unfinished[:, 0])
+    sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
+    sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
 
 
 def _mark_written(call: Call) -> None:

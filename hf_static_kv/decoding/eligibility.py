@@ -1,7 +1,5 @@
 """Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable
 
@@ -43,14 +41,15 @@ def _unserved_request(call: Call) -> str | None:
 
 def _unserved_model(call: Call) -> str | None:
     model, config = call.model, call.model.config.get_text_config()
-    name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in call.parameters})
+    parameters = [parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")]
+    name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in parameters})
     if compat.prefill(model) is None:
         return "this version of transformers has no prefill of its own to call"
     if "meta" in devices:
         return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
     if len(devices) > 1:
         return f"the model is spread over {', '.join(devices)} (device_map=0 keeps it on one)"
-    if (kind := type_without_address(call.parameters)) is not None:
+    if (kind := type_without_address(parameters)) is not None:
         return f"weights of type {kind} have no address of their own"
     if not compat.can_set_attention(model):
         return f"{name} does not use transformers' attention interface"
@@ -71,24 +70,15 @@ def _unserved_prompt(call: Call) -> str | None:
     windows = [plan.sliding_window for plan in plan_layers(call.model.config)]
     if windows != [layer.sliding_window for layer in call.cache.layers]:
         return "the windows of the cache are not those of the model"
-    if _has_holes(call):
-        return "the attention mask has holes"
-    return None if _counts_from_seq_start(call) else "position_ids do not count from the first token"
-
-
-def _has_holes(call: Call) -> bool:
-    if call.mask is None:
-        return False
-    position = torch.arange(call.mask.shape[1], device=call.mask.device)
-    return bool((call.mask.bool() != (position >= call.seq_start[:, None])).any())
-
-
-def _counts_from_seq_start(call: Call) -> bool:
-    positions = call.model_kwargs.get("position_ids")
-    if positions is None:
-        return True
-    last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start
-    return positions.ndim == 2 and bool((positions[:, -1] == last).all())
+    if call.mask is not None:
+        position = torch.arange(call.mask.shape[1], device=call.mask.device)
+        if bool((call.mask.bool() != (position >= call.seq_start[:, None])).any()):
+            return "the attention mask has holes"
+    if (positions := call.model_kwargs.get("position_ids")) is not None:
+        last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start
+        if positions.ndim != 2 or not bool((positions[:, -1] == last).all()):
+            return "position_ids do not count from the first token"
+    return None
 
 
 def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:

@@ -1,14 +1,11 @@
 """The tokens of one call: selects them from logits as `generate` does, and knows when the call is over."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 from transformers.generation.stopping_criteria import MaxLengthCriteria
-from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
@@ -20,23 +17,23 @@ from hf_static_kv.decoding.call import Call
 class Sampling:
     """The tokens of one call, selected greedily or by sampling, and what ends them."""
 
-    def __init__(self, call: Call, streamer: BaseStreamer | None) -> None:
-        self.config, self.streamer = call.config, streamer
+    def __init__(self, call: Call) -> None:
+        self.config, self.streamer = call.config, call.streamer
         self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
         self.ids = call.input_ids.clone()
         self.set_limit(*call.lengths)
         # The loop counts the length itself; the other criteria look at the tokens.
         self.criteria = StoppingCriteriaList(c for c in call.criteria if type(c) is not MaxLengthCriteria)
-        ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
-        pad = compat.pad_token(call.config) if ends else None
+        has_ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
+        pad = compat.pad_token(call.config) if has_ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
         # A streamer synchronizes at every token anyway, and must not be given one too many; nor must a trace.
-        synchronizes = streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
+        synchronizes = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         self.finished = StopFlag(deferred=not synchronizes)
-        self.overrun = 0
-        self.rng_state: Tensor | None = None
+        self.overrun = 0  # tokens selected after the end
+        self.rng_state: Tensor | None = None  # before the newest token was drawn
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -52,14 +49,16 @@ class Sampling:
 
     @property
     def last_tokens(self) -> Tensor:
-        return self.ids[:, self.length - 1]
+        return self.ids[:, self.length - 1]  # [B]
 
     def append(self, logits: Tensor) -> bool:
         """Select and append one token for each batch row; whether the call is over."""
         logits = logits.to(self.ids.device)
         scores = self.processors(self.sequences, logits) if self.processors else logits
-        if self.config.return_dict_in_generate:
-            self._keep(scores, logits)
+        if self.config.return_dict_in_generate and self.config.output_scores:
+            self.scores.append(scores.clone())  # a copy: the next step overwrites its logits
+        if self.config.return_dict_in_generate and self.config.output_logits:
+            self.logits.append(logits.clone())
         if self.config.do_sample:
             if self.finished.deferred and self.ids.is_cuda:
                 self.rng_state = torch.cuda.get_rng_state(self.ids.device)
@@ -71,61 +70,46 @@ class Sampling:
         self.ids[:, self.length] = tokens
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())  # type: ignore[no-untyped-call]
-        return self._is_over()
+            self.streamer.put(tokens.cpu())
+        if not self.criteria:
+            return self.length >= self.max_length
+        self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
+        return self._is_over(self.unfinished.max() == 0)
 
-    def _keep(self, scores: Tensor, logits: Tensor) -> None:
-        # Copies: the step's logits are a buffer that the next step overwrites.
-        if self.config.output_scores:
-            self.scores.append(scores.clone())
-        if self.config.output_logits:
-            self.logits.append(logits.clone())
-
-    def _is_over(self) -> bool:
-        if self.criteria:
-            self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
-            if self.finished.push(self.unfinished.max() == 0):  # deferred: one token too many was selected
-                self.overrun = 1
-                if self.rng_state is not None:  # undo the draw of that token
-                    torch.cuda.set_rng_state(self.rng_state, self.ids.device)
-        return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
-
-    def count_token(self, is_over: Tensor) -> bool:
+    def count_token(self, all_ended: Tensor) -> bool:
         """Count one more token, selected on the device; whether the call is over."""
         self.length += 1
-        if self.criteria and self.finished.push(is_over):
-            self.overrun = 1
-        return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
+        return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
-    def set_last(self, tokens: Tensor, unfinished: Tensor) -> None:
-        """The last tokens [B, n], selected on the device, and the rows that go on after them [B]."""
-        self.ids[:, self.length - tokens.shape[1] : self.length] = tokens
-        self.unfinished = unfinished.to(self.unfinished)
+    def _is_over(self, all_ended: Tensor) -> bool:
+        if self.finished.push(all_ended):  # deferred: one token too many was selected
+            self.overrun = 1
+            if self.rng_state is not None:  # undo the draw of that token
+                torch.cuda.set_rng_state(self.rng_state, self.ids.device)
+        return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
     def is_cut_short(self) -> bool:
         """Whether the cache is full and nothing else ended the sequences."""
         is_full = not self.fits and self.length >= self.max_length
         return is_full and not self.overrun and not self.finished.newest()
 
-    def refuse_to_be_cut_short(self, cache: StaticContiguousCache) -> None:
-        """Raise where the cache is full and nothing else ended the sequences; the cache keeps their tokens."""
+    def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | Tensor:
+        """What `generate` returns. Raises where the cache is full and nothing ended the sequences; it keeps them."""
         if self.is_cut_short():
             raise ValueError(
                 f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} tokens, and no end "
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."
             )
-
-    def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | Tensor:
         if self.streamer is not None:
-            self.streamer.end()  # type: ignore[no-untyped-call]
+            self.streamer.end()
         sequences = self.ids[:, : self.length - self.overrun].clone()
         if not self.config.return_dict_in_generate:
             return sequences
-        scores, logits = (kept[: len(kept) - self.overrun] for kept in (self.scores, self.logits))
+        scores, logits = (tuple(kept[: len(kept) - self.overrun]) for kept in (self.scores, self.logits))
         return GenerateDecoderOnlyOutput(
             sequences=sequences,  # type: ignore[arg-type]  # as for the processors
-            scores=tuple(scores) if self.config.output_scores else None,  # type: ignore[arg-type]
-            logits=tuple(logits) if self.config.output_logits else None,  # type: ignore[arg-type]
+            scores=scores if self.config.output_scores else None,  # type: ignore[arg-type]
+            logits=logits if self.config.output_logits else None,  # type: ignore[arg-type]
             past_key_values=cache,
         )
 
@@ -134,8 +118,7 @@ class StopFlag:
     """A bool that the device computes. Deferred, it is read one step late: the host waits for no step just sent."""
 
     def __init__(self, deferred: bool) -> None:
-        self.deferred = deferred  # for flags on a GPU
-        self.is_set = False
+        self.deferred, self.is_set = deferred, False  # deferred: flags on a GPU only
         self.on_host: Tensor | None = None
         self.arrived: torch.cuda.Event | None = None
 

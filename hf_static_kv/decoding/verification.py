@@ -13,10 +13,8 @@ parameters moved by up to one unit in the last place, which is more than another
 is sqrt(eps) times the largest logit, inside `exact` zero.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -25,36 +23,35 @@ from torch import Tensor
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
-from hf_static_kv.patching import attention_implementation, verification_pass, without_cudnn
+from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
 from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
 _EDGE = 4  # positions before a window in the case across it
 _UNWRITTEN = 8.0  # further factor at the newest position: a pass that does not write there reads this
 _HALF = (torch.bfloat16, torch.float16)  # float32 needs no measured bound: half of its digits show every fault
-_MARGIN = 2.0  # times the root mean square of what the noise does; see `_rounding_noise`
+# Times the root mean square of what `_rounding_noise` does. Sound steps differ from an ordinary pass by 0.2 to 1.3
+# times that (dev shapes and toys, bfloat16 and float16, H200 and CPU, November 2026).
+_MARGIN = 2.0
 
 
 class Case(NamedTuple):
-    """One pass: the newest token at `position`, in sequences that begin at `seq_start` [B].
+    """One pass over a storage with planted values."""
 
-    The storage holds planted values, `scale` times as large as usual, at the `planted` positions and at `position`.
-    """
-
-    position: int
-    seq_start: Tensor
-    planted: range
-    scale: float
+    position: int  # of the newest token
+    seq_start: Tensor  # [B], where the sequences begin
+    planted: range  # positions with planted values, beside `position`
+    scale: float  # how many times as large as usual they are
 
 
 def verify(step: DecodeStep, call: Call) -> None:
     """Raise where the step gives other logits than an ordinary pass. The cache is left as it was in any case."""
-    length = call.cache.seq_len
+    length, before = call.cache.seq_len, IS_VERIFICATION.set(True)
     try:
-        with verification_pass():
-            for case in _cases(call, length):
-                _verify(step, call, case)
+        for case in _cases(call, length):
+            _verify(step, call, case)
     finally:
+        IS_VERIFICATION.reset(before)
         call.cache.crop(length - call.cache.seq_len)
 
 
@@ -76,9 +73,11 @@ def _cases(call: Call, length: int) -> list[Case]:
 def _verify(step: DecodeStep, call: Call, case: Case) -> None:
     """One token agrees, or two others do: in a mixture of experts rounding alone may choose another expert."""
     found: list[tuple[float, float]] = []
+    ids = call.input_ids  # [B, 0] where the prompt is `inputs_embeds`
+    newest = ids[:, -1] if ids.shape[1] else ids.new_zeros(len(ids))
 
     def agrees(attempt: int) -> bool:
-        tokens = (call.last_tokens.to(call.device) - attempt).abs()  # the newest token, or another valid one
+        tokens = (newest.to(call.device) - attempt).abs()  # or another valid one
         with _planted_values(call, case):
             found.append(_difference_and_bound(step, call, case, tokens))
         return found[-1][0] <= found[-1][1]
@@ -109,30 +108,20 @@ def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tens
 
 def _difference(logits: Tensor, expected: Tensor) -> Tensor:
     # Some models write a large negative number or -inf for tokens that are never selected.
-    both_masked = (expected < _MASKED) & (logits < _MASKED)
-    return (logits - expected).masked_fill(both_masked, 0.0)
+    return (logits - expected).masked_fill((expected < _MASKED) & (logits < _MASKED), 0.0)
 
 
 def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
-    cache, model = call.cache, call.model
-    length = cache.seq_len
-    mask = torch.arange(case.position + 1, device=tokens.device) >= case.seq_start[:, None]
+    cache, length, seq_start = call.cache, call.cache.seq_len, case.seq_start[:, None]
+    mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
+    inputs = {"attention_mask": mask.long(), "position_ids": case.position - seq_start, "past_key_values": cache}
     cache.mark_written(case.position - length)
-    try:
-        # Without cuDNN, which would build a plan for this one call.
-        with attention_implementation(model, call.attention), without_cudnn():
-            outputs = model(
-                input_ids=tokens[:, None],
-                attention_mask=mask.long(),
-                position_ids=case.position - case.seq_start[:, None],
-                past_key_values=cache,
-                use_cache=True,
-            )
-    finally:
-        cache.crop(length - cache.seq_len)
-    logits: Tensor = outputs.logits[:, -1].float()
-    return logits
+    # Without cuDNN, which would build a plan for this one call.
+    with attention_implementation(call.model, call.attention), without_cudnn():
+        outputs = call.model(input_ids=tokens[:, None], use_cache=True, **inputs)
+    cache.crop(length - cache.seq_len)  # `verify` does so after an exception
+    return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -159,11 +148,7 @@ def _planted_values(call: Call, case: Case) -> Iterator[None]:
 
 @contextmanager
 def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
-    """The output of every module with weights of its own, moved by up to one unit in the last place.
-
-    Sound steps differ from an ordinary pass by 0.2 to 1.3 times what this does (dev shapes and toys, bfloat16 and
-    float16, H200 and CPU, November 2026).
-    """
+    """The output of every module with weights of its own, moved by up to one unit in the last place."""
 
     def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():
@@ -173,9 +158,7 @@ def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
 
     weighted = [module for module in modules if compat.own_parts(module, "parameters")]
     generator = torch.Generator(next(weighted[0].parameters()).device).manual_seed(0)
-    handles = [module.register_forward_hook(move) for module in weighted]
-    try:
+    with ExitStack() as hooks:
+        for module in weighted:
+            hooks.enter_context(module.register_forward_hook(move))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

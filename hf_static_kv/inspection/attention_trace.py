@@ -60,7 +60,7 @@ class AttentionTrace:
 
     def record(self, layer: int, first: int, weights: Tensor) -> None:
         """Keep weights [B, heads, keys] of the keys from position `first` on."""
-        if not patching.is_verification_pass():
+        if not patching.IS_VERIFICATION.get():
             weights = weights if self.heads is None else weights[:, self.heads]
             positions = torch.arange(first, first + weights.shape[-1], device=weights.device)
             self.rows.append(AttentionRow(layer, positions, weights.float().clone()))
@@ -129,13 +129,12 @@ def traced_attention(
         kind = type(module).__name__
         raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
     trace, layer = module.__dict__[_TRACE]
-    scaling, softcap, sinks = (kwargs.get(name) for name in ("scaling", "softcap", "s_aux"))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
     if step is not None or attention.kernel_serves(query, key, value, attention_mask):
         weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
         if step is None:
-            output = attention.one_token_attention(query, key, value, attention_mask, scale, softcap, sinks, weights)
+            output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
         else:
             output = decode_attention(
                 query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
@@ -144,7 +143,7 @@ def traced_attention(
             weights = weights[..., first:end]
         trace.record(layer, first, weights)
         return output, None
-    output, weights = attention.plain_attention(query, key, value, attention_mask, scale, softcap, sinks)
+    output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
     trace.record(layer, first, weights[:, :, -1])
     if trace.full is not None:
         trace.full.append(weights)

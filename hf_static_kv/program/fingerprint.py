@@ -1,7 +1,5 @@
 """What a captured step keeps: addresses, settings and functions. A model that differs in any of it needs a new step."""
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Iterable, Sequence
@@ -25,11 +23,9 @@ _SETTINGS = (bool, int, float, str)
 _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
-def model_fingerprint(
-    model: PreTrainedModel, modules: Sequence[Module], storage: Tensor, is_exact: bool
-) -> tuple[Any, ...]:
+def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    tensors, kinds = [storage], [type(module) for module in modules]
+    tensors, kinds = [keys], [type(module) for module in modules]
     for module in modules:
         tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]

@@ -1,7 +1,5 @@
 """Linear layers and gated MLPs as kernels."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager

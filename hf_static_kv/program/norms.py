@@ -1,7 +1,5 @@
 """RMS norms as kernels, and the sums before them."""
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -111,7 +109,7 @@ class FusedSums(TorchFunctionMode):
         self.norms_before: set[_FusedNorm | None] = set()
         self.lazy: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
 
-    def __enter__(self) -> FusedSums:
+    def __enter__(self) -> "FusedSums":
         _THIS_THREAD.sums, self.norms_left = self, iter(self.norms)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self

@@ -1,7 +1,5 @@
 """Starts the compilers in threads while the prompt is computed. That saves one to three seconds of the first call."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -26,11 +24,10 @@ def wait_for(parts: tuple[Callable[[], None], ...]) -> None:
 
 @lru_cache
 def _thread(part: Callable[[], None]) -> Thread:
-    thread = Thread(target=_without_errors, args=(part,), daemon=True)
+    def run() -> None:
+        with suppress(Exception):  # an error is raised again where the compiler is used
+            part()
+
+    thread = Thread(target=run, daemon=True)
     thread.start()
     return thread
-
-
-def _without_errors(part: Callable[[], None]) -> None:
-    with suppress(Exception):  # an error is raised again where the compiler is used
-        part()

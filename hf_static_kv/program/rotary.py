@@ -1,7 +1,5 @@
 """Rotary embeddings: cosines and sines from a table, and one kernel that rotates queries and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any

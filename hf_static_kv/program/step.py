@@ -6,8 +6,6 @@
 On a CPU there is no graph and nothing is fused: the model's own modules run, with the step's cache and attention.
 """
 
-from __future__ import annotations
-
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -34,7 +32,6 @@ from hf_static_kv.program.preload import INDUCTOR, TRITON, wait_for
 from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 
 COMPILE = ("none", "layers")
-_WARM_UPS = 2
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 _MAX_COMPILED = 256  # compiled layers in one process; dynamo's own limit of 8 would silently end compiling
@@ -49,19 +46,16 @@ class DecodeStep:
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
         if len(cache.storage_groups) > 1:
             raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
-        self.batch_size, self.max_cache_len = batch_size, cache.max_cache_len
+        self.max_cache_len = cache.max_cache_len
         self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
-        device, num_layers = cache.layers[0].device, len(cache.layers)
-        unlimited = torch.iinfo(torch.int64).max // 2
+        device, storage, unlimited = cache.layers[0].device, cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
         self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.seq_start = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.cache_position = torch.zeros(1, dtype=torch.int64, device=device)  # of the newest token
-        self.position_ids = torch.zeros_like(self.seq_start)
+        self.seq_start, self.position_ids = torch.zeros_like(self.token), torch.zeros_like(self.token)
+        self.cache_position = self.token.new_zeros(1)  # of the newest token
         # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
-        self.spans = torch.zeros(batch_size, num_layers, 4, dtype=torch.int64, device=device)[..., :3]
+        self.spans = self.token.new_zeros(batch_size, len(cache.layers), 4)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
-        storage = cache.storage_groups[0]
         self._storage = weakref.ref(storage)  # a cache that grows replaces it
         self.layers = [
             StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
@@ -79,10 +73,9 @@ class DecodeStep:
         return self._model() is None or self._storage() is None
 
     @property
-    def model(self) -> PreTrainedModel:
-        model = self._model()
-        assert model is not None, "the model no longer exists"
-        return model
+    def model(self) -> Any:
+        """The model; None where it no longer exists."""
+        return self._model()
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -108,10 +101,7 @@ class DecodeStep:
         return self.logits
 
     def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
-        """Capture the step as a graph. Writes at position `length`, which the first `run` overwrites.
-
-        Fused and compiled parts stay in the graph only: the model has its own `forward` when this returns.
-        """
+        """Capture the step as a graph, and put the model back. The first `run` overwrites position `length`."""
         wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
@@ -130,35 +120,28 @@ class DecodeStep:
                 changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
             self._warm_up(length, seq_start)
             self.set_position(length, seq_start)
-            self._capture()
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            try:
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
+                    self.logits = self._forward()
+            except BaseException:
+                torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
+                raise
+            self.graph = graph
         self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _run_once(self, length: int, seq_start: Tensor) -> None:
         self.set_position(length, seq_start)
         self._forward()
 
-    def _capture(self) -> None:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-        try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
-                self.logits = self._forward()
-        except BaseException:
-            torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
-            raise
-        self.graph = graph
-
     def _warm_up(self, length: int, seq_start: Tensor) -> None:
-        """Passes before the capture: they compile kernels and let libraries allocate.
-
-        The last one must not synchronize. In a capture that is an error too, and one that leaves the allocator unusable
-        for the rest of the process.
-        """
+        """Two passes before the capture: they compile kernels and let libraries allocate."""
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for i in range(_WARM_UPS):
-                with _no_synchronization() if i == _WARM_UPS - 1 else nullcontext():
-                    self._run_once(length, seq_start)
+            self._run_once(length, seq_start)
+            with _no_synchronization():  # in a capture, one leaves the allocator unusable for the whole process
+                self._run_once(length, seq_start)
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
@@ -167,42 +150,30 @@ class DecodeStep:
 
     def _layers_by_module(self) -> dict[Module, StepLayer]:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
-        indices = {module: getattr(module, "layer_idx", None) for module in self.model.modules()}
-        own = {module: i for module, i in indices.items() if isinstance(i, int) and i < len(self.layers)}
-        return {module: self.layers[i] for module, i in own.items()}
+        indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
+        return {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
 
     def _advance_and_run(self) -> Tensor:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
-        output = self.model(
-            input_ids=self.token,
-            position_ids=self.position_ids,
-            attention_mask=self.mask,
-            past_key_values=self.cache,
-            use_cache=True,
-        )
-        logits: Tensor = output.logits[:, -1]
-        return logits
+        inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
+        return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
 
 class GreedyStep(DecodeStep):
-    """A decode step that also selects the next token, or padding in a batch row that has ended.
-
-    Between two tokens there is nothing but the replay.
-    """
+    """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph."""
 
     MAX_EOS = 16
 
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
         super().__init__(model, cache, batch_size)
-        device = self.token.device
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position more.
-            sequences=torch.zeros(batch_size, cache.max_cache_len + 1, dtype=torch.int64, device=device),
+            sequences=self.token.new_zeros(batch_size, cache.max_cache_len + 1),
             token=self.token,
-            unfinished=torch.ones(batch_size, 1, dtype=torch.bool, device=device),
-            eos=torch.full((1, self.MAX_EOS), -1, device=device),
-            pad=torch.zeros(1, dtype=torch.int64, device=device),
-            is_over=torch.zeros((), dtype=torch.bool, device=device),
+            unfinished=torch.ones_like(self.token, dtype=torch.bool),
+            eos=self.token.new_full((1, self.MAX_EOS), -1),
+            pad=self.token.new_zeros(1),
+            is_over=self.token.new_zeros((), dtype=torch.bool),
         )
 
     @property
@@ -233,31 +204,24 @@ class GreedyStep(DecodeStep):
 @contextmanager
 def compiled_layers(model: PreTrainedModel, num_layers: int, **options: Any) -> Iterator[None]:
     """The model with its decoder layers compiled. Equal layers share one compilation: seconds, not a minute."""
-    options = options or compat.inductor_options()
-    layers = _decoder_layers(model, num_layers)
-    forwards = {layer: torch.compile(layer.forward, dynamic=False, **options) for layer in layers}
+    options = {"dynamic": False, **(options or compat.inductor_options())}
+    forwards = {layer: torch.compile(layer.forward, **options) for layer in _decoder_layers(model, num_layers)}
     with compat.many_compilations(_MAX_COMPILED), replaced("forward", forwards):
         yield
 
 
 def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[Module]:
     """The layers that write to the cache: as many as it has, each with a `layer_idx`. A vision tower may be as deep."""
+    numbered = {module for module in model.modules() if getattr(module, "layer_idx", None) is not None}
     for layers in (module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
-        if len(layers) == num_layers and all(_has_layer_idx(layer) for layer in layers):
+        if len(layers) == num_layers and all(numbered.intersection(layer.modules()) for layer in layers):
             return list(layers)
     raise ValueError(f"no list of {num_layers} decoder layers was found in {type(model).__name__} to compile")
 
 
-def _has_layer_idx(layer: Module) -> bool:
-    return any(getattr(module, "layer_idx", None) is not None for module in layer.modules())
-
-
 @contextmanager
 def _no_synchronization() -> Iterator[None]:
-    """Raise at the end if this thread has synchronized with the device. Other threads may.
-
-    Torch's sync-debug mode is process-wide, so it only warns here, and warnings of other threads are dropped.
-    """
+    """Raise at the end if this thread has synchronized. Torch's mode is process-wide, so other threads are ignored."""
     before, own_thread, show, seen = torch.cuda.get_sync_debug_mode(), get_ident(), warnings.showwarning, []
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
@@ -282,8 +246,7 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    A graph cannot hold a length: `get_seq_length` is 0. What a model computes from it is wrong at every step, and shows
-    when the captured step is verified.
+    A graph holds no length: `get_seq_length` is 0. Verification refuses a model whose logits depend on it.
     """
 
     def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
@@ -293,9 +256,8 @@ class _StepCache(Cache):
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        layer = layer_idx
-        write_token(layer.keys, layer.values, key_states, value_states, self.cache_position)
-        return layer.keys, layer.values
+        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
+        return layer_idx.keys, layer_idx.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
