@@ -11,18 +11,6 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attachment",
-    "GraphDecoder",
-    "StaticContiguousCache",
-    "StaticContiguousLayer",
-    "StepRecorder",
-    "__version__",
-    "attach",
-    "attached",
-    "attachment",
-    "cache_bytes",
-    "detach",
-    "exact",
-    "full_attention",
-    "trace_attention",
-]
+    "Attachment", "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__",
+    "attach", "attached", "attachment", "cache_bytes", "detach", "exact", "full_attention", "trace_attention",
+]  # fmt: skip

@@ -19,8 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from hf_static_kv.kernels.decode_attention import attend, decode_attention
-from hf_static_kv.kernels.invariant_attention import invariant_attention
+from hf_static_kv.kernels.decode_attention import attend, decode_attention, invariant_attention
 from hf_static_kv.patching import without_cudnn
 
 ATTENTION_NAME = "static_contiguous"

@@ -1,4 +1,4 @@
-"""Every private name of transformers, torch and Triton that this package uses, in one file.
+"""Every private name of transformers, torch and Triton that this package uses, in one file and in this order.
 
 Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
 the package imports without them. Each function says what happens when its name is gone.
@@ -7,14 +7,13 @@ One name is not here: `generate` sets `_is_user_defined` on a user's cache, and 
 Without it: as for `generate_locals`.
 """
 
-from __future__ import annotations
-
 import copy
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import wraps
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
@@ -24,7 +23,16 @@ from torch.nn import Module
 from torch.nn.modules import module as torch_module
 from transformers import GenerationConfig, GenerationMixin
 
-# --- transformers
+
+def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
+    """A function that reads an attribute of its argument; where there is none, it returns the default."""
+    return lambda thing: getattr(thing, name, default)
+
+
+mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
+prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
+attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
+is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
 
 
 def generate_locals() -> dict[str, Any] | None:
@@ -34,11 +42,6 @@ def generate_locals() -> dict[str, Any] | None:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return None if frame is None else frame.f_locals
-
-
-def mask_length(config: GenerationConfig) -> int:
-    """The length of a mask of ones that `generate` has left out; -1 where it does not say."""
-    return int(getattr(config, "_mask_length", -1))
 
 
 def pad_token(config: GenerationConfig) -> Tensor | None:
@@ -80,7 +83,9 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
             return result
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
-            return hooks.loop(self, super()._sample, args, kwargs)
+            own_loop = super()._sample
+            is_common = own_loop.__func__ is GenerationMixin._sample  # a model may have another
+            return hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, *state = super().__reduce_ex__(protocol)
@@ -89,11 +94,6 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(HookedModel, name, getattr(base, name))
     return HookedModel
-
-
-def prefill(model: Any) -> Callable[..., Any] | None:
-    """The method that reads a prompt. Without it: GraphDecoder falls back."""
-    return getattr(model, "_prefill", None)
 
 
 def sampling_loop(model: Any) -> Callable[..., Any]:
@@ -114,28 +114,15 @@ def can_set_attention(model: Any) -> bool:
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
 
-def attention_name(config: Any) -> str | None:
-    """The attention implementation that a config names. Without it: None, and `can_set_attention` is False."""
-    return getattr(config, "_attn_implementation", None)
-
-
 def clear_attention_name(config: Any) -> None:
     """Name no attention, as in the config of a part that has none. Without it: nothing reads what this sets."""
     config._attn_implementation = None
-
-
-def collects_outputs(hook: Any) -> bool:
-    """Whether transformers left this hook behind to collect outputs. Without the module: GraphDecoder falls back."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def planned_device(module: Module) -> torch.device | None:
     """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return None if device is None else torch.device(device)
-
-
-# --- torch: modules and tensors
 
 
 def own_parts(module: Module, kind: str) -> list[Any]:
@@ -172,9 +159,13 @@ def forward_hooks(module: Module) -> list[Any]:
     return [hook for store in stores for hook in store.values()]
 
 
-def has_global_hooks() -> bool:
-    """Whether hooks run around every module. Without these names: none are seen."""
-    return any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+def has_hooks(modules: Iterable[Module]) -> bool:
+    """Whether a pass calls hooks, of these modules or of all modules. Without these names: none are seen."""
+    # transformers leaves hooks behind that collect outputs. Without their module: they count, GraphDecoder falls back.
+    harmless = "transformers.utils.output_capturing"
+    hooks = (hook for module in modules for hook in forward_hooks(module))
+    has_global = any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+    return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)
 
 
 def write_count(tensor: Tensor) -> int | object:
@@ -187,8 +178,6 @@ def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
 
-
-# --- torch: dispatch and compiling
 
 try:
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -221,11 +210,6 @@ def inside_compiled(module: Any) -> Any:
     return module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
 
 
-def is_compiled_in_place(module: Module) -> bool:
-    """Whether `module.compile()` was called. Without it: not seen."""
-    return getattr(module, "_compiled_call_impl", None) is not None
-
-
 def is_fullgraph(wrapper: Any) -> bool:
     """Whether a compiled module makes a graph break an error. Without it: torch raises its own error."""
     return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
@@ -235,28 +219,23 @@ def many_compilations(limit: int) -> AbstractContextManager[Any]:
     """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
     limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
     with suppress(ImportError):
-        import torch._dynamo.config as config
-
+        config = import_module("torch._dynamo.config")
         if all(hasattr(config, name) for name in limits):
-            return config.patch(limits)  # type: ignore[no-any-return,unused-ignore]
+            return config.patch(limits)  # type: ignore[no-any-return]
     return nullcontext()
 
 
 def inductor_options() -> dict[str, Any]:
     """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
     with suppress(ImportError):
-        import torch._inductor.config as config
-
-        if hasattr(config.triton, "enable_pdl"):
+        if hasattr(import_module("torch._inductor.config").triton, "enable_pdl"):
             return {"options": {"triton.enable_pdl": True}}
     return {}
 
 
 def load_inductor() -> None:
     """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
-    from torch._inductor.async_compile import AsyncCompile
-
-    AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+    import_module("torch._inductor.async_compile").AsyncCompile.use_process_pool()
 
 
 # --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
@@ -293,18 +272,14 @@ def load_kernel(kernel: Any) -> None:
 
 def load_triton_driver() -> None:
     """Build Triton's C module. Without it: the first launch does so."""
-    from triton.runtime import driver
-
-    driver.active.utils  # noqa: B018  # built on access
+    import_module("triton.runtime").driver.active.utils  # noqa: B018  # built on access
 
 
 def hash_triton() -> None:
     """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
-    from triton.runtime.cache import triton_key
-
-    triton_key()
+    import_module("triton.runtime.cache").triton_key()
 
 
 def load_gluon() -> None:
     """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
-    import triton.experimental.gluon  # noqa: F401
+    import_module("triton.experimental.gluon")

@@ -3,8 +3,6 @@
 Tests, examples and benchmarks share it; `import hf_static_kv` does not load it. The shapes are in dev_models.json.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -31,11 +29,7 @@ Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model.
-
-    >>> dev_config("qwen3-1.7b").num_hidden_layers
-    28
-    """
+    """The true shape of a dev model."""
     return _config(name, "dev_models")
 
 
@@ -93,12 +87,7 @@ def find_source(model: str) -> Source:
 def load_model(
     model: str, *, device: str = "cpu", dtype: torch.dtype = torch.float32, attn: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line.
-
-    >>> model, tokenizer = load_model("gemma3")
-    >>> model.config.sliding_window
-    32
-    """
+    """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
     loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
     loaded.train(False)
@@ -106,11 +95,7 @@ def load_model(
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The config alone, from where `load_model` takes the weights.
-
-    >>> load_config("llama").max_position_embeddings
-    512
-    """
+    """The config alone, from where `load_model` takes the weights."""
     return _load(AutoConfig, model)  # type: ignore[no-any-return]
 
 

@@ -12,12 +12,17 @@ import torch
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_static_kv
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attachment, detach, exact
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attaching, attachment, detach, exact
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
 
 ON_GPU = DEVICE == "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _prompts_of_any_length(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
 
 
 def generate(model, ids=PROMPT, seed=0, **how):
@@ -451,8 +456,14 @@ def test_calls_replay_a_captured_step(model):
 
 
 @pytest.mark.skipif(ON_GPU, reason="what a machine without graphs says")
-def test_a_cpu_uses_the_cache_alone(model):
+def test_a_cpu_uses_the_cache_alone_where_it_is_no_slower(model, monkeypatch):
     info = attach(model)
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 14)
     generate(model)
+    assert info.fallback_reason == "on a cpu our cache is no faster for a prompt this short"
+    assert info.caches == []
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 13)
+    generate(model)
+    assert len(info.caches) == 1
     assert info.fallback_reason == "there are no graphs on cpu"
     assert "captured_steps=0" in repr(info)

@@ -13,10 +13,9 @@ READING_ORDER = {
     "": ["compat"],
     "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache", "pool"],
     "kernels": [
-        "launch_triton", "advance_triton", "advance", "greedy_triton", "greedy", "write_token_triton",
-        "write_token", "decode_attention_triton", "decode_attention", "invariant_attention", "linear_triton",
-        "invariant_linear_triton", "invariant_linear", "linear", "invariant_sum_triton", "invariant_sum",
-        "rms_norm_triton", "rms_norm", "rotary_triton", "rotary",
+        "launch_triton", "step_state_triton", "step_state", "decode_attention_triton", "decode_attention",
+        "linear_triton", "invariant_linear_triton", "invariant_linear", "linear", "rms_norm_triton", "rms_norm",
+        "rotary_triton", "rotary",
     ],
     ".": ["patching", "attention"],
     "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],

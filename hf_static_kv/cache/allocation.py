@@ -1,7 +1,5 @@
 """The layers of a cache and the storage that they share: allocation, groups, pickling."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Sequence
@@ -17,6 +15,7 @@ from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup
 
 logger = logging.getLogger(__name__)
 PerLayer = int | Sequence[int]  # one number for all layers, or one for each
+Place = tuple[LayerShape, torch.device]  # what a layer stores, and where
 
 
 class AllocatedCache(Cache):
@@ -31,11 +30,9 @@ class AllocatedCache(Cache):
         self._unconfirmed = set(range(len(plans)))
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
-    def _allocate(
-        self, places: dict[int, tuple[LayerShape, torch.device]], batch_size: int, dtype: torch.dtype
-    ) -> None:
+    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype) -> None:
         """Give these layers storage; layers of one shape on one device share one pair of tensors."""
-        alike: dict[tuple[LayerShape, torch.device], list[int]] = {}
+        alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
         self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype))

@@ -1,10 +1,9 @@
 """`StaticContiguousCache`: the drop-in for `generate`. Builds the layers, keeps steps atomic, rearranges the batch."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from threading import Lock, get_ident
+from time import monotonic, sleep
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from hf_static_kv.cache import debug, layout
 from hf_static_kv.cache.allocation import AllocatedCache, PerLayer, for_each_layer
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
-from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request, wait_for_exit
+from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class StaticContiguousCache(AllocatedCache):
         self._build(plans, max_cache_len)
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> StaticContiguousCache:
+    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> "StaticContiguousCache":
         """A cache for this model, allocated now: in its dtype, each layer on the device that computes it.
 
         `batch_size` counts beams and return sequences. A smaller batch uses the first batch rows.
@@ -71,7 +70,7 @@ class StaticContiguousCache(AllocatedCache):
         return cache
 
     @classmethod
-    def for_calls(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int) -> StaticContiguousCache:
+    def for_calls(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int) -> "StaticContiguousCache":
         """A cache that grows, for a pool. The first pass allocates, in the dtype of its states (autocast, quantised).
 
         Only a model on several devices is allocated at once: a pass tells the device of one layer at a time.
@@ -102,10 +101,8 @@ class StaticContiguousCache(AllocatedCache):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
-    ) -> StaticContiguousCache:
-        """A cache from plain numbers, with no config; a sequence gives one number for each layer.
-
-        `dtype` and `device` default to torch's own defaults.
+    ) -> "StaticContiguousCache":
+        """A cache from plain numbers; a sequence gives one for each layer. Dtype and device default to torch's own.
 
         >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.bfloat16)
         >>> list(cache.key_storage.shape), cache.memory_bytes
@@ -176,8 +173,9 @@ class StaticContiguousCache(AllocatedCache):
 
     def _take_over(self, doing: str, amid_a_step: bool = False) -> None:
         """Another thread used the cache last: raise if it still does."""
-        if not amid_a_step:
-            wait_for_exit(self, self._thread)
+        deadline = monotonic() + 0.5  # it may be about to return: its streamer ends before its call does
+        while not amid_a_step and is_in_use(self, self._thread) and monotonic() < deadline:
+            sleep(0.005)
         with _TAKING_OVER:
             if self._thread and (amid_a_step or is_in_use(self, self._thread)):
                 raise RuntimeError(
@@ -217,7 +215,8 @@ class StaticContiguousCache(AllocatedCache):
             self._begin_step(layer_idx, size)
         views = layer.write(key_states, value_states)
         if layer_idx == debug.logged_layer:
-            debug.log_layer(layer_idx, layer.length + size[1], size[1], views[0].shape[2])
+            end, message = layer.length + size[1], "layer %d wrote [%d, %d) and returned [%d, %d)"
+            debug.logger.debug(message, layer_idx, layer.length, end, end - views[0].shape[2], end)
         self._written.add(layer_idx)
         if len(self._written) == len(self.layers):
             self._complete_step()
@@ -233,7 +232,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
                 f"it is discarded, and writing starts again at position {layer.length}."
             )
-            self._discard_step()
+            self._end_step()
             self._known_ids = None
         if self._step_size is not None and self._step_size != size:
             raise ValueError(
@@ -251,11 +250,8 @@ class StaticContiguousCache(AllocatedCache):
             debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
         self._end_step(StaticContiguousLayer.commit)
 
-    def _discard_step(self) -> None:
-        self._end_step(StaticContiguousLayer.discard)
-
-    def _end_step(self, end: Callable[[StaticContiguousLayer], None]) -> None:
-        """Commit, discard or reset every layer; no step is in progress then."""
+    def _end_step(self, end: Callable[[StaticContiguousLayer], None] = StaticContiguousLayer.discard) -> None:
+        """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
         for layer in self.layers:
             end(layer)
         self._step_size = None
@@ -305,7 +301,7 @@ class StaticContiguousCache(AllocatedCache):
         filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
         for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
             layer.crop(tokens_to_remove)
-        self._discard_step()
+        self._end_step()
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
 
@@ -354,13 +350,14 @@ class StaticContiguousCache(AllocatedCache):
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."
             )
-        self._discard_step()
+        self._end_step()
         self._known_ids = None
-        # All memory is allocated first, so that running out of it leaves every layer as it was.
         length = max(layer.length for layer in filled)
         groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}
         indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
-        scratch = {key: group.scratch(len(indices), length) for key, group in groups.items()}
+        # All memory is allocated first, so that running out of it leaves every layer as it was.
+        largest = {key: group.views(0, len(indices), 0, length) for key, group in groups.items()}
+        scratch = {key: (torch.empty_like(keys), torch.empty_like(values)) for key, (keys, values) in largest.items()}
         try:
             for layer in filled:
                 layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])

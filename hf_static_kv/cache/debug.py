@@ -1,13 +1,8 @@
 """The debug log: what every step does to a cache, at level DEBUG of the logger `hf_static_kv`.
 
-HF_STATIC_KV_DEBUG=1             logs to standard error
-HF_STATIC_KV_DEBUG_LAYER=0       adds what layer 0 writes and returns
-
-hf_static_kv: step at 12: 1 new token in 2 rows, 13 of 64 positions filled
-hf_static_kv: layer 0 wrote [12, 13) and returned [5, 13)
+HF_STATIC_KV_DEBUG=1         to standard error: "step at 12: 1 new token in 2 rows, 13 of 64 positions filled"
+HF_STATIC_KV_DEBUG_LAYER=0   what layer 0 does as well: "layer 0 wrote [12, 13) and returned [5, 13)"
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -33,11 +28,6 @@ def log_step(start: int, new: int, rows: int, capacity: int) -> None:
     if logger.isEnabledFor(logging.DEBUG):
         what = f"{new} new token{'s' * (new != 1)} in {rows} row{'s' * (rows != 1)}"
         logger.debug("step at %d: %s, %d of %d positions filled", start, what, start + new, capacity)
-
-
-def log_layer(layer: int, end: int, new: int, view: int) -> None:
-    """The `new` positions before `end` that one layer wrote, and the `view` positions that it returned."""
-    logger.debug("layer %d wrote [%d, %d) and returned [%d, %d)", layer, end - new, end, end - view, end)
 
 
 if os.environ.get("HF_STATIC_KV_DEBUG") == "1":

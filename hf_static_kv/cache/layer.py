@@ -1,7 +1,5 @@
 """One layer of the cache: writes new states after its tokens, returns views, knows its own length and window."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -27,7 +25,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     ```
     """
 
-    is_compileable = False
     is_croppable = True
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
@@ -36,7 +33,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.length = self.pending = 0
         self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
         self.group: StorageGroup | None = None
-        self._index = 0  # this layer's index in the group
         self._had_grad = False  # whether states that require grad were written since the last reset
         self.was_assigned = False  # since the last reset
         # While only one of keys and values has been assigned: the (batch, length) that the other still has.
@@ -46,8 +42,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def __repr__(self) -> str:
         window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
         return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window})"
-
-    # --- storage
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
@@ -60,14 +54,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
         members = (LayerShape.of(key_states, value_states), key_states.device, [0])
         dtypes = key_states.dtype, value_states.dtype
-        (group,) = allocate_groups([members], self.max_cache_len, key_states.shape[0], dtypes)
+        (group,) = allocate_groups([members], self.max_cache_len, len(key_states), dtypes)
         self.use_storage(group, index=0)
 
     def used(self) -> list[tuple[int, int]]:
         """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
         return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
-
-    # --- a step: check, write, commit
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states and return the views that attention reads, for a layer that is used alone."""
@@ -108,13 +100,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 "nothing is cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes the dtype and "
                 "device of the states, under autocast too; `from_model` takes those of the model."
             )
-        if self.length:
-            if batch_size != self.batch_size:
-                raise ValueError(
-                    f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call "
-                    "reset() to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
-                )
-        elif batch_size > self.max_batch_size:
+        if self.length and batch_size != self.batch_size:
+            raise ValueError(
+                f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call "
+                "reset() to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
+            )
+        if batch_size > self.max_batch_size:
             raise ValueError(
                 f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch rows. Build the "
                 f"cache with `from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count)."
@@ -132,14 +123,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         )
 
     def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see.
-
-        Under autograd the storage stays out of the graph, and a backward pass through the views raises.
-        """
+        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see."""
         if torch.is_grad_enabled() and (self._had_grad or key_states.requires_grad or value_states.requires_grad):
             with torch.no_grad():
                 views = self.write(key_states, value_states)
-            self._had_grad, anchor = True, torch.empty(0, requires_grad=True)
+            self._had_grad = True
+            anchor = torch.empty(0, requires_grad=True)  # for states that require no grad, after some that did
             keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
             return keys, values
         assert self.group is not None, "the layer has no storage"
@@ -180,8 +169,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def get_max_length(self) -> int:
         return self.max_cache_len
 
-    # --- the sequence: shorten, rearrange, assign
-
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. No state moves: older positions are all still there."""
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
@@ -206,10 +193,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self.batch_size = self.max_batch_size
 
     def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
-        """Batch row i becomes what row `indices[i]` is now, in place; the batch then has len(indices) rows.
-
-        Allocates nothing: states go through `scratch`, from `StorageGroup.scratch`. `indices` are on this device.
-        """
+        """Batch row i becomes what row `indices[i]` is now. Allocates nothing: states go through `scratch`, a pair."""
         assert self.group is not None, "the layer has no storage"
         self.discard()
         before = self.group.views(self._index, self.batch_size, 0, self.length)
@@ -280,11 +264,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """Views of the storage as a function of the states: a backward pass that reaches them raises.
-
-    The gradients of older tokens would silently be missing. `anchor` requires grad for states that do not, written
-    after some that did.
-    """
+    """The views as a function of the states: a backward pass raises, as gradients of older tokens would be missing."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *states_and_views: Tensor) -> tuple[Tensor, Tensor]:

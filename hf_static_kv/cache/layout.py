@@ -1,7 +1,5 @@
 """What a model's config and modules say: which models are served; windows, shapes, bytes, devices, positions."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +16,6 @@ logger = logging.getLogger(__name__)
 # For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where it begins.
 WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
 _SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
-_STATELESS_LAYER_TYPES = {"mlp", "moe"}  # layers that are not attention and keep nothing from token to token
 
 _OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
 _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
@@ -43,12 +40,6 @@ _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
     "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
     "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
 }  # fmt: skip
-# Rotary scalings whose `max_position_embeddings` may still be the length before the scaling.
-_SCALED_ROPE_TYPES = {"linear", "dynamic", "yarn"}
-# Projections whose output has the keys, alone or beside queries and values.
-_KEY_PROJECTIONS = {"k_proj", "qkv_proj", "query_key_value"}
-# Models whose config has a window that their attention mask ignores: without a cache they see all tokens.
-_IGNORED_WINDOW_TYPES = {"moshi"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,13 @@ class LayerPlan:
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served."""
-    _require_config(config)
+    if isinstance(config, torch.nn.Module):
+        raise TypeError(
+            f"{type(config).__name__} is a model: pass `model.config`, or use "
+            "`StaticContiguousCache.from_model(model, max_cache_len)`."
+        )
+    if not isinstance(config, PreTrainedConfig):
+        raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`, a PreTrainedConfig.")
     if (reason := _why_unserved(config)) is not None:
         raise ValueError(reason)
     config = config.get_text_config(decoder=True)
@@ -80,9 +77,7 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
 def cache_bytes(
     config: PreTrainedConfig, max_cache_len: int, batch_size: int = 1, dtype: torch.dtype | None = None
 ) -> int:
-    """Bytes that a `StaticContiguousCache` for this config will take, before anything is allocated.
-
-    `dtype` defaults to the config's own.
+    """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the config's own.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
@@ -112,7 +107,8 @@ def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[L
     if (ranks := getattr(model, "tp_size", None) or 1) == 1:
         return list(shapes)
     plan = getattr(model, "tp_plan", None) or {}
-    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
+    key_projections = ("k_proj", "qkv_proj", "query_key_value")  # the last two have queries and values as well
+    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in key_projections}
     if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
         return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
     logger.warning(
@@ -132,19 +128,20 @@ def check_positive(**sizes: int) -> None:
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
     """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
     refuse_missing_layers(model, num_layers)
-    found = ((layer_idx, _compute_device(module)) for layer_idx, module in _numbered_modules(model))
-    devices = {layer_idx: device for layer_idx, device in found if device is not None}
+    devices: dict[int, torch.device] = {}
+    for layer_idx, module in _numbered_modules(model):
+        planned = filter(None, map(compat.planned_device, module.modules()))
+        parameters = (parameter.device for parameter in module.parameters())
+        if device := next(planned, None) or next(parameters, None):
+            devices[layer_idx] = device
     return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
 
 
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
-    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run.
-
-    [] where the modules do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM).
-    """
+    """The layers of a cache of `num_layers` that the model does not have or, by its config, does not run."""
     modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
     if not modules or len(set(modules)) < len(modules):
-        return []
+        return []  # they do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM)
     numbers = {layer_idx for layer_idx, _ in modules}
     stated = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or num_layers
     return [i for i in range(num_layers) if i not in numbers or i >= stated]
@@ -161,34 +158,30 @@ def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
     """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model writes."""
     if not (missing := missing_layers(model, num_layers)):
         return
-    if len(plan_layers(model.config)) == num_layers:
-        counts = f"Counting those that store keys, the model has {num_layers - len(missing)} layers and its config says"
-        remedy = _edit_for_cut(model.config, num_layers, missing)
-    else:
-        counts = f"{type(model).__name__} has {num_layers - len(missing)} layers that store keys and the cache has"
+    config, left = model.config.get_text_config(decoder=True), num_layers - len(missing)
+    counts = f"Counting those that store keys, the model has {left} layers and its config says"
+    if len(plan_layers(model.config)) != num_layers:
+        counts = f"{type(model).__name__} has {left} layers that store keys and the cache has"
         remedy = "Build the cache with the config of the model that runs."
+    elif getattr(config, "num_kv_shared_layers", None):
+        remedy = "Build the model from a config that describes the layers it has."
+    else:
+        place = "model.config" if config is model.config else "model.config.get_text_config()"
+        edit = f"Set `{place}.num_hidden_layers = {left}`"
+        if getattr(config, "layer_types", None):
+            edit += " and keep the types of these layers in its `layer_types`"
+        if missing[0] < left:  # layers were taken from the middle
+            edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
+        remedy = f"{edit}."
     missing_words = ", ".join(map(str, missing))
     raise ValueError(f"{counts} {num_layers}: no step would be complete without layer {missing_words}. {remedy}")
 
 
-def _edit_for_cut(config: PreTrainedConfig, num_layers: int, missing: Sequence[int]) -> str:
-    """The edit that makes a config agree with a model from which layers were removed."""
-    text_config, left = config.get_text_config(decoder=True), num_layers - len(missing)
-    if getattr(text_config, "num_kv_shared_layers", None):
-        return "Build the model from a config that describes the layers it has."
-    place = "model.config" if text_config is config else "model.config.get_text_config()"
-    edit = f"Set `{place}.num_hidden_layers = {left}`"
-    if getattr(text_config, "layer_types", None):
-        edit += " and keep the types of these layers in its `layer_types`"
-    if missing[0] < left:  # layers were taken from the middle
-        edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
-    return f"{edit}."
-
-
 def _implied_type(layer_config: Any) -> str:
+    if getattr(layer_config, "model_type", None) == "moshi":
+        return "full_attention"  # its config has a window that its attention mask ignores
     implied = (name for name, field in WINDOW_FIELDS.items() if getattr(layer_config, field, None) is not None)
-    is_ignored = getattr(layer_config, "model_type", None) in _IGNORED_WINDOW_TYPES
-    return "full_attention" if is_ignored else next(implied, "full_attention")
+    return next(implied, "full_attention")
 
 
 def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
@@ -211,23 +204,6 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
     return LayerShape(num_kv_heads, head_dim, getattr(layer_config, "v_head_dim", None) or head_dim)
 
 
-def _compute_device(module: torch.nn.Module) -> torch.device | None:
-    planned = (compat.planned_device(part) for part in module.modules())
-    parameters = (parameter.device for parameter in module.parameters())
-    return next((device for device in planned if device is not None), next(parameters, None))
-
-
-def _require_config(config: object) -> None:
-    """Raise a `TypeError` for anything but a config, with a remedy for a model."""
-    if isinstance(config, torch.nn.Module):
-        raise TypeError(
-            f"{type(config).__name__} is a model: pass `model.config`, or use "
-            "`StaticContiguousCache.from_model(model, max_cache_len)`."
-        )
-    if not isinstance(config, PreTrainedConfig):
-        raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`, a PreTrainedConfig.")
-
-
 def _why_unserved(config: PreTrainedConfig) -> str | None:
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
@@ -245,7 +221,7 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
         return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
     unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if stateful := sorted(unserved - _STATELESS_LAYER_TYPES):
+    if stateful := sorted(unserved - {"mlp", "moe"}):  # these two keep nothing from token to token
         return (
             f"{name!r} has layers of type {', '.join(stateful)}, whose state is not keys and values by position, or "
             f"not these alone ({', '.join(sorted(_SERVED_LAYER_TYPES))} can be cached). {_OWN_CACHE}"
@@ -273,27 +249,23 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
             f"{name!r} has a table of positions 0 to {positions - 1}, too short for max_cache_len={max_cache_len}. "
             f"Use max_cache_len <= {positions}."
         )
-    trained = _trained_positions(text_config, positions)
-    if trained is not None and max_cache_len > trained:
+    rope = getattr(text_config, "rope_parameters", None)
+    if not rope or getattr(text_config, "alibi", False):
+        return
+    # One set of parameters for all layers, or one for each type of layer.
+    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    # With these scalings `max_position_embeddings` may still be the length before the scaling.
+    reached = [
+        (scaling.get("original_max_position_embeddings") or positions) * (scaling.get("factor") or 1)
+        for scaling in scalings
+        if scaling.get("rope_type") in ("linear", "dynamic", "yarn")
+    ]
+    trained = int(max([positions, *reached]))
+    if max_cache_len > trained:
         logger.warning(
             f"max_cache_len={max_cache_len} is more than the {trained} positions that {name!r} was trained for "
             "(max_position_embeddings, rope_parameters): longer sequences run, untrained."
         )
-
-
-def _trained_positions(text_config: PreTrainedConfig, positions: int) -> int | None:
-    """The trained length of rotary positions, after scaling; None for positions of another kind."""
-    rope = getattr(text_config, "rope_parameters", None)
-    if not rope or getattr(text_config, "alibi", False):
-        return None
-    # One set of parameters for all layers, or one for each type of layer.
-    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]
-    reached = [
-        (scaling.get("original_max_position_embeddings") or positions) * (scaling.get("factor") or 1)
-        for scaling in scalings
-        if scaling.get("rope_type") in _SCALED_ROPE_TYPES
-    ]
-    return int(max([positions, *reached]))
 
 
 def warn_use_cache_off(config: PreTrainedConfig, generation_config: object = None) -> None:

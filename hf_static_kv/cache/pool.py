@@ -13,6 +13,7 @@ import torch
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
 from hf_static_kv.cache.request import Request
+from hf_static_kv.cache.storage import free_bytes
 
 _MIN_CAPACITY = 256
 _MAX_FREE = 4  # caches that wait for a call
@@ -168,8 +169,7 @@ class CachePool:
             return self.max_bytes
         if device.type != "cuda":
             return int(_SHARE_OF_HOST * host_bytes())
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(_SHARE_OF_GPU * (torch.cuda.mem_get_info(device)[0] + reserved + self.num_bytes))
+        return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))
 
 
 def host_bytes() -> int:

@@ -4,12 +4,9 @@
 the frames of the stack. Where that cannot be read, a call is checked later, pass by pass.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from time import monotonic, sleep
 from types import FrameType
 from typing import Any
 
@@ -50,13 +47,6 @@ def is_in_use(cache: Cache, thread: int) -> bool:
     return False
 
 
-def wait_for_exit(cache: Cache, thread: int, patience_s: float = 0.5) -> None:
-    """Wait a moment for a thread to return from its call: its streamer may have ended already."""
-    deadline = monotonic() + patience_s
-    while is_in_use(cache, thread) and monotonic() < deadline:
-        sleep(0.005)
-
-
 @dataclass(eq=False)
 class Request:
     """One call of `generate`: its prompt and its settings."""
@@ -76,26 +66,15 @@ class Request:
         self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n], 1 where there is a token
         self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")  # [B, n, hidden], always the whole prompt
         self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
-
-    @property
-    def mask_length(self) -> int:
+        passed = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
-        return compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
-
-    @property
-    def past(self) -> int:
-        """Tokens before the prompt, where only new tokens were passed: the mask covers all of them."""
-        return max(0, self.mask_length - self.input_ids.shape[1])
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the prompt includes the cached tokens; `generate` then removes these."""
-        return self.embeds is not None or self.mask_length == self.input_ids.shape[1]
-
-    @property
-    def prompt_length(self) -> int:
-        """Tokens of the prompt, cached ones included."""
-        return self.past + self.input_ids.shape[1] if self.embeds is None else self.embeds.shape[1]
+        mask_length: int = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
+        # Tokens before the prompt, where only new tokens were passed: the mask covers all of them.
+        self.past = max(0, mask_length - passed)
+        # Whether the prompt includes the cached tokens; `generate` then removes these.
+        self.is_whole = self.embeds is not None or mask_length == passed
+        # Tokens of the prompt, cached ones included.
+        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
 
     @property
     def max_new_tokens(self) -> int:
@@ -137,10 +116,9 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
 
 
 def check_request(request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None) -> None:
-    """Raise a `ValueError` where a cache of `seq_len` tokens cannot serve the request, before anything is computed.
+    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k], cannot serve it.
 
-    `known_ids` [B, k] are the first cached tokens, as far as they are known. `max_cache_len` is None for a cache that
-    grows.
+    `max_cache_len` is None for a cache that grows.
     """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
@@ -160,13 +138,19 @@ def check_request(request: Request, seq_len: int, max_cache_len: int | None, kno
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
     if seq_len:
-        _refuse_to_continue(request, seq_len)
-        _refuse_other_tokens(request, seq_len, known_ids)
+        _check_continuation(request, seq_len, known_ids)
     if max_cache_len is not None and request.has_own_limit and request.max_positions > max_cache_len:
-        _refuse_overflow(request, max_cache_len)
+        fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
+        proposed = request.config.prompt_lookup_num_tokens
+        lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
+        raise ValueError(
+            f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
+            f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
+            f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
+        )
 
 
-def _refuse_to_continue(request: Request, seq_len: int) -> None:
+def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
@@ -181,9 +165,6 @@ def _refuse_to_continue(request: Request, seq_len: int) -> None:
         raise ValueError(
             f"A prompt of {length} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}"
         )
-
-
-def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
         return
@@ -199,14 +180,3 @@ def _refuse_other_tokens(request: Request, seq_len: int, known_ids: Tensor | Non
             f"The prompt does not continue the cached sequence: token {position} of row {row} is "
             f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. {CONTINUE_OR_RESET}"
         )
-
-
-def _refuse_overflow(request: Request, max_cache_len: int) -> None:
-    fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
-    proposed = request.config.prompt_lookup_num_tokens
-    lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
-    raise ValueError(
-        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
-        f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
-        f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
-    )

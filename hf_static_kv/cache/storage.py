@@ -1,8 +1,5 @@
 """The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
 
-from __future__ import annotations
-
-import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -25,7 +22,7 @@ class LayerShape:
     value_head_dim: int
 
     @classmethod
-    def of(cls, key_states: Tensor, value_states: Tensor) -> LayerShape:
+    def of(cls, key_states: Tensor, value_states: Tensor) -> "LayerShape":
         """The shape of a layer's own states [B, H, n, D]."""
         return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3])
 
@@ -55,9 +52,6 @@ class StorageGroup:
     masks them must not read NaN.
     """
 
-    # A step asks for at most three slices: where to write, what full layers see, what sliding layers see.
-    _MAX_RECENT = 4
-
     def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
         self.shape, device, layers = members
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
@@ -73,18 +67,15 @@ class StorageGroup:
                 raise
 
     def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows.
-
-        All layers of a step ask for the same slices, so these are made once for all layers: every torch call costs the
-        host several microseconds.
-        """
+        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows."""
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
+        # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
         found = self._recent.get(key)
         if found is None:
-            if len(self._recent) >= self._MAX_RECENT:
+            if len(self._recent) >= 4:  # a step asks for three: where to write, what full and sliding layers see
                 del self._recent[next(iter(self._recent))]
             # Kept beyond a block of inference mode, as the storage is.
             with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
@@ -96,12 +87,7 @@ class StorageGroup:
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
 
-    def scratch(self, rows: int, length: int) -> tuple[Tensor, Tensor]:
-        """Memory for `rows` batch rows and `length` positions of one layer: keys and values [rows, H, length, D]."""
-        head, shape = (rows, self.shape.num_kv_heads, length), self.shape
-        return self.keys.new_empty(*head, shape.key_head_dim), self.values.new_empty(*head, shape.value_head_dim)
-
-    def copy_with_capacity(self, max_cache_len: int) -> StorageGroup:
+    def copy_with_capacity(self, max_cache_len: int) -> "StorageGroup":
         """The same states in longer storage."""
         layers, batch_size, _, length, _ = self.keys.shape
         members = self.shape, self.keys.device, range(layers)
@@ -110,10 +96,10 @@ class StorageGroup:
         group.values[:, :, :, :length] = self.values
         return group
 
-    def to_pickle(self, rows: int, length: int) -> StorageGroup:
+    def to_pickle(self, rows: int, length: int) -> "StorageGroup":
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
-        group = copy.copy(self)
-        group._pickled = (rows, length)
+        group = type(self).__new__(type(self))
+        group.__dict__.update(self.__dict__, _recent={}, _pickled=(rows, length))
         return group
 
     def __getstate__(self) -> dict[str, Any]:
@@ -134,11 +120,11 @@ class StorageGroup:
                     state[name][:, : states.shape[1], :, : states.shape[3]].copy_(states)
         self.__dict__.update(state)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StorageGroup:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StorageGroup":
         copied = memo[id(self)] = type(self).__new__(type(self))
         with torch.inference_mode(False):
             own = {"keys": self.keys.clone(), "values": self.values.clone(), "_recent": {}, "_pickled": None}
-        copied.__dict__.update({**self.__dict__, **own})
+        copied.__dict__.update(self.__dict__, **own)
         return copied
 
     @property
@@ -146,9 +132,7 @@ class StorageGroup:
         return self.keys.nbytes + self.values.nbytes
 
 
-def allocate_groups(
-    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
-) -> list[StorageGroup]:
+def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> list[StorageGroup]:
     """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
     groups: list[StorageGroup] = []
     try:
@@ -163,29 +147,29 @@ def allocate_groups(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device, or the host, whose allocator has no exception of its own, ran out of memory."""
+    """Whether a device ran out of memory, or the host, whose allocator has no exception of its own."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
-def _what_fits(members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what torch's allocator has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
     wanted: dict[torch.device, int] = {}
     for shape, device, layers in members:
-        num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
-        wanted[device] = wanted.get(device, 0) + num_bytes
-    cuda = torch.cuda
-    free = {  # on the device, or reserved by torch's allocator and not in use
-        device: cuda.mem_get_info(device)[0] + cuda.memory_reserved(device) - cuda.memory_allocated(device)
-        for device in wanted
-        if device.type == "cuda"
-    }
-    places = [
-        f"{num_bytes:,} bytes on {device}" + (f", where {free[device]:,} are free" if device in free else "")
-        for device, num_bytes in wanted.items()
-    ]
-    fits = ""
-    if free:
-        longest = min(max_cache_len * free[device] // wanted[device] for device in free)
-        fits = f"About max_cache_len={longest} would fit. " if longest else "Not one token would fit. "
+        wanted[device] = wanted.get(device, 0) + len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+    places, lengths, fits = [], [], ""
+    for device, num_bytes in wanted.items():
+        places.append(f"{num_bytes:,} bytes on {device}")
+        if device.type == "cuda":
+            free = free_bytes(device)
+            places[-1] += f", where {free:,} are free"
+            lengths.append(max_cache_len * free // num_bytes)
+    if lengths:
+        fits = f"About max_cache_len={min(lengths)} would fit. " if min(lengths) else "Not one token would fit. "
     return (
         f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in {dtypes[0]} takes "
         f"{'; '.join(places)}. {fits}"

@@ -1,7 +1,6 @@
 """Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
 
 import inspect
-from collections.abc import Iterable
 
 import torch
 
@@ -55,7 +54,7 @@ def _unserved_model(call: Call) -> str | None:
         return f"{name} does not use transformers' attention interface"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no position_ids"
-    if call.device.type == "cuda" and has_hooks(call.modules):
+    if call.device.type == "cuda" and compat.has_hooks(call.modules):
         return "a replayed graph would not call the model's hooks"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
@@ -79,9 +78,3 @@ def _unserved_prompt(call: Call) -> str | None:
         if positions.ndim != 2 or not bool((positions[:, -1] == last).all()):
             return "position_ids do not count from the first token"
     return None
-
-
-def has_hooks(modules: Iterable[torch.nn.Module]) -> bool:
-    """Whether a pass calls hooks, other than those with which transformers collects outputs."""
-    hooks = (hook for module in modules for hook in compat.forward_hooks(module))
-    return compat.has_global_hooks() or not all(compat.collects_outputs(hook) for hook in hooks)

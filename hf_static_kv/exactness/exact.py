@@ -10,8 +10,6 @@ in the same call. A dispatch mode decides for each operation, so there is no lis
     anything else                               refused by name
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager

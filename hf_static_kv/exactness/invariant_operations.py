@@ -1,7 +1,5 @@
 """Which of torch's operations are batch-invariant, and what runs in place of those that are not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -10,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import compat
-from hf_static_kv.kernels.invariant_linear import invariant_linear
-from hf_static_kv.kernels.invariant_sum import invariant_sum
+from hf_static_kv.kernels.invariant_linear import invariant_linear, invariant_sum
 from hf_static_kv.kernels.linear import activate, check_gated, check_linears
 
 aten = torch.ops.aten
@@ -29,8 +26,6 @@ _CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwi
     "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not",
     "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign",
     "sqrt", "sub", "sub_", "trunc"}  # fmt: skip
-_WRITES_BY_INDEX = {"index_put", "index_put_"}
-_OWN_OPERATIONS = {"write_token", "attend", "invariant_attention"}
 
 
 def no_kernel(what: str) -> RuntimeError:
@@ -50,10 +45,8 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
     if is_pointwise and name in _CORRECTLY_ROUNDED and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
         return True
     # With `accumulate`, values at the same index are added in no fixed order.
-    if name in _WRITES_BY_INDEX and not _argument(func, args, kwargs, 3, "accumulate", False):
+    if name in ("index_put", "index_put_") and not _argument(func, args, kwargs, 3, "accumulate", False):
         return True
-    if func.namespace == "hf_static_kv":
-        return False
     lists = (value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values()))
     tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
     is_inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
@@ -69,7 +62,7 @@ def _name_and_tag(func: Any) -> tuple[str, bool]:
 def _is_always_invariant(func: Any) -> bool:
     name, _ = _name_and_tag(func)
     if func.namespace == "hf_static_kv":
-        return name in _OWN_OPERATIONS
+        return name in ("write_token", "attend", "invariant_attention")
     schema = compat.schema(func)
     if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
         return True
@@ -86,8 +79,9 @@ def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int
 @cache
 def invariant_operation(func: Any) -> Callable[..., Any] | None:
     """The batch-invariant operation that runs in place of this one, or None."""
-    is_replaced = func in _INVARIANT or func.namespace != "aten" or not _is_approximated(func)
-    return _INVARIANT.get(func) if is_replaced else partial(_in_blocks, func)
+    if func not in _INVARIANT and func.namespace == "aten" and _is_approximated(func):
+        return partial(_in_blocks, func)
+    return _INVARIANT.get(func)
 
 
 def _is_approximated(func: Any) -> bool:
@@ -117,8 +111,7 @@ def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
-    is_linear = other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1)
-    if is_linear:  # with an input that is not contiguous
+    if other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1):  # a linear layer, input not contiguous
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
@@ -186,9 +179,9 @@ def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
-        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        return invariant_gated_linear_triton(x, gate, up, activation)
+        return invariant_linears_triton(x, [gate, up], [], activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 

@@ -5,8 +5,6 @@ with trace_attention(model, layers=[0, 5]) as trace:
 trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -131,23 +129,23 @@ def traced_attention(
     trace, layer = module.__dict__[_TRACE]
     scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
-    if step is not None or attention.kernel_serves(query, key, value, attention_mask):
-        weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
-        if step is None:
-            output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
-        else:
-            output = decode_attention(
-                query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
-            )
-            first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
-            weights = weights[..., first:end]
-        trace.record(layer, first, weights)
-        return output, None
-    output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
-    trace.record(layer, first, weights[:, :, -1])
-    if trace.full is not None:
-        trace.full.append(weights)
-    return output, weights
+    if step is None and not attention.kernel_serves(query, key, value, attention_mask):
+        output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
+        trace.record(layer, first, weights[:, :, -1])
+        if trace.full is not None:
+            trace.full.append(weights)
+        return output, weights
+    weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
+    if step is None:
+        output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
+    else:
+        output = decode_attention(
+            query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+        )
+        first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
+        weights = weights[..., first:end]
+    trace.record(layer, first, weights)
+    return output, None
 
 
 def traced_mask(**kwargs: Any) -> Tensor:
@@ -160,8 +158,7 @@ def traced_mask(**kwargs: Any) -> Tensor:
 def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, Module] = {}
-    decoder: Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    for module in decoder.modules():  # without vision and audio towers
+    for module in model.get_decoder().modules():  # type: ignore[no-untyped-call]  # without vision and audio towers
         if isinstance(i := getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
             found.setdefault(i, module)  # self-attention comes before cross-attention
     if not found:

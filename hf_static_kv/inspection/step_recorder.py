@@ -5,8 +5,6 @@ tokens = model.generate(**inputs, logits_processor=[recorder])
 recorder.steps(tokens)[0]        the steps of the first batch row
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

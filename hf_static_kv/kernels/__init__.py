@@ -1,1 +1,1 @@
-"""One pair of files per kernel: `op.py` has the operation and its plain PyTorch twin, `op_triton.py` has the kernel."""
+"""Pairs of files: `op.py` has operations and their plain PyTorch twins, `op_triton.py` has the kernels."""

@@ -1,12 +1,15 @@
-"""Attention of one query per batch row over its span of the keys and values, as in flash-decoding.
+"""Attention of each query over its span of the keys and values, as in flash-decoding.
 
-    output = softmax(scale * query keys^T) values      over the positions [first, end) of a batch row
+    output = softmax(scale * query keys^T) values      over the positions [first, end) of the span
 
-    query: [B, Hq, 1, D]   keys: [B, H, S, D]   values: [B, H, S, Dv]   output: [B, 1, Hq, Dv]
-    spans: [B, 3], int64: seq_start, first, end
+    query: [B, Hq, q, D]   keys: [B, H, S, D]   values: [B, H, S, Dv]   output: [B, q, Hq, Dv]
+    spans: int64: seq_start, first, end
 
     [ left padding | tokens before the window | tokens attended to | free positions ]
                    seq_start                  first                end              S
+
+    decode_attention       one query per batch row                                      spans: [B, 3]
+    invariant_attention    each query has the bits of a decode step at its position     spans: [B, q, 3]
 
 Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start, end) into splits of
 a fixed size. So a batch row's bits depend neither on the other rows, nor on its left padding, nor on the capacity S.
@@ -15,58 +18,40 @@ a fixed size. So a batch row's bits depend neither on the other rows, nor on its
 import torch
 from torch import Tensor
 
-SPAN = ("seq_start", "first", "end")
+_SPLIT_SIZE = 64  # of `invariant_attention_plain`
+_MAX_PARTIAL_BYTES = 1 << 28  # of the kernel's partial outputs: bounds the queries of one launch
 
 
 def decode_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    seen: Tensor | None = None,
-    *,
-    scale: float,
-    max_span: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-    spans_ready: bool = False,
-) -> Tensor:
-    """softmax(scale * query keys^T) values over each span; [B, 1, Hq, Dv].
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None = None, *,
+    scale: float, max_span: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
+    weights: Tensor | None = None, spans_ready: bool = False,
+) -> Tensor:  # fmt: skip
+    """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV head.
 
-    Hq is a multiple of H: neighbouring query heads share a KV head.
-
-        seen         [B, S], bool: positions of the span where it is false are left out
-        max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
-        softcap      a score becomes softcap * tanh(score / softcap)
-        sinks        [Hq]: the score of one more key of each query head, whose value is zero
-        weights      [B, Hq, S], float32: filled with the softmax over each span
-        spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
+    seen         [B, S], bool: positions of the span where it is false are left out
+    max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
+    softcap      a score becomes softcap * tanh(score / softcap)
+    sinks        [Hq]: the score of one more key of each query head, whose value is zero
+    weights      [B, Hq, S], float32: filled with the softmax over each span
+    spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
-    check_attention(query, keys, values, spans, (query.shape[0], len(SPAN)))
+    _check(query, keys, values, spans, (len(query), 3))
     if not query.is_cuda:
         return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
-    max_span = min(max_span or keys.shape[2], keys.shape[2])
-    return decode_attention_triton(
-        query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
-    )
+    span = min(max_span or keys.shape[2], keys.shape[2])
+    return decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights, spans_ready)
 
 
 @torch.library.custom_op("hf_static_kv::attend", mutates_args=())
 def attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    scale: float,
-    max_span: int,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """`decode_attention` in a captured step, as one operation for `torch.compile`."""
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True
@@ -79,16 +64,9 @@ def _(query: Tensor, keys: Tensor, values: Tensor, *args: object) -> Tensor:
 
 
 def decode_attention_plain(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    seen: Tensor | None,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None, scale: float,
+    softcap: float | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """One batch row after the other; reads the spans on the host. Scores and softmax in float32 at least."""
     (batch, query_heads, _, _), heads = query.shape, keys.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -110,21 +88,86 @@ def decode_attention_plain(
     return output
 
 
-def check_attention(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
+@torch.library.custom_op("hf_static_kv::invariant_attention", mutates_args=())
+def invariant_attention(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention over each query's span; zeros for an empty span.
+
+    All queries of a batch row have one seq_start, which may be negative: before the first key. Values must be finite:
+    on a GPU an infinite value also reaches queries of the same tile whose span does not contain it.
+    """
+    length = query.shape[2]
+    _check(query, keys, values, spans, (len(query), length, 3))
+    if not query.is_cuda:
+        return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
+    from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
+
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    step, parts = max(1, _MAX_PARTIAL_BYTES // partial_bytes(query, values)), []
+    for begin in range(0, length, step):
+        q, span = query[:, :, begin : begin + step], spans[:, begin : begin + step].contiguous().view(-1, 3)
+        parts.append(decode_attention_triton(q, keys, values, span, None, scale, keys.shape[2], softcap, sinks))
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def invariant_attention_plain(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """One query after the other, with splits padded to one shape: all run the same code. Reads spans on the host."""
+    output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
+    for b, batch_row in enumerate(spans.tolist()):
+        for t, span in enumerate(batch_row):
+            output[b, t] = _one_query(query[b, :, t], keys[b], values[b], span, scale, softcap, sinks)
+    return output
+
+
+def _one_query(
+    query: Tensor, keys: Tensor, values: Tensor, span: list[int],
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    # query: [Hq, D], keys: [H, n, D], values: [H, n, Dv]; sums and softmax in float32 at least.
+    seq_start, first, end = span
+    heads, value_dim = keys.shape[0], values.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.reshape(heads, -1, query.shape[-1]).contiguous()  # [H, G, D]
+    maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype, device=query.device)
+    total = torch.zeros_like(maximum)
+    if sinks is not None:
+        maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
+    output = torch.zeros(*maximum.shape, value_dim, dtype=dtype, device=query.device)
+    for begin in range(seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE, end, _SPLIT_SIZE):
+        positions = slice(max(begin, first), min(begin + _SPLIT_SIZE, end))
+        inside = slice(positions.start - begin, positions.stop - begin)
+        scores = torch.full((*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device)
+        k, v = keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2]), values.new_zeros(heads, _SPLIT_SIZE, value_dim)
+        k[:, inside], v[:, inside] = keys[:, positions], values[:, positions]
+        product = torch.bmm(grouped, k.transpose(1, 2)).to(dtype) * scale
+        if softcap is not None:
+            product = softcap * torch.tanh(product / softcap)
+        scores[..., inside] = product[..., inside]
+        new_maximum = torch.maximum(maximum, scores.amax(dim=-1))
+        weights, rescale = torch.exp(scores - new_maximum[..., None]), torch.exp(maximum - new_maximum)
+        total = total * rescale + weights.sum(dim=-1)
+        output = output * rescale[..., None] + torch.bmm(weights.to(v.dtype), v).to(dtype)
+        maximum = new_maximum
+    result = torch.where(total[..., None] > 0, output / total[..., None], 0.0)
+    return result.reshape(-1, value_dim).to(query.dtype)
+
+
+def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
     """Raise ValueError where shapes or dtypes do not fit."""
     batch, query_heads, _, dim = query.shape
-    if (
-        (keys.ndim, len(keys), keys.shape[-1]) != (4, batch, dim)
-        or keys.shape[:-1] != values.shape[:-1]
-        or query_heads % keys.shape[1]
-    ):
+    is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[:-1] == values.shape[:-1]
+    if not is_alike or query_heads % keys.shape[1]:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit: they "
             "must be [B, Hq, q, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H."
         )
     if spans.shape != spans_shape:
-        raise ValueError(f"spans must be {list(spans_shape)} of {', '.join(SPAN)}, got {list(spans.shape)}.")
-    if not query.dtype == keys.dtype == values.dtype:
-        raise ValueError(
-            f"query, keys and values must have one dtype, got {query.dtype}, {keys.dtype}, {values.dtype}."
-        )
+        raise ValueError(f"spans must be {list(spans_shape)} of seq_start, first, end, got {list(spans.shape)}.")
+    dtypes = [tensor.dtype for tensor in (query, keys, values)]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}.")

@@ -6,8 +6,7 @@
               tile of at least 16 that tensor cores need.
     combine   program (query and KV head, query head, output dims) merges the splits of a span in their order
 
-Splits are counted from seq_start and their size depends on the head dims alone: a batch row's bits depend on its own
-tokens, not on the capacity, on other batch rows, or on the number of programs.
+Splits are counted from seq_start and their size depends on the head dims alone, not on the number of programs.
 """
 
 import torch
@@ -21,11 +20,6 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 _STAGES, _PROGRAMS_PER_PROCESSOR = 3, 2  # split: loads in flight (half precision), programs per multiprocessor
 _COMBINE_TILE, _COMBINE_DIMS = 256, 16  # combine: splits per iteration, output dims per program
 LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _tanh(x):
-    return 1 - 2 / (tl.exp2(x * 2 * LOG2_E) + 1)
 
 
 @triton.jit
@@ -69,7 +63,7 @@ def _split(
         v = tl.load(v_at, mask=mask[:, None] & (dv[None, :] < DV), other=0.0)  # [N, DV]
         score = tl.dot(q, k, input_precision="ieee") * scale
         if HAS_SOFTCAP:
-            score = softcap * _tanh(score / softcap)
+            score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))  # softcap * tanh(score / softcap)
         score = tl.where(in_span & mask[None, :], score * LOG2_E, -float("inf"))
         if HAS_WEIGHTS:  # scores: the combine kernel normalizes them
             at = (q_index * H * G + g)[:, None] * weights_h + position[None, :]
@@ -130,12 +124,9 @@ def _combine(
     if SPANS_READY:
         pdl_sync(PDL)
     n, dv = tl.arange(0, TILE), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
-    maximum = -float("inf")
-    total = 0.0
+    maximum, total, merged = -float("inf"), 0.0, tl.zeros((DIMS,), tl.float32)
     if HAS_SINKS:
-        maximum = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E
-        total = 1.0
-    merged = tl.zeros((DIMS,), tl.float32)
+        maximum, total = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E, 1.0
     for begin in range(0, count, TILE):
         split = begin + n
         at = (pair.to(tl.int64) * num_splits + split) * G + g
@@ -144,8 +135,7 @@ def _combine(
         split_output = tl.load(outputs + at[:, None] * TILE_DV + dv[None, :], mask=split[:, None] < count, other=0.0)
         new_maximum = tl.maximum(maximum, tl.max(split_maximum, 0))
         reference = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-        factor = tl.exp2(split_maximum - reference)
-        rescale = tl.exp2(maximum - reference)
+        factor, rescale = tl.exp2(split_maximum - reference), tl.exp2(maximum - reference)
         total = total * rescale + tl.sum(factor * split_sum, 0)
         merged = merged * rescale + tl.sum(split_output * factor[:, None], 0)
         maximum = new_maximum
@@ -162,68 +152,51 @@ def _combine(
 
 
 def decode_attention_triton(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    seen: Tensor | None,
-    scale: float,
-    max_span: int,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    weights: Tensor | None = None,
-    spans_ready: bool = False,
-) -> Tensor:
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None, scale: float, max_span: int,
+    softcap: float | None = None, sinks: Tensor | None = None, weights: Tensor | None = None, spans_ready: bool = False,
+) -> Tensor:  # fmt: skip
     """`decode_attention` of T queries per batch row: query [B, Hq, T, D], spans [B * T, 3], output [B, T, Hq, Dv]."""
     (batch, query_heads, length, dim), (_, heads, _, value_dim) = query.shape, values.shape
     if any(tensor.stride(-1) != 1 for tensor in (query, keys, values, spans)):
         raise ValueError("decode_attention needs query, keys, values and spans whose last dim has stride 1.")
-    groups = query_heads // heads
-    tile_m, (tile_d, tile_dv, split_size) = max(16, triton.next_power_of_2(groups)), _tiles(dim, value_dim)
-    num_splits = _max_splits(max_span, split_size)
-    num_queries, queries = batch * length, min(length, tile_m // groups)
+    groups, pairs = query_heads // heads, batch * length * heads  # pairs of a query and a KV head
+    tile_d, tile_dv, split_size, num_splits = _tiles(dim, value_dim, max_span)
+    tile_m = max(16, triton.next_power_of_2(groups))
+    queries = min(length, tile_m // groups)
     programs = batch * triton.cdiv(length, queries) * heads
-    outputs = torch.empty(num_queries * heads, num_splits, groups, tile_dv, dtype=torch.float32, device=query.device)
-    maxima = torch.empty(num_queries * heads, num_splits, groups, dtype=torch.float32, device=query.device)
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count if query.is_cuda else 1
+    per_span = min(num_splits, max(1, _PROGRAMS_PER_PROCESSOR * processors // programs))
+    outputs = query.new_empty(pairs, num_splits, groups, tile_dv, dtype=torch.float32)
+    maxima = query.new_empty(pairs, num_splits, groups, dtype=torch.float32)
     sums = torch.empty_like(maxima)
-    output = torch.empty(batch, length, query_heads, value_dim, dtype=query.dtype, device=query.device)
-    sizes = {"H": heads, "G": groups, "DV": value_dim, "TILE_DV": tile_dv, "SPLIT_SIZE": split_size}
-    flags = {"HAS_WEIGHTS": weights is not None, "SPANS_READY": spans_ready}
-    unused = query  # a kernel takes a pointer for an absent tensor too
-    scores, weights_h = (unused, 0) if weights is None else (weights, weights.stride(1))
+    output = query.new_empty(batch, length, query_heads, value_dim)
+    both = {"H": heads, "G": groups, "DV": value_dim, "TILE_DV": tile_dv, "SPLIT_SIZE": split_size, "num_warps": 4}
+    both |= {"HAS_WEIGHTS": weights is not None, "SPANS_READY": spans_ready}
+    # A kernel takes a pointer for an absent tensor too.
+    scores, weights_h = (query, 0) if weights is None else (weights, weights.stride(1))
+    mask, seen_b = (query, 0) if seen is None else (seen, seen.stride(0))
     launch(
-        _split, (programs, min(num_splits, _programs_per_span(programs, query.device))), query,
-        query, keys, values, spans, unused if seen is None else seen, outputs, maxima, sums, scores, num_splits,
+        _split, (programs, per_span), query, keys, values, spans, mask, outputs, maxima, sums, scores, num_splits,
         scale, softcap or 0.0, length, *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], spans.stride(0),
-        0 if seen is None else seen.stride(0), weights_h,
-        QUERIES=queries, TILE_M=tile_m, D=dim, TILE_D=tile_d, STAGES=_STAGES if query.element_size() == 2 else 1,
-        HAS_SEEN=seen is not None, HAS_SOFTCAP=softcap is not None, **sizes, **flags, num_warps=4,
+        seen_b, weights_h, QUERIES=queries, TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
+        HAS_SOFTCAP=softcap is not None, STAGES=_STAGES if query.element_size() == 2 else 1, **both,
     )  # fmt: skip
     launch(
-        _combine, (num_queries * heads, groups, tile_dv // _COMBINE_DIMS), query,
-        outputs, maxima, sums, spans, unused if sinks is None else sinks, output, scores, spans.stride(0), weights_h,
-        num_splits, TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None, **sizes, **flags, num_warps=4,
+        _combine, (pairs, groups, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
+        query if sinks is None else sinks, output, scores, spans.stride(0), weights_h, num_splits,
+        TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None, **both,
     )  # fmt: skip
     return output
 
 
 def partial_bytes(query: Tensor, values: Tensor) -> int:
     """Bytes of the partial outputs of one query per batch row."""
-    _, tile_dv, split_size = _tiles(query.shape[-1], values.shape[-1])
-    return query.shape[0] * query.shape[1] * _max_splits(values.shape[2], split_size) * tile_dv * 4
+    _, tile_dv, _, num_splits = _tiles(query.shape[-1], values.shape[-1], values.shape[2])
+    return query.shape[0] * query.shape[1] * num_splits * tile_dv * 4
 
 
-def _tiles(dim: int, value_dim: int) -> tuple[int, int, int]:
-    """The head dims of keys and values as powers of two, and the split size: a tile has at most 8192 elements."""
+def _tiles(dim: int, value_dim: int, max_span: int) -> tuple[int, int, int, int]:
+    """The head dims of keys and values as powers of two; the split size; the most splits that a span overlaps."""
     tile_d, tile_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    return tile_d, tile_dv, max(32, min(128, 8192 // max(tile_d, tile_dv)))
-
-
-def _max_splits(span: int, split_size: int) -> int:
-    """One more than the length needs: a span may begin inside a split."""
-    return (span + split_size - 1) // split_size + 1
-
-
-def _programs_per_span(programs: int, device: torch.device) -> int:
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    return max(1, _PROGRAMS_PER_PROCESSOR * processors // programs)
+    split_size = max(32, min(128, 8192 // max(tile_d, tile_dv)))  # a tile has at most 8192 elements
+    return tile_d, tile_dv, split_size, triton.cdiv(max_span, split_size) + 1  # a span may begin inside a split

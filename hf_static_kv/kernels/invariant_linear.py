@@ -1,6 +1,7 @@
-"""A batch-invariant linear layer: the bits of a token depend neither on the number of tokens nor on its index.
+"""Batch-invariant linear layers and sums: the bits of a token depend neither on the number of tokens nor on its index.
 
-    y = x weight^T + bias
+    invariant_linear(x, weight, bias)    y = x weight^T + bias
+    invariant_sum(x)                     the sum over the last dim, in float32 at least
 
     x: [M, K], a token each   weight: [N, K], of any strides   bias: [N]   y: [M, N]
 
@@ -51,3 +52,18 @@ def _is_index_invariant(size: int, dim: int, stride: tuple[int, int], dtype: tor
         token, base = torch.randn(dim, generator=generator), torch.randn(elements, generator=generator)
         y = torch.mm(token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t())
     return bool((y == y[:1]).all())
+
+
+def invariant_sum(x: Tensor) -> Tensor:
+    """The sum over the last dim of x [..., D]."""
+    vectors = x.reshape(-1, x.shape[-1])
+    if not x.is_cuda:
+        return invariant_sum_plain(vectors).view(x.shape[:-1])
+    from hf_static_kv.kernels.invariant_linear_triton import invariant_sum_triton
+
+    return invariant_sum_triton(vectors).view(x.shape[:-1])
+
+
+def invariant_sum_plain(vectors: Tensor) -> Tensor:
+    dtype = torch.promote_types(vectors.dtype, torch.float32)
+    return torch.cat([tile.to(dtype).sum(dim=-1) for tile in padded_tiles(vectors)])[: len(vectors)]

@@ -1,4 +1,4 @@
-"""Batch-invariant linear layers in Triton, for any number of tokens. Formulas and shapes are in linear.py.
+"""Batch-invariant linear layers of any number of tokens, and sums, in Triton. Formulas are in linear.py.
 
 The sum over K has one order. Blocks of BLOCK_K go to SPLIT_K partial sums in turn. Tensor cores add the blocks of a
 partial sum from left to right, and then the partial sums are added in their order:
@@ -21,12 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync, pdl_wait
-from hf_static_kv.kernels.linear_triton import activate, padded_arguments, pick_weight
+from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, pick_weight
 
 BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
 GROUP_M = tl.constexpr(8)  # tiles of tokens that run next to each other and share weights in the L2 cache
-_MAX_FEW_TOKENS = 64
-_TILE_OF_FEW, _TILE_OF_MANY = 16, 64
+_MAX_FEW_TOKENS, _TILE_OF_FEW, _TILE_OF_MANY = 64, 16, 64
 
 
 @triton.jit
@@ -44,9 +43,10 @@ def _few_tokens(
     total, up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32), tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     if PDL and ACTIVATION == "":
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
-    pdl_wait(PDL)
-    if ACTIVATION == "":
-        pdl_launch_next(PDL)
+    if PDL:
+        pdl_wait()
+        if ACTIVATION == "":
+            pdl_launch_next()
     for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
         x_mask, w_mask = m < M, n < N
         if not EVEN:
@@ -55,8 +55,8 @@ def _few_tokens(
         total = tl.dot(tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee")
         if ACTIVATION != "":
             up = tl.dot(tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee")
-    if ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
-        pdl_launch_next(PDL)
+    if PDL and ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
+        pdl_launch_next()
     n, m = n_start + tl.arange(0, TILE_N)[:, None], m_start + tl.arange(0, TILE_M)[None, :]
     total = _add_splits(total, TILE_N, TILE_M)
     up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
@@ -126,36 +126,22 @@ def _epilogue(total, up, b, n, N, y, HAS_BIAS: tl.constexpr, ACTIVATION: tl.cons
     return total.to(dtype)
 
 
-def invariant_linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    """`linears` of weights of any strides, in one launch for few tokens and weights of equal strides."""
-    strides = {weight.stride() for weight in weights}
-    if len(weights) > 1 and (_has_many_tokens(x) or len(strides) > 1):
-        parts = [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)]
-        return torch.cat(parts, dim=-1)
-    return _launch(x, weights, biases, [weight.shape[0] for weight in weights], "")
-
-
-def invariant_gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """`gated_linear` of weights of any strides, equal for both."""
-    return _launch(x, [gate, up], [], [gate.shape[0]], activation)
-
-
-def _has_many_tokens(x: Tensor) -> bool:
-    """Large tiles are for tensor cores, which float32 does not use."""
-    return x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
-
-
-def _launch(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], sizes: list[int], activation: str
+def invariant_linears_triton(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
-    x, dim, stride = x.contiguous(), x.shape[-1], weights[0].stride()
-    tokens = x.numel() // dim
-    y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
+    """`linears` of weights of any strides, or with an activation `gated_linear` of gate and up of equal strides."""
+    # Large tiles are for tensor cores, which float32 does not use.
+    has_many_tokens = x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
+    sizes, stride = output_sizes(weights, activation), weights[0].stride()
+    if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
+        return torch.cat([invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)], dim=-1)
+    x, dim, tokens = x.contiguous(), x.shape[-1], x.numel() // x.shape[-1]
+    y = x.new_empty(*x.shape[:-1], sum(sizes))
     options = {"HAS_BIAS": bool(biases), "ACTIVATION": activation, "num_warps": 4}
-    if _has_many_tokens(x):
+    if has_many_tokens:
         launch(
-            _many_tokens, (triton.cdiv(tokens, _TILE_OF_MANY) * triton.cdiv(sizes[0], _TILE_OF_MANY),), x,
-            x, y, weights[0], weights[-1], biases[0] if biases else x, sizes[0], tokens, dim, *stride,
+            _many_tokens, (triton.cdiv(tokens, _TILE_OF_MANY) * triton.cdiv(sizes[0], _TILE_OF_MANY),), x, y,
+            weights[0], weights[-1], biases[0] if biases else x, sizes[0], tokens, dim, *stride,
             TILE=_TILE_OF_MANY, STAGES=3, **options,
         )  # fmt: skip
         return y
@@ -163,10 +149,8 @@ def _launch(
     # Programs next to each other read the same output features.
     grid = (triton.cdiv(tokens, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
     launch(
-        _few_tokens, grid, x,
-        x, y, *padded_arguments(x, weights), *padded_arguments(x, biases), *padded_arguments(0, sizes),
-        tokens, dim, *stride, TILE_N=_TILE_OF_FEW, TILE_M=tile_m,
-        STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
+        _few_tokens, grid, x, y, *padded(x, weights), *padded(x, biases), *padded(0, sizes), tokens, dim, *stride,
+        TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
         EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, **options,
     )  # fmt: skip
     return y
@@ -184,3 +168,21 @@ def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str
         return 3
     tiles: int = triton.cdiv(dim, BLOCK_K.value * SPLIT_K.value)
     return min(tiles, 4 if size > 4096 else 8 if tile_m == 8 else 6)
+
+
+@triton.jit
+def _invariant_sum(x, output, D, TILE: tl.constexpr, PDL: tl.constexpr):
+    i, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    pdl_sync(PDL)
+    total = tl.zeros((TILE,), tl.float32)
+    for begin in range(0, D, TILE):
+        total += tl.load(x + i * D + begin + d, mask=begin + d < D, other=0.0).to(tl.float32)
+    tl.store(output + i, tl.sum(total, 0))
+
+
+def invariant_sum_triton(vectors: Tensor) -> Tensor:
+    vectors = vectors.contiguous()
+    (count, dim), tile = vectors.shape, min(4096, triton.next_power_of_2(vectors.shape[1]))
+    output = vectors.new_empty(count, dtype=torch.float32)
+    launch(_invariant_sum, (count,), vectors, output, dim, TILE=tile, num_warps=4)
+    return output

@@ -1,9 +1,10 @@
 """Launches kernels with PDL, and compiles them in parallel before their first run.
 
 PDL (programmatic dependent launch, compute capability 9.0 or higher) starts a kernel while the previous one still runs.
-A kernel waits in `pdl_wait` before it reads what the previous kernel writes, and `pdl_launch_next` lets the next kernel
-start. Every kernel waits before it lets the next one start, so all but the previous kernel have finished when a kernel
-starts: older results, and weights, may be read before the wait.
+`pdl_wait` waits until the previous kernel has finished: a kernel calls it before it reads what that one writes.
+`pdl_launch_next` lets the next kernel start once every program of this one has arrived there. Every kernel waits before
+it lets the next one start, so all but the previous kernel have finished when a kernel starts: older results, and
+weights, may be read before the wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,12 +24,13 @@ from hf_static_kv import compat
 # Compiling holds the GIL for half of its time, so few threads compile. Loading waits for a C compiler in Triton 3.6:
 # 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 16
-gdc_wait, gdc_launch_dependents = compat.pdl_instructions()
+pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
 
 
-def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **options: Any) -> None:
-    """Run `kernel`, which has a constexpr `PDL`, on the device of the tensor `on`."""
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel`, which has a constexpr `PDL`, on the device of its first argument."""
+    on: torch.Tensor = args[0]
     pdl = on.is_cuda and _supports_pdl(on.device)
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     run = partial(kernel.warmup, grid=grid) if _COMPILE_ONLY.get() else kernel[grid]
@@ -41,10 +43,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: torch.Tensor, *args: Any, **o
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside the context a launch compiles its kernel, in parallel with others, and does not run it.
-
-    All kernels are compiled and loaded on exit.
-    """
+    """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
     token = _COMPILE_ONLY.set(True)
     try:
         with _CompileAndLoad(torch.cuda.current_device()) as pool, compat.parallel_compiling(pool):
@@ -60,38 +59,25 @@ class _CompileAndLoad(ThreadPoolExecutor):
         super().__init__(_LOAD_THREADS)
         self.device, self.may_compile = device, Semaphore(_COMPILE_THREADS)
 
-    def submit(self, compile: Callable[[], Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return super().submit(self._compile_and_load, partial(compile, *args, **kwargs))
+    def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compile_and_load() -> Any:
+            with self.may_compile:
+                kernel = compile(*args, **kwargs)
+            with torch.cuda.device(self.device):
+                compat.load_kernel(kernel)
+            return kernel
 
-    def _compile_and_load(self, compile: Callable[[], Any]) -> Any:
-        with self.may_compile:
-            kernel = compile()
-        with torch.cuda.device(self.device):
-            compat.load_kernel(kernel)
-        return kernel
+        return super().submit(compile_and_load)
 
 
 @lru_cache
 def _supports_pdl(device: torch.device) -> bool:
-    return gdc_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-@triton.jit
-def pdl_wait(PDL: tl.constexpr):
-    """Wait until the previous kernel has finished."""
-    if PDL:
-        gdc_wait()
-
-
-@triton.jit
-def pdl_launch_next(PDL: tl.constexpr):
-    """Let the next kernel start once every program of this one has arrived here."""
-    if PDL:
-        gdc_launch_dependents()
+    return pdl_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @triton.jit
 def pdl_sync(PDL: tl.constexpr):
     """Wait for the previous kernel, then let the next one start."""
-    pdl_wait(PDL)
-    pdl_launch_next(PDL)
+    if PDL:
+        pdl_wait()
+        pdl_launch_next()

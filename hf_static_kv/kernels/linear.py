@@ -16,20 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_TOKENS = 16
-MAX_WEIGHTS = 3
+MAX_TOKENS, MAX_WEIGHTS = 16, 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 def is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
     """Whether the kernels take these: few tokens on a GPU, contiguous weights, one dtype."""
-    tokens = x.numel() // x.shape[-1]
-    return (
-        x.is_cuda
-        and all(weight.dtype == x.dtype and weight.is_contiguous() for weight in weights)
-        and (tokens == 1 or (tokens <= MAX_TOKENS and x.dtype in (torch.bfloat16, torch.float16)))
-        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    )
+    tokens, is_half = x.numel() // x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
+    has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
+    return x.is_cuda and has_few_tokens and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -51,17 +46,16 @@ def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
     if any(weight.shape[1] != x.shape[-1] for weight in weights):
         shapes = [tuple(weight.shape) for weight in weights]
         raise ValueError(f"x {tuple(x.shape)} and weights {shapes} do not fit: [..., K] and [N, K].")
-    dtypes = sorted({str(tensor.dtype) for tensor in (x, *weights, *biases)})
-    if len(dtypes) > 1:
+    if len(dtypes := sorted({str(tensor.dtype) for tensor in (x, *weights, *biases)})) > 1:
         raise ValueError(f"x, weights and biases must have one dtype, got {' and '.join(dtypes)}.")
 
 
-def linears_kernel(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def linears_kernel(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
     """The kernel for one token, or for more the tensor-core kernel, which is also batch-invariant."""
     from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
     from hf_static_kv.kernels.linear_triton import linears_triton
 
-    return (linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton)(x, weights, biases)
+    return (linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton)(x, weights, biases, activation)
 
 
 def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -73,7 +67,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor
     """activation(x gate^T) * (x up^T), with one of `ACTIVATIONS`; both products and the activation are rounded."""
     check_gated(x, gate, up, activation)
     if is_supported(x, [gate, up]):
-        return gated_kernel(x, gate, up, activation)
+        return linears_kernel(x, [gate, up], [], activation)
     return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
 
@@ -90,14 +84,6 @@ def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
         shapes = f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)}"
         raise ValueError(f"{shapes} do not fit: [..., K], [N, K] and [N, K], gate and up of the same strides.")
     check_linears(x, [gate, up], [])
-
-
-def gated_kernel(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
-    from hf_static_kv.kernels.linear_triton import gated_linear_triton
-
-    kernel = gated_linear_triton if x.numel() == x.shape[-1] else invariant_gated_linear_triton
-    return kernel(x, gate, up, activation)
 
 
 def activate(x: Tensor, activation: str) -> Tensor:

@@ -7,7 +7,6 @@ before it waits for the kernel that writes x. More tokens are in invariant_linea
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -74,13 +73,11 @@ def _gated_linear(
         next_g_tile = _load_weight(gate, n, k_start + TILE_K + k, N, K, EVEN)
         next_u_tile = _load_weight(up, n, k_start + TILE_K + k, N, K, EVEN)
         x_tile = tl.load(x + k_start + k).to(tl.float32)[None, :]
-        g += g_tile.to(tl.float32) * x_tile
-        u += u_tile.to(tl.float32) * x_tile
+        g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
         g_tile, u_tile = next_g_tile, next_u_tile
     k += (K - 1) // TILE_K * TILE_K
     x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    g += g_tile.to(tl.float32) * x_tile
-    u += u_tile.to(tl.float32) * x_tile
+    g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
     dtype = y.dtype.element_ty
     a = activate(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
     tl.store(y + n, (a * tl.sum(u, 1).to(dtype).to(tl.float32)).to(dtype), mask=n < N)
@@ -96,39 +93,38 @@ def activate(x, ACTIVATION: tl.constexpr):
     return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 0.5 * (1 + tanh(inner)) without overflow
 
 
-def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
-    y = torch.empty(*x.shape[:-1], sum(sizes), dtype=x.dtype, device=x.device)
-    tile_n, tile_k, warps = _tiles(sum(sizes), dim)
-    launch(
-        _linear, (sum(triton.cdiv(size, tile_n) for size in sizes),), x,
-        x, y, *padded_arguments(x, weights), *padded_arguments(x, biases), *padded_arguments(0, sizes), dim,
-        TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, HAS_BIAS=bool(biases), num_warps=warps,
-    )  # fmt: skip
+def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
+    """`linears`, or with an activation `gated_linear` of the weights gate and up."""
+    x, dim, sizes = x.contiguous(), x.shape[-1], output_sizes(weights, activation)
+    y = x.new_empty(*x.shape[:-1], sum(sizes))
+    tile_n, tile_k, warps = _tiles(sum(sizes), dim, activation)
+    grid = (sum(triton.cdiv(size, tile_n) for size in sizes),)
+    tiles = {"TILE_N": tile_n, "TILE_K": tile_k, "EVEN": dim % tile_k == 0, "num_warps": warps}
+    if activation:
+        launch(_gated_linear, grid, x, y, *weights, *sizes, dim, ACTIVATION=activation, **tiles)
+    else:
+        arguments = *padded(x, weights), *padded(x, biases), *padded(0, sizes)
+        launch(_linear, grid, x, y, *arguments, dim, HAS_BIAS=bool(biases), **tiles)
     return y
 
 
-def gated_linear_triton(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    x, (size, dim) = x.contiguous(), gate.shape
-    y = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
-    tile_n, tile_k, warps = (1, 1024, 2) if dim >= 2048 else (4, 128, 2)  # chosen as in `_tiles`
-    launch(
-        _gated_linear, (triton.cdiv(size, tile_n),), x, x, y, gate, up, size, dim,
-        ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, num_warps=warps,
-    )  # fmt: skip
-    return y
+def output_sizes(weights: Sequence[Tensor], activation: str) -> list[int]:
+    """The output features of each weight; gate and up have one output together."""
+    return [weight.shape[0] for weight in (weights[:1] if activation else weights)]
 
 
-def padded_arguments(absent: Any, given: Sequence[Any]) -> list[Any]:
+def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
     """`given`, with `absent` for each weight that a kernel could take and does not get."""
     return [*given, *[absent] * (WEIGHT_ARGUMENTS - len(given))]
 
 
-def _tiles(size: int, dim: int) -> tuple[int, int, int]:
+def _tiles(size: int, dim: int, activation: str) -> tuple[int, int, int]:
     """TILE_N, TILE_K and warps: among the fastest of a dozen for each shape of the dev models (H200, 2026-11-15).
 
     A large weight is read by many small programs. A small one has few programs, so each keeps more loads in flight.
     """
+    if activation:
+        return (1, 1024, 2) if dim >= 2048 else (4, 128, 2)
     if size >= 8192:
         return 8, 128, 2
     return (2, 2048, 8) if size < 2048 and dim >= 4096 else (4, 1024, 4)

@@ -41,7 +41,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
         return rms_norm_plain(x, weight, eps, style)
     from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-    return rms_norm_triton(x, None, weight, eps, *style)[1]
+    return rms_norm_triton(x, None, Norm(weight, eps, style), None)[1]
 
 
 def add_rms_norm(
@@ -58,7 +58,7 @@ def add_rms_norm(
         return total, rms_norm_plain(total, weight, eps, style)
     from hf_static_kv.kernels.rms_norm_triton import rms_norm_triton
 
-    return rms_norm_triton(x, other, weight, eps, *style, pre_norm)
+    return rms_norm_triton(x, other, Norm(weight, eps, style), pre_norm)
 
 
 def _check(x: Tensor, weight: Tensor) -> None:

@@ -2,12 +2,13 @@
 
 from contextlib import suppress
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
+
+_Norm = tuple[Tensor, float, tuple[float, bool]]  # weight, eps, (offset, cast_first): Norm of rms_norm.py
 
 
 @triton.jit
@@ -39,25 +40,16 @@ def _normalize(x, w, eps, offset, D: tl.constexpr, CAST_FIRST: tl.constexpr):
     return y.to(x.dtype)
 
 
-def rms_norm_triton(
-    x: Tensor,
-    other: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    offset: float,
-    cast_first: bool,
-    pre_norm: tuple[Tensor, float, tuple[float, bool]] | None = None,
-) -> tuple[Tensor, Tensor]:
+def rms_norm_triton(x: Tensor, other: Tensor | None, norm: _Norm, pre_norm: _Norm | None) -> tuple[Tensor, Tensor]:
     """x, or its sum with `other` or with the `pre_norm` of it; and the norm of that."""
-    blocks, dim = _as_blocks(x), x.shape[-1]
-    output = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = x if other is None else torch.empty_like(output)
-    tile = triton.next_power_of_2(dim)
-    pre_weight, pre_eps, (pre_offset, pre_cast_first) = pre_norm or (weight, eps, (offset, cast_first))
+    blocks, dim, tile = _as_blocks(x), x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    output = x.new_empty(x.shape)
+    total = x if other is None else x.new_empty(x.shape)
+    weight, eps, (offset, cast_first) = norm
+    pre_weight, pre_eps, (pre_offset, pre_cast_first) = pre_norm or norm
     launch(
-        _rms_norm, (x.numel() // dim,), x,
-        blocks, blocks if other is None else other.contiguous(), weight, pre_weight, total, output,
-        eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
+        _rms_norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(), weight, pre_weight,
+        total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
         D=dim, TILE=tile, CAST_FIRST=cast_first, PRE_CAST_FIRST=pre_cast_first,
         IS_SUM=other is not None, HAS_PRE_NORM=pre_norm is not None, num_warps=min(16, max(1, tile // 256)),
         enable_fp_fusion=False,  # an FMA would give the norm of a sum other bits than the norm alone

@@ -23,14 +23,9 @@ def is_supported(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
     if not query.is_cuda or query.ndim != 4:
         return False
     batch, _, length, dim = query.shape
-    return (
-        query.dtype == key.dtype == cos.dtype == sin.dtype
-        and cos.shape == sin.shape
-        and cos.shape in ((batch, length, dim), (1, length, dim))
-        and key.shape[2:] == (length, dim)
-        and dim % 2 == 0
-        and query.stride(-1) == key.stride(-1) == cos.stride(-1) == sin.stride(-1) == 1
-    )
+    has_angles = cos.shape == sin.shape and cos.shape in ((batch, length, dim), (1, length, dim))
+    is_alike = all(x.dtype == query.dtype and x.stride(-1) == 1 for x in (query, key, cos, sin))
+    return has_angles and is_alike and key.shape[2:] == (length, dim) and dim % 2 == 0
 
 
 def rotary_plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

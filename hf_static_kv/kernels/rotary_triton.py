@@ -1,6 +1,5 @@
 """Rotary position embedding in Triton, one program per token and head. Formula and shapes are in rotary.py."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,8 +14,7 @@ def _rotary(
     HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     h, token = (tl.program_id(0) % (HQ + H)).to(tl.int64), (tl.program_id(0) // (HQ + H)).to(tl.int64)
-    b, t = token // T, token % T
-    d = tl.arange(0, TILE)
+    b, t, d = token // T, token % T, tl.arange(0, TILE)
     mask = d < HALF
     x, y = query + b * query_b + h * query_h + t * query_t, query_out + ((b * HQ + h) * T + t) * 2 * HALF
     if h >= HQ:
@@ -39,14 +37,12 @@ def _rotate(x, other, cos, sin):
 
 
 def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    batch, query_heads, length, dim = query.shape
-    heads = key.shape[1]
-    query_out, key_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (query, key))
+    (batch, query_heads, length, dim), heads = query.shape, key.shape[1]
+    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
     cos_b, sin_b = (0 if angles.shape[0] < batch else angles.stride(0) for angles in (cos, sin))
     launch(
-        _rotary, (batch * length * (query_heads + heads),), query,
-        query, key, cos, sin, query_out, key_out, length, *query.stride()[:3], *key.stride()[:3],
-        cos_b, cos.stride(1), sin_b, sin.stride(1),
+        _rotary, (batch * length * (query_heads + heads),), query, key, cos, sin, query_out, key_out, length,
+        *query.stride()[:3], *key.stride()[:3], cos_b, cos.stride(1), sin_b, sin.stride(1),
         HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
         enable_fp_fusion=False,  # an FMA would not round the product, as PyTorch does
     )  # fmt: skip

@@ -44,13 +44,13 @@ def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     leaves all of the sample as it was is not seen.
     """
     modules = compat.all_modules(model)
-    weights = [own for module in modules for own in compat.own_parts(module, "parameters")]
+    weights = [weight.detach() for module in modules for weight in compat.own_parts(module, "parameters")]
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for weight in weights:
+        flat = weight.view(-1) if weight.is_contiguous() else weight.flatten()
+        samples.setdefault((weight.device, weight.dtype), []).append(flat[:: max(1, len(flat) // _SAMPLED)])
+    values = [tuple(torch.cat(parts).tolist()) for (device, _), parts in samples.items() if device.type != "meta"]
     writes = tuple(compat.write_count(weight) for weight in weights)
-    samples = [weight.detach().flatten()[:: max(1, weight.numel() // _SAMPLED)][:_SAMPLED] for weight in weights]
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for sample in samples:
-        by_device.setdefault(sample.device, []).append(sample.float())
-    values = [tuple(torch.cat(parts).tolist()) for device, parts in by_device.items() if device.type != "meta"]
     is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
     fingerprint = model_fingerprint(model, modules, torch.empty(0), is_exact)
     return *fingerprint, writes, hash(tuple(values)), tuple(attention_of(model).items())

@@ -22,9 +22,7 @@ from transformers.cache_utils import Cache
 from hf_static_kv import compat
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.kernels.advance import advance
-from hf_static_kv.kernels.greedy import GreedyState, select_greedy
-from hf_static_kv.kernels.write_token import write_token
+from hf_static_kv.kernels.step_state import GreedyState, advance, select_greedy, write_token
 from hf_static_kv.patching import replaced
 from hf_static_kv.program.linears import fused_linears
 from hf_static_kv.program.norms import FusedSums, fused_norms

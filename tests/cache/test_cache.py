@@ -340,6 +340,13 @@ class TestText:
         assert torch.equal(loaded.value_storage, cache.value_storage)
         assert (loaded.seq_len, loaded.batch_size) == (cache.seq_len, cache.batch_size)
 
+    @pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+    def test_a_copy_of_a_shallow_copy_is_whole(self, how):
+        cache = copy.copy(make())
+        step(cache, 1, 2)
+        copied = pickle.loads(pickle.dumps(cache)) if how == "pickle" else copy.deepcopy(cache)
+        assert [text(layer) for layer in copied.layers] == [[1, 2]] * 2
+
     def test_a_pickle_holds_a_step_in_progress(self):
         cache = make()
         step(cache, 1, 2)

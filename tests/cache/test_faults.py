@@ -130,16 +130,16 @@ def three_rows():
 @pytest.mark.parametrize("at_call", [1, 2, 3, 4])
 def test_reordering_without_memory_changes_nothing(monkeypatch, at_call):
     cache = three_rows()
-    before, calls, real = snapshot(cache), [0], torch.Tensor.new_empty
+    before, calls, real = snapshot(cache), [0], torch.empty_like
 
-    def new_empty(*args, **kwargs):
+    def empty_like(*args, **kwargs):
         calls[0] += 1
         if calls[0] == at_call:
             raise OutOfMemory
         return real(*args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", new_empty)
+        patch.setattr(torch, "empty_like", empty_like)
         with pytest.raises(OutOfMemory):
             cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert_same(before, snapshot(cache))

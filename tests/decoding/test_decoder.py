@@ -402,7 +402,7 @@ class TestFaults:
 @needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
-    write = triton_module("hf_static_kv.kernels.write_token_triton")
+    write = triton_module("hf_static_kv.kernels.step_state_triton")
     attend = triton_module("hf_static_kv.kernels.decode_attention_triton")
     calls = []
 

@@ -8,7 +8,7 @@ from accelerate import cpu_offload
 from transformers import DynamicCache
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.decoding.eligibility import has_hooks
+from hf_static_kv.compat import has_hooks
 from tests.conftest import COMMON, Collect
 from tests.conftest import toy_model as toy_on_cpu
 from tests.decoding.conftest import CAPACITY, DEVICE, PROMPT, run, toy_model, toy_with_images

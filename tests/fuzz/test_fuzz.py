@@ -68,12 +68,12 @@ def keep_the_rows_in_their_order(monkeypatch):
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
-    def broken(cache):
-        for layer in cache.layers:
-            layer.commit()
-        cache._step_size = None
+    end_step = StaticContiguousCache._end_step
 
-    monkeypatch.setattr(StaticContiguousCache, "_discard_step", broken)
+    def broken(cache, end=StaticContiguousLayer.commit):
+        end_step(cache, end)
+
+    monkeypatch.setattr(StaticContiguousCache, "_end_step", broken)
 
 
 def begin_the_sequence_of_a_step_one_position_late(monkeypatch):

@@ -13,15 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
-    advance_triton,
     decode_attention_triton,
-    greedy_triton,
     invariant_linear_triton,
-    invariant_sum_triton,
     linear_triton,
     rms_norm_triton,
     rotary_triton,
-    write_token_triton,
+    step_state_triton,
 )
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
@@ -59,11 +56,11 @@ def launch_linears(dtype):
     x, gate, up = (torch.empty(n, 512, dtype=dtype) for n in (1, 300, 300))
     large, bias = torch.empty(5000, 512, dtype=dtype), torch.empty(300, dtype=dtype)
     linear_triton.linears_triton(x, [gate, up], [bias, bias])
-    linear_triton.gated_linear_triton(x, gate, up, "gelu_tanh")
+    linear_triton.linears_triton(x, [gate, up], [], "gelu_tanh")
     for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
-        invariant_linear_triton.invariant_gated_linear_triton(tokens, gate, up, "silu")
+        invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
 
 
 def launch_attention(dtype, dim, heads):
@@ -79,22 +76,22 @@ def launch_attention(dtype, dim, heads):
 
 def launch_small(dtype):
     x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
-    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True)
-    rms_norm_triton.rms_norm_triton(x, x, x[0], 1e-5, 0.0, True, (x[0], 1e-6, (1.0, False)))
-    invariant_sum_triton.invariant_sum_triton(torch.empty(3, 512))
+    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), None)
+    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), (x[0], 1e-6, (1.0, False)))
+    invariant_linear_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
-    write_token_triton.write_token_triton(keys, keys, new, new, number)
+    step_state_triton.write_token_triton(keys, keys, new, new, number)
     column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
-    advance_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
+    step_state_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
-    greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
+    step_state_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
 
 
 if __name__ == "__main__":
     capability = int(sys.argv[1])
 
-    def launch(kernel, grid, on, *args, **options):
+    def launch(kernel, grid, *args, **options):
         compile_for(capability, kernel, args, options)
 
     for module in LAUNCHERS:

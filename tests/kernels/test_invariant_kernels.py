@@ -3,9 +3,14 @@
 import pytest
 import torch
 
-from hf_static_kv.kernels.invariant_attention import invariant_attention, invariant_attention_plain
-from hf_static_kv.kernels.invariant_linear import invariant_linear, invariant_linear_plain, padded_tiles
-from hf_static_kv.kernels.invariant_sum import invariant_sum, invariant_sum_plain
+from hf_static_kv.kernels.decode_attention import invariant_attention, invariant_attention_plain
+from hf_static_kv.kernels.invariant_linear import (
+    invariant_linear,
+    invariant_linear_plain,
+    invariant_sum,
+    invariant_sum_plain,
+    padded_tiles,
+)
 from hf_static_kv.kernels.linear import ACTIVATIONS
 from tests.conftest import given, settings, st, triton_module
 
@@ -23,7 +28,7 @@ def linear_kernel(x, weight, bias=None):
 
 
 def sum_kernel(rows):
-    return triton_module("hf_static_kv.kernels.invariant_sum_triton").invariant_sum_triton(rows)
+    return triton_module("hf_static_kv.kernels.invariant_linear_triton").invariant_sum_triton(rows)
 
 
 def attention_kernel(query, keys, values, spans, scale):
@@ -94,13 +99,13 @@ class TestManyRowsAndFew:
             assert torch.equal(linear_kernel(x[rows], weight, bias), many[rows])
 
     def test_gated_linear(self, dim, size, dtype):
-        from hf_static_kv.kernels.invariant_linear_triton import invariant_gated_linear_triton
+        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
         x, gate, up = normal(150, dim, dtype=dtype), *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2))
         activation = ACTIVATIONS[dim % 3]
-        many = invariant_gated_linear_triton(x, gate, up, activation)
+        many = invariant_linears_triton(x, [gate, up], [], activation)
         for rows in self.ROWS:
-            assert torch.equal(invariant_gated_linear_triton(x[rows], gate, up, activation), many[rows])
+            assert torch.equal(invariant_linears_triton(x[rows], [gate, up], [], activation), many[rows])
 
 
 @pytest.mark.parametrize("implementation", [sum_kernel, invariant_sum_plain], ids=["triton", "plain"])

@@ -5,7 +5,7 @@ import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
 from hf_static_kv.kernels.rms_norm import STYLES, Norm, add_rms_norm, rms_norm, rms_norm_plain
-from hf_static_kv.kernels.write_token import write_token
+from hf_static_kv.kernels.step_state import write_token
 from tests.conftest import triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -264,7 +264,7 @@ def norm_in_float64(x, weight, eps, style):
 def norm_kernel(x, weight, eps, style):
     module = triton_module("hf_static_kv.kernels.rms_norm_triton")
     skip_bfloat16_on_a_cpu(x)
-    return module.rms_norm_triton(x, None, weight, eps, *style)[1]
+    return module.rms_norm_triton(x, None, Norm(weight, eps, style), None)[1]
 
 
 @pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
@@ -306,7 +306,7 @@ class TestRmsNorm:
 def test_heads_that_stand_beside_others_are_not_copied(monkeypatch):
     module = triton_module("hf_static_kv.kernels.rms_norm_triton")
     projected, read = torch.randn(3, 1, 640, device=DEVICE), []
-    monkeypatch.setattr(module, "launch", lambda kernel, grid, on, x, *args, **options: read.append(x))
+    monkeypatch.setattr(module, "launch", lambda kernel, grid, x, *args, **options: read.append(x))
     heads = projected[..., 256:512].unflatten(-1, (4, 64))
     norm_kernel(heads, torch.ones(64, device=DEVICE), 1e-6, STYLES[0])
     assert read[0].data_ptr() == heads.data_ptr()
@@ -317,7 +317,7 @@ def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
     x, other, weight = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 1, 96), (2, 1, 96), (96,)))
     module = triton_module("hf_static_kv.kernels.rms_norm_triton")
     skip_bfloat16_on_a_cpu(x)
-    total, normed = module.rms_norm_triton(x, other, weight, 1e-6, *STYLES[0])
+    total, normed = module.rms_norm_triton(x, other, Norm(weight, 1e-6, STYLES[0]), None)
     assert torch.equal(total, x + other)
     assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
     plain = add_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
@@ -334,7 +334,7 @@ def test_a_norm_before_the_sum_has_the_bits_of_one_by_itself(dtype, style, dim):
     skip_bfloat16_on_a_cpu(x)
     pre_norm = Norm(weights[1], 1e-5, style)
     expected = x + norm_kernel(other, *pre_norm)
-    total, normed = module.rms_norm_triton(x, other, weights[0], 1e-6, *STYLES[0], pre_norm)
+    total, normed = module.rms_norm_triton(x, other, Norm(weights[0], 1e-6, STYLES[0]), pre_norm)
     assert torch.equal(total, expected)
     assert torch.equal(normed, norm_kernel(expected, weights[0], 1e-6, STYLES[0]))
     plain = add_rms_norm(
@@ -367,7 +367,7 @@ class TestWriteToken:
         value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
         arguments = keys[1, :2], values[1, :2], key_states, value_states, torch.tensor([7], device=DEVICE)
         if implementation == "triton":
-            module = triton_module("hf_static_kv.kernels.write_token_triton")
+            module = triton_module("hf_static_kv.kernels.step_state_triton")
             module.write_token_triton(*arguments)
         else:
             write_token(*arguments)
@@ -377,7 +377,7 @@ class TestWriteToken:
         assert torch.equal(values, expected[1])
 
     def test_a_position_beyond_the_capacity_is_not_written(self):
-        module = triton_module("hf_static_kv.kernels.write_token_triton")
+        module = triton_module("hf_static_kv.kernels.step_state_triton")
         storage = torch.zeros(2, 2, 2, 4, 8, device=DEVICE)
         states, position = torch.ones(1, 2, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
         module.write_token_triton(storage[0, :1], storage[1, :1], states, states, position)

@@ -5,10 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.advance import advance_plain
-from hf_static_kv.kernels.greedy import GreedyState, select_greedy_plain
-from hf_static_kv.kernels.linear import gated_kernel, linears_kernel
+from hf_static_kv.kernels.linear import linears_kernel
 from hf_static_kv.kernels.rotary import rotary, rotary_plain
+from hf_static_kv.kernels.step_state import GreedyState, advance_plain, select_greedy_plain
 from tests.conftest import given, settings, st
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -16,10 +15,9 @@ import triton
 import triton.language as tl
 
 from hf_static_kv.kernels import linear_triton
-from hf_static_kv.kernels.advance_triton import advance_triton
-from hf_static_kv.kernels.greedy_triton import select_greedy_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.rotary_triton import rotary_triton
+from hf_static_kv.kernels.step_state_triton import advance_triton, select_greedy_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
@@ -100,7 +98,7 @@ class TestGatedLinear:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_the_parts(self, dtype, rows, dim, activation):
         x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim)))
-        got = gated_kernel(x, gate / 8, up, activation)
+        got = linears_kernel(x, [gate / 8, up], [], activation)
         parts = [linears_kernel(x, [weight], []) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]
         # Each sum is off by its bound on either side, so by twice that between them. No activation is steeper than 1.13
@@ -218,11 +216,11 @@ def test_kernels_that_are_only_compiled_do_not_run():
 def test_a_kernel_that_cannot_be_compiled_is_told_and_is_the_only_one():
     x = torch.zeros(1, device=DEVICE)
     with pytest.raises(triton.CompilationError, match="never"), compile_only():
-        launch(_broken, (1,), x, x)
+        launch(_broken, (1,), x)
     with compile_only():
-        launch(_fill_with_ones, (1,), x, x)
+        launch(_fill_with_ones, (1,), x)
     assert x.tolist() == [0]
-    launch(_fill_with_ones, (1,), x, x)
+    launch(_fill_with_ones, (1,), x)
     assert x.tolist() == [1]
 
 

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
-from hf_static_kv.decoding.eligibility import has_hooks
+from hf_static_kv.compat import has_hooks
 from hf_static_kv.program.fingerprint import _addresses_of, type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
 
