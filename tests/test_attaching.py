@@ -397,14 +397,28 @@ def test_a_chat_computes_new_tokens_only(name):
 
 def test_reuse_keeps_the_common_part_only(model):
     other = PROMPT.clone()
-    other[0, 5] += 1
-    expected = generate(model, other)
+    other[0, 10] += 1
+    how = {"max_new_tokens": 4}
+    expected = generate(model, **how), generate(model, other, **how)
     info = attach(model, reuse_prefix=True)
-    generate(model)
-    assert torch.equal(generate(model, other), expected)
-    assert info.reused_tokens == 5
-    generate(model)  # the first prompt is in the other cache no more, or in one of its own
-    assert torch.equal(generate(model, other), expected)
+    generate(model, **how)
+    assert torch.equal(generate(model, other, **how), expected[1])
+    assert info.reused_tokens == 10
+    assert torch.equal(generate(model, **how), expected[0])
+
+
+def test_two_chats_in_turn_keep_a_cache_each(model):
+    first, second = PROMPT, torch.cat([PROMPT[:, :2], PROMPT + 1], dim=1)  # a common beginning of two tokens
+    info = attach(model, reuse_prefix=True)
+    for _ in range(3):
+        first, second = generate(model, first), generate(model, second)
+    detach(model)
+    expected = PROMPT
+    for _ in range(3):
+        expected = generate(model, expected)
+    assert torch.equal(first, expected)
+    assert len(info.caches) == 2
+    assert info.reused_tokens == sum(2 * (13 + 14 * turn - 1) + 2 for turn in (1, 2))
 
 
 def change_weights(model):

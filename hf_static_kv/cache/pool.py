@@ -1,6 +1,7 @@
 """Caches that calls of `generate` take and give back: sized by the call, kept between calls, bounded in bytes."""
 
 import os
+import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -74,15 +75,18 @@ class CachePool:
         A call that returns its cache keeps it; else it goes back to the pool. Raises `NotPooled`.
         """
         lease = self._take(request, content)
+        is_callers = False
         try:
             yield lease.cache
+            is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
-            self._give_back(lease, is_clean=False)
+            lease.content = None
             raise
-        if request.config.return_dict_in_generate:
-            self.lent.remove(lease)
-        else:
-            self._give_back(lease, is_clean=True)
+        finally:
+            with self._lock:
+                self.lent.remove(lease)
+                if not is_callers:
+                    self._keep(lease)
 
     def clear(self) -> None:
         """Drop the free caches."""
@@ -102,28 +106,31 @@ class CachePool:
             return lease
 
     def _with_prefix(self, request: Request, content: Any) -> Lease | None:
+        """The free cache with the longest prefix of the prompt, unless that is less than half of its tokens."""
         alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
         if content is None or not alike:
             return None
         lengths = {lease: lease.common_prefix(request) for lease in alike}
         lease = max(alike, key=lambda lease: lengths[lease])
-        if lengths[lease] == 0:
+        cached = lease.cache.seq_len
+        if lengths[lease] == 0 or 2 * lengths[lease] < cached:
             return None
-        lease.cache.crop(lengths[lease] - lease.cache.seq_len)
+        lease.cache.crop(lengths[lease] - cached)
         self.reused_tokens += lengths[lease]
         return lease
 
     def _free_lease(self, request: Request) -> Lease | None:
-        rows, length = len(request.input_ids), request.max_positions
+        """The smallest free cache that serves the call. Kept tokens are given up only when there are enough caches."""
+        rows, length, kind = len(request.input_ids), request.max_positions, _kind(request)
         serving = [
             lease
             for lease in self.free
-            if lease.kind == _kind(request)
+            if lease.kind == kind
             and rows <= lease.cache.layers[0].max_batch_size
             and length <= lease.cache.max_cache_len
-            and (lease.content is None or len(self.free) >= _MAX_FREE)  # else its tokens may still be wanted
+            and (lease.content is None or len(self.free) >= _MAX_FREE)
         ]
-        lease = min(serving, key=lambda lease: lease.num_bytes, default=None)
+        lease = min(serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None)
         if lease is not None:
             lease.cache.reset()
         return lease
@@ -147,18 +154,16 @@ class CachePool:
         cache = StaticContiguousCache.for_calls(model, capacity, rows)
         return Lease(cache, _kind(request), capacity * token_bytes)
 
-    def _give_back(self, lease: Lease, is_clean: bool) -> None:
-        with self._lock:
-            self.lent.remove(lease)
-            if lease.content is None or not is_clean:
-                lease.cache.reset()
-                lease.content = None
-            if not lease.cache.storage_groups:  # its first pass failed
-                return
-            self.free.append(lease)
-            if self.max_bytes is not None or lease.num_bytes > lease.planned_bytes:
-                bound = self._bound(lease.cache.storage_groups[0].keys.device)
-                self._evict(bound - sum(lease.num_bytes for lease in self.lent), _MAX_FREE)
+    def _keep(self, lease: Lease) -> None:
+        """Put a cache beside the free ones, clean or with tokens that a later call may use."""
+        if lease.content is None:
+            lease.cache.reset()
+        if not lease.cache.storage_groups:  # its first pass failed
+            return
+        self.free.append(lease)
+        has_grown = lease.num_bytes > lease.planned_bytes
+        bound = self._bound(lease.cache.layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
+        self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:
         while self.free and (len(self.free) > max_number or sum(lease.num_bytes for lease in self.free) > max_bytes):
