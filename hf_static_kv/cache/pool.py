@@ -106,15 +106,15 @@ class CachePool:
             return lease
 
     def _with_prefix(self, request: Request, content: Any) -> Lease | None:
-        """The free cache with the longest prefix of the prompt, unless that is less than half of its tokens."""
+        """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
         alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
         if content is None or not alike:
             return None
         lengths = {lease: lease.common_prefix(request) for lease in alike}
         lease = max(alike, key=lambda lease: lengths[lease])
         cached = lease.cache.seq_len
-        if lengths[lease] == 0 or 2 * lengths[lease] < cached:
-            return None
+        if lengths[lease] == 0 or 2 * lengths[lease] < min(cached, request.prompt_length - 1):
+            return None  # two chats with the same beginning keep a cache each
         lease.cache.crop(lengths[lease] - cached)
         self.reused_tokens += lengths[lease]
         return lease
