@@ -4,8 +4,6 @@
 
 A prompt runs in SDPA without cuDNN, which would build a plan for every new length. One new token on a GPU runs in the
 decode kernel, over the cache's own memory. Where neither can (a soft cap or sinks over a prompt), plain PyTorch runs.
-
-In a captured step `layer_idx` of a layer's modules is a `StepLayer`, which has all that attention needs.
 """
 
 from collections.abc import Mapping
@@ -26,9 +24,6 @@ ATTENTION_NAME = "static_contiguous"
 EXACT_ATTENTION_NAME = "static_contiguous_exact"
 TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_trace.py
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_KERNEL_MAX_DIM = 256
-_SPANS_DTYPE = torch.int64  # masks of transformers are bool or floating
 Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 
 
@@ -60,9 +55,6 @@ def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
     return scale, kwargs.get("softcap"), kwargs.get("s_aux")
 
 
-# --- "static_contiguous"
-
-
 def static_contiguous_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -88,9 +80,9 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
     return (
         query.is_cuda
         and query.shape[2] == 1
-        and query.dtype in _KERNEL_DTYPES
+        and query.dtype in (torch.float32, torch.bfloat16, torch.float16)
         and query.dtype == key.dtype == value.dtype
-        and max(query.shape[-1], value.shape[-1]) <= _KERNEL_MAX_DIM
+        and max(query.shape[-1], value.shape[-1]) <= 256
         and query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
         and (mask is None or (mask.dtype == torch.bool and mask.shape[:2] == (query.shape[0], 1)))
         and not (torch.is_grad_enabled() and query.requires_grad)
@@ -109,8 +101,7 @@ def one_token_attention(
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
 def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
-    """Spans [B, 3] over all keys of a view."""
-    return torch.tensor([[0, 0, length]] * batch_size, device=device)
+    return torch.tensor([[0, 0, length]] * batch_size, device=device)  # [B, 3]
 
 
 def plain_attention(
@@ -135,9 +126,6 @@ def plain_attention(
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
-# --- "static_contiguous_exact"
-
-
 def exact_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
@@ -145,7 +133,7 @@ def exact_attention(
     layer = step_layer(module)
     if layer is not None and query.is_cuda:  # the decode kernel is batch-invariant
         return static_contiguous_attention(module, query, key, value, attention_mask, **kwargs)
-    is_packed = attention_mask is not None and attention_mask.dtype == _SPANS_DTYPE
+    is_packed = attention_mask is not None and attention_mask.dtype == torch.int64  # other masks are bool or floating
     if layer is None and (not is_packed or kwargs.get("position_bias") is not None):
         raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
     packed: Any = attention_mask  # [B, 3, q, 1]

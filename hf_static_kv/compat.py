@@ -127,8 +127,7 @@ def planned_device(module: Module) -> torch.device | None:
 
 def own_parts(module: Module, kind: str) -> list[Any]:
     """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
-    store = getattr(module, f"_{kind}", None)
-    if store is None:
+    if (store := getattr(module, f"_{kind}", None)) is None:
         return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
     return [part for part in store.values() if part is not None]
 
@@ -183,7 +182,7 @@ try:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-        """Base of `exact`'s mode."""
+        """Base of `exact`'s mode. Without it: exact cannot run."""
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
@@ -192,8 +191,6 @@ try:
 except ImportError:
 
     class DispatchMode:  # type: ignore[no-redef]
-        """Without it: exact cannot run."""
-
         def __init__(self) -> None:
             raise RuntimeError("exact needs TorchDispatchMode, which this version of torch does not have.")
 

@@ -1,10 +1,4 @@
-"""What is changed inside a context and put back on exit, on a model or around its passes; and unwrapping.
-
-with replaced("forward", {module: forward}): ...                    an attribute of some modules
-with replaced_function("apply_rotary_pos_emb", {module: f}): ...     a function of some Python modules
-with attention_implementation(model, "static_contiguous"): ...      the attention of a model
-with without_cudnn(): ...                                           the implementations that SDPA may use
-"""
+"""What is changed inside a context and put back on exit, on a model or around its passes; and unwrapping."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -20,7 +14,6 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
-_ABSENT = object()
 _ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (module, name): function, number of users
 _CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
 # Whether passes of a model verify a captured step. They belong to no sequence: a trace does not record them.
@@ -30,7 +23,7 @@ IS_VERIFICATION: ContextVar[bool] = ContextVar("is_verification", default=False)
 @contextmanager
 def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
     """Modules with another value of an attribute. A value that was assigned by someone else meanwhile stays."""
-    before = {module: module.__dict__.get(attribute, _ABSENT) for module in values}
+    before = {module: module.__dict__[attribute] for module in values if attribute in module.__dict__}
     try:
         for module, value in values.items():
             setattr(module, attribute, value)
@@ -38,7 +31,7 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
     finally:
         for module, value in values.items():
             is_ours = module.__dict__.get(attribute) is value
-            if is_ours and before[module] is _ABSENT:
+            if is_ours and module not in before:
                 delattr(module, attribute)
             elif is_ours:
                 setattr(module, attribute, before[module])
@@ -46,10 +39,7 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
 
 @contextmanager
 def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """The function `name` of these Python modules replaced by `modules[module](original, ...)`.
-
-    Contexts of several models of one Python module may overlap: the last one to leave restores the original.
-    """
+    """The function `name` of these Python modules replaced by `modules[module](original, ...)`."""
     for module, function in modules.items():
         original, users = _ORIGINALS.get((module, name), (getattr(sys.modules[module], name), 0))
         _ORIGINALS[module, name] = original, users + 1
@@ -59,7 +49,7 @@ def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> I
     finally:
         for module in modules:
             original, users = _ORIGINALS.pop((module, name))
-            if users > 1:
+            if users > 1:  # contexts of several models may overlap
                 _ORIGINALS[module, name] = original, users - 1
             else:
                 setattr(sys.modules[module], name, original)

@@ -1,7 +1,4 @@
-"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available.
-
-Tests, examples and benchmarks share it; `import hf_static_kv` does not load it. The shapes are in dev_models.json.
-"""
+"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available."""
 
 import importlib.util
 import json
@@ -52,8 +49,7 @@ def random_model(
     with torch.random.fork_rng(devices=devices), torch.device(device):
         torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, **extra)  # type: ignore[no-untyped-call]
-    model.train(False)
-    return model
+    return model.train(False)  # type: ignore[no-any-return]
 
 
 def find_source(model: str) -> Source:
@@ -90,8 +86,7 @@ def load_model(
     """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
     loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
-    loaded.train(False)
-    return loaded, tokenizer
+    return loaded.train(False), tokenizer
 
 
 def load_config(model: str) -> PreTrainedConfig:

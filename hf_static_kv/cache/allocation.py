@@ -31,7 +31,6 @@ class AllocatedCache(Cache):
         super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
 
     def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype) -> None:
-        """Give these layers storage; layers of one shape on one device share one pair of tensors."""
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)

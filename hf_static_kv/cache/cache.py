@@ -132,8 +132,6 @@ class StaticContiguousCache(AllocatedCache):
         self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
         super()._build(plans, max_cache_len)
 
-    # --- a call of generate
-
     @property
     def _is_user_defined(self) -> bool:
         return True
@@ -185,8 +183,6 @@ class StaticContiguousCache(AllocatedCache):
                 )
             self._thread = get_ident()
 
-    # --- a step
-
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -201,8 +197,7 @@ class StaticContiguousCache(AllocatedCache):
                 "Build it with the config of the model that runs."
             )
         layer = self.layers[layer_idx]
-        if not torch.compiler.is_compiling() and self._thread != get_ident():
-            # First of all: two threads must not both allocate.
+        if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
         if self.grows and layer.length + key_states.shape[2] > self._max_cache_len:
             self.grow(max(2 * self._max_cache_len, layer.length + key_states.shape[2]))
@@ -224,8 +219,7 @@ class StaticContiguousCache(AllocatedCache):
 
     def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
         layer = self.layers[layer_idx]
-        if layer.pending:
-            # The last pass failed, or the model lacks layers.
+        if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
                 layout.refuse_missing_layers(model, len(self.layers))
             logger.warning(
@@ -279,8 +273,6 @@ class StaticContiguousCache(AllocatedCache):
         for layer in self.layers:
             layer.length += n
 
-    # --- the sequence
-
     @property
     def seq_len(self) -> int:
         """Number of tokens in the cache; the next token has this position."""
@@ -309,8 +301,6 @@ class StaticContiguousCache(AllocatedCache):
         """Remove all tokens, keep the storage and its address. No tensor is touched."""
         self._end_step(StaticContiguousLayer.reset)
         self._known_ids = None
-
-    # --- the batch
 
     @property
     def batch_size(self) -> int:

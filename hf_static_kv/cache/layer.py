@@ -54,8 +54,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
         members = (LayerShape.of(key_states, value_states), key_states.device, [0])
         dtypes = key_states.dtype, value_states.dtype
-        (group,) = allocate_groups([members], self.max_cache_len, len(key_states), dtypes)
-        self.use_storage(group, index=0)
+        self.use_storage(allocate_groups([members], self.max_cache_len, len(key_states), dtypes)[0], index=0)
 
     def used(self) -> list[tuple[int, int]]:
         """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
@@ -129,8 +128,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 views = self.write(key_states, value_states)
             self._had_grad = True
             anchor = torch.empty(0, requires_grad=True)  # for states that require no grad, after some that did
-            keys, values = _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-untyped-call]
-            return keys, values
+            return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
         assert self.group is not None, "the layer has no storage"
         self.batch_size, _, tokens, _ = key_states.shape
         keys, values = self.group.views(self._index, self.batch_size, self.length, tokens)
@@ -257,10 +255,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
         self._had_grad |= states.requires_grad
         other = "values" if name == "keys" else "keys"
-        half_assigned = {} if name in self._half_assigned else {other: (self.batch_size, self.length)}
-        self.discard()
-        self._half_assigned = half_assigned
-        self.batch_size, self.length = batch_size, length
+        self._half_assigned = {} if name in self._half_assigned else {other: (self.batch_size, self.length)}
+        self.batch_size, self.length, self.pending = batch_size, length, 0
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -64,8 +64,7 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     config = config.get_text_config(decoder=True)
     # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
     layer_configs = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
+    if (layer_types := getattr(config, "layer_types", None)) is None:
         layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
@@ -196,8 +195,7 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
         num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
     elif getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention":
         num_kv_heads *= 2
-    head_dim = getattr(layer_config, "head_dim", None)
-    if head_dim is None and num_heads:
+    if (head_dim := getattr(layer_config, "head_dim", None)) is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
     if not num_kv_heads or not head_dim:
         return None
@@ -252,8 +250,7 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     rope = getattr(text_config, "rope_parameters", None)
     if not rope or getattr(text_config, "alibi", False):
         return
-    # One set of parameters for all layers, or one for each type of layer.
-    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    scalings = [part for part in rope.values() if isinstance(part, dict)] or [rope]  # of each type of layer, or of all
     # With these scalings `max_position_embeddings` may still be the length before the scaling.
     reached = [
         (scaling.get("original_max_position_embeddings") or positions) * (scaling.get("factor") or 1)

@@ -69,12 +69,9 @@ class Request:
         passed = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
         mask_length: int = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
-        # Tokens before the prompt, where only new tokens were passed: the mask covers all of them.
-        self.past = max(0, mask_length - passed)
-        # Whether the prompt includes the cached tokens; `generate` then removes these.
-        self.is_whole = self.embeds is not None or mask_length == passed
-        # Tokens of the prompt, cached ones included.
-        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
+        self.past = max(0, mask_length - passed)  # tokens before those that are passed: the mask covers all
+        self.is_whole = self.embeds is not None or mask_length == passed  # with cached tokens, which `generate` removes
+        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]  # with cached tokens
 
     @property
     def max_new_tokens(self) -> int:
@@ -161,10 +158,8 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
             f"Chunked prefill of transformers {transformers.__version__} starts at position 0, and the cache already "
             f"holds {seq_len} tokens. Omit prefill_chunk_size, call reset() first, or install transformers 5.22."
         )
-    if request.is_whole and (length := request.prompt_length) <= seq_len:
-        raise ValueError(
-            f"A prompt of {length} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}"
-        )
+    if request.is_whole and (n := request.prompt_length) <= seq_len:
+        raise ValueError(f"A prompt of {n} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}")
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
         return

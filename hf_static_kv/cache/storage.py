@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
-# The layers of one group: what they store, where, and their indices in the model.
-Members = tuple["LayerShape", torch.device, Sequence[int]]
+Members = tuple["LayerShape", torch.device, Sequence[int]]  # of one group: what layers store, where, their indices
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,7 @@ class StorageGroup:
             return keys.narrow(2, first, length), values.narrow(2, first, length)
         # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
-        found = self._recent.get(key)
-        if found is None:
+        if (found := self._recent.get(key)) is None:
             if len(self._recent) >= 4:  # a step asks for three: where to write, what full and sliding layers see
                 del self._recent[next(iter(self._recent))]
             # Kept beyond a block of inference mode, as the storage is.
@@ -134,16 +132,12 @@ class StorageGroup:
 
 def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> list[StorageGroup]:
     """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
-    groups: list[StorageGroup] = []
     try:
-        for layers in members:
-            groups.append(StorageGroup(layers, max_cache_len, batch_size, dtypes))
+        return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
-        groups.clear()  # the traceback keeps this frame alive
         if not is_out_of_memory(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
-    return groups
 
 
 def is_out_of_memory(error: BaseException) -> bool:

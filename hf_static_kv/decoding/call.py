@@ -40,7 +40,6 @@ class Call:
         if request is None or request.input_ids is not self.input_ids:
             request = Request(self.model, self.input_ids, self.config, self.model_kwargs)
         self.request = replace(request, model=self.model, config=self.config, model_kwargs=self.model_kwargs)
-        self.mask = self.request.mask  # [B, n], 1 where there is a token
         self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
@@ -68,7 +67,7 @@ class Call:
     @cached_property
     def seq_start(self) -> Tensor:
         """Where the sequence of each batch row begins, [B]: after its left padding."""
-        ids, mask = self.input_ids, self.mask
+        ids, mask = self.input_ids, self.request.mask
         return ids.new_zeros(len(ids)) if mask is None else mask.shape[1] - mask.sum(dim=1)
 
     @property

@@ -1,9 +1,5 @@
 """`GraphDecoder`: a decode loop for `custom_generate`. Prefill as usual, then replays of one captured step.
 
-    decoder = GraphDecoder()
-    model.generate(**inputs, custom_generate=decoder)                           # with a cache of its own
-    model.generate(**inputs, past_key_values=cache, custom_generate=decoder)    # with yours
-
 Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its kernels round
 differently. What cannot be captured falls back to transformers' loop, with one warning that says why.
 """
@@ -42,10 +38,8 @@ _Output = GenerateDecoderOnlyOutput | Tensor
 
 
 class _Failure(NamedTuple):
-    """Why a step could not be captured, and how often that was tried."""
-
-    reason: str
-    attempts: int
+    reason: str  # why a step could not be captured
+    attempts: int  # how often that was tried
 
 
 class GraphDecoder:
@@ -95,7 +89,7 @@ class GraphDecoder:
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
-        mode = call.request.mode
+        mode = call.request.config.get_generation_mode(call.request.assistant_model)
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
@@ -142,8 +136,6 @@ class GraphDecoder:
         cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
         return sampling.result(call.cache)
-
-    # --- captured steps
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
@@ -250,6 +242,5 @@ def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call) -> None:
 
 
 def _mark_written(call: Call) -> None:
-    """One more token is in the cache."""
     debug.log_step(call.cache.seq_len, 1, len(call.seq_start), call.cache.max_cache_len)
     call.cache.mark_written(1)

@@ -69,9 +69,9 @@ def _unserved_prompt(call: Call) -> str | None:
     windows = [plan.sliding_window for plan in plan_layers(call.model.config)]
     if windows != [layer.sliding_window for layer in call.cache.layers]:
         return "the windows of the cache are not those of the model"
-    if call.mask is not None:
-        position = torch.arange(call.mask.shape[1], device=call.mask.device)
-        if bool((call.mask.bool() != (position >= call.seq_start[:, None])).any()):
+    if (mask := call.request.mask) is not None:
+        position = torch.arange(mask.shape[1], device=mask.device)
+        if bool((mask.bool() != (position >= call.seq_start[:, None])).any()):
             return "the attention mask has holes"
     if (positions := call.model_kwargs.get("position_ids")) is not None:
         last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start

@@ -30,8 +30,7 @@ class Sampling:
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
         # A streamer synchronizes at every token anyway, and must not be given one too many; nor must a trace.
-        synchronizes = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
-        self.finished = StopFlag(deferred=not synchronizes)
+        self.finished = StopFlag(deferred=call.streamer is None and call.own_attention != TRACED_ATTENTION_NAME)
         self.overrun = 0  # tokens selected after the end
         self.rng_state: Tensor | None = None  # before the newest token was drawn
         self.scores: list[Tensor] = []

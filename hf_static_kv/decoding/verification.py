@@ -5,12 +5,11 @@
     two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
     across a window   where a window no longer begins at 0     a window that is too wide or too narrow
 
-One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones. The
-storage is restored afterwards.
+One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones.
 
 In bf16 and fp16 the allowed difference is measured: the ordinary pass runs again with the outputs of all modules with
 parameters moved by up to one unit in the last place, which is more than another order of summation does. In float32 it
-is sqrt(eps) times the largest logit, inside `exact` zero.
+is sqrt(eps) times the largest logit, as half of its digits show every fault. Inside `exact` it is zero.
 """
 
 from collections.abc import Iterator
@@ -29,7 +28,6 @@ from hf_static_kv.program.step import DecodeStep
 _MASKED = -1e4  # a lower logit marks a token that is never selected
 _EDGE = 4  # positions before a window in the case across it
 _UNWRITTEN = 8.0  # further factor at the newest position: a pass that does not write there reads this
-_HALF = (torch.bfloat16, torch.float16)  # float32 needs no measured bound: half of its digits show every fault
 # Times the root mean square of what `_rounding_noise` does. Sound steps differ from an ordinary pass by 0.2 to 1.3
 # times that (dev shapes and toys, bfloat16 and float16, H200 and CPU, November 2026).
 _MARGIN = 2.0
@@ -97,7 +95,7 @@ def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tens
     apart, bound = float(difference.abs().max()), float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
     if call.own_attention == EXACT_ATTENTION_NAME:
         return apart, 0.0
-    if not apart <= bound or call.model.dtype not in _HALF:
+    if not apart <= bound or call.model.dtype not in (torch.bfloat16, torch.float16):
         return apart, bound
     with _rounding_noise(call.modules):
         noise = _difference(_ordinary_logits(call, case, tokens), expected)

@@ -85,7 +85,6 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """The model with a `forward` whose operations are batch-invariant."""
     original = model.forward
 
     @functools.wraps(original)

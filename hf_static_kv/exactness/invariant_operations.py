@@ -165,12 +165,12 @@ def _layer_norm(
     return y.to(x.dtype), mean, inverse
 
 
-def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
+def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
     check_linears(x, weights, biases)
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        return invariant_linears_triton(x, weights, biases)
+        return invariant_linears_triton(x, weights, biases, activation)
     flat = x.reshape(-1, x.shape[-1])
     parts = [invariant_linear(flat, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
     return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
@@ -179,9 +179,7 @@ def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> 
 def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     check_gated(x, gate, up, activation)
     if x.is_cuda:
-        from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
-
-        return invariant_linears_triton(x, [gate, up], [], activation)
+        return _linears(x, [gate, up], [], activation)
     of_gate, of_up = _linears(x, [gate, up], []).chunk(2, dim=-1)
     return _in_blocks(lambda block: activate(block, activation), of_gate) * of_up
 

@@ -1,9 +1,4 @@
-"""The attention weights of the newest token, from the computation that made the output.
-
-with trace_attention(model, layers=[0, 5]) as trace:
-    model.generate(**inputs, past_key_values=cache, max_new_tokens=20)
-trace.matrix(layer=5)        [heads, passes, positions]: one row for each pass of the model
-"""
+"""The attention weights of the newest token, from the computation that made the output."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -129,10 +124,11 @@ def traced_attention(
     trace, layer = module.__dict__[_TRACE]
     scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
-    if step is None and not attention.kernel_serves(query, key, value, attention_mask):
+    is_whole = trace.full is not None  # the decode kernel gives the weights of one query only
+    if step is None and (is_whole or not attention.kernel_serves(query, key, value, attention_mask)):
         output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
         trace.record(layer, first, weights[:, :, -1])
-        if trace.full is not None:
+        if is_whole:
             trace.full.append(weights)
         return output, weights
     weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)

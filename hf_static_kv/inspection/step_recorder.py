@@ -1,9 +1,4 @@
-"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for JSON.
-
-recorder = StepRecorder(best=5, tokenizer=tokenizer)
-tokens = model.generate(**inputs, logits_processor=[recorder])
-recorder.steps(tokens)[0]        the steps of the first batch row
-"""
+"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for JSON."""
 
 from typing import Any
 
@@ -84,8 +79,7 @@ class StepRecorder(LogitsProcessor):
     def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
         tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])
         best = [self._entry(*pair) for pair in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)]
-        chosen = self._entry(token, self._chosen[n][row].exp().item())
-        return {**chosen, "best": best, "entropy": entropy.item()}
+        return {**self._entry(token, self._chosen[n][row].exp().item()), "best": best, "entropy": entropy.item()}
 
     def _entry(self, token: int, probability: float) -> dict[str, Any]:
         text = None if self.tokenizer is None else str(self.tokenizer.decode([token]))

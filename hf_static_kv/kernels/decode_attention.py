@@ -158,7 +158,6 @@ def _one_query(
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
-    """Raise ValueError where shapes or dtypes do not fit."""
     batch, query_heads, _, dim = query.shape
     is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[:-1] == values.shape[:-1]
     if not is_alike or query_heads % keys.shape[1]:

@@ -9,7 +9,7 @@ weights, may be read before the wait.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from threading import Semaphore
@@ -34,10 +34,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     pdl = on.is_cuda and _supports_pdl(on.device)
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
     run = partial(kernel.warmup, grid=grid) if _COMPILE_ONLY.get() else kernel[grid]
-    if not on.is_cuda or on.device.index == torch.cuda.current_device():
-        run(*args, **options)
-        return
-    with torch.cuda.device(on.device):
+    is_current = not on.is_cuda or on.device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(on.device):
         run(*args, **options)
 
 

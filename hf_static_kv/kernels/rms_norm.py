@@ -69,6 +69,4 @@ def _check(x: Tensor, weight: Tensor) -> None:
 def rms_norm_plain(x: Tensor, weight: Tensor, eps: float, style: NormStyle) -> Tensor:
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    if style.cast_first:
-        return weight * y.to(x.dtype)
-    return (y * (style.offset + weight.float())).to(x.dtype)
+    return weight * y.to(x.dtype) if style.cast_first else (y * (style.offset + weight.float())).to(x.dtype)

@@ -1,8 +1,4 @@
-"""The state of a captured step in Triton. Formulas and shapes are in step_state.py.
-
-`advance` is one program. `write_token` has a program for each batch row and head. `select_greedy` takes the argmax of
-each chunk of the vocabulary, then of the chunks.
-"""
+"""The state of a captured step in Triton. Formulas and shapes are in step_state.py."""
 
 import torch
 import triton

@@ -17,7 +17,6 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.patching import attention_of, original_function
 
 _SAMPLED = 16  # elements of each weight
-_SMALL_BUFFER = 4096  # elements; larger buffers are compared by their sum
 _SETTINGS = (bool, int, float, str)
 # A replay does not see these attributes of an adapter, and merging writes weights in place.
 _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -112,5 +111,5 @@ def _rotary_values(modules: Sequence[Module]) -> int:
     """The rotary frequencies: a change in place keeps their address, and the step has tables made from them."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
     buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
-    values = [b.flatten() if b.numel() <= _SMALL_BUFFER else b.double().sum()[None] for b in buffers]
+    values = [b.flatten() if b.numel() <= 4096 else b.double().sum()[None] for b in buffers]
     return hash(tuple(torch.cat(values).tolist())) if values else 0

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import local
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from hf_static_kv.patching import is_unmodified, replaced
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
 _EPS_NAMES = ("variance_epsilon", "eps")
-_SUMS = (Tensor.add, Tensor.__add__, torch.add)
 _THIS_THREAD = local()  # its `sums` are the FusedSums of the current pass
 
 
@@ -105,20 +104,18 @@ class FusedSums(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.first_pass: _FirstPass | None = _FirstPass()  # None after a first pass without an error
-        self.norms: list[_SumNorms] = []  # of the n-th sum
-        self.norms_before: set[_FusedNorm | None] = set()
+        # Of the n-th sum: the norm after it, and the norm before it whose output goes nowhere else.
+        self.norms: list[tuple[_FusedNorm | None, _FusedNorm | None]] = []
         self.lazy: dict[int, _NormOutput] = {}  # of this pass, by the id of the placeholder
 
     def __enter__(self) -> "FusedSums":
         _THIS_THREAD.sums, self.norms_left = self, iter(self.norms)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
+        return super().__enter__()  # type: ignore[no-untyped-call,no-any-return]
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         if self.first_pass is not None and error[0] is None:
             self.norms, self.first_pass = self.first_pass.norms_of_sums(), None
-            self.norms_before = {norms.before for norms in self.norms}
         elif self.first_pass is not None:
             self.first_pass = _FirstPass()
         _THIS_THREAD.sums, self.lazy = None, {}
@@ -129,10 +126,10 @@ class FusedSums(TorchFunctionMode):
             return func(*args, **kwargs)
         lazy = [self.lazy.get(id(arg)) for arg in args]
         inputs = [arg if output is None else output.x for arg, output in zip(args, lazy, strict=True)]
-        is_sum = func in _SUMS and not kwargs and _are_alike(inputs)
+        is_sum = func in (Tensor.add, Tensor.__add__, torch.add) and not kwargs and _are_alike(inputs)
         if self.first_pass is not None:
             return self.first_pass.call(func, args, kwargs, is_sum)
-        after, before = next(self.norms_left, _SumNorms()) if is_sum else _SumNorms()
+        after, before = next(self.norms_left, (None, None)) if is_sum else (None, None)
         if after is None or not (inputs[0].shape[-1:] == after.module.weight.shape and inputs[0].is_floating_point()):
             return func(*self._computed(list(args)), **self._computed(kwargs))
         for i, output in enumerate(lazy):
@@ -145,7 +142,7 @@ class FusedSums(TorchFunctionMode):
         if self.first_pass is not None:
             return self.first_pass.norm_of(x, norm)
         x = self._computed(x)
-        if norm not in self.norms_before:
+        if not any(norm is before for _, before in self.norms):
             return rms_norm(x, *norm.parts)
         output = _NormOutput(x, norm, torch.empty_like(x, device="meta"))
         self.lazy[id(output.tensor)] = output
@@ -177,13 +174,6 @@ class _NormOutput:
         if self.value is None:
             self.value = rms_norm(self.unwritten_input, *self.parts)
         return self.value
-
-
-class _SumNorms(NamedTuple):
-    """The norm after a sum, and the norm before it whose output goes nowhere else."""
-
-    after: _FusedNorm | None = None
-    before: _FusedNorm | None = None
 
 
 class _FirstPass:
@@ -219,14 +209,14 @@ class _FirstPass:
             output.uses.append(sum_number if can_be_lazy else None)
         return value
 
-    def norms_of_sums(self) -> list[_SumNorms]:
+    def norms_of_sums(self) -> list[tuple[_FusedNorm | None, _FusedNorm | None]]:
         before: list[_FusedNorm | None] = [None] * len(self.norms_after)
         calls = Counter(output.norm for output in self.outputs.values())
         for output in self.outputs.values():
             is_used_once = len(output.uses) == 1 and calls[output.norm] == 1
             if is_used_once and (number := output.uses[0]) is not None and self.norms_after[number] is not None:
                 before[number] = output.norm
-        return list(map(_SumNorms, self.norms_after, before))
+        return list(zip(self.norms_after, before, strict=True))
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -240,7 +230,5 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _are_alike(inputs: list[Any]) -> bool:
-    if len(inputs) != 2 or not all(isinstance(x, Tensor) for x in inputs):
-        return False
-    x, other = inputs
-    return (x.shape, x.dtype, x.device) == (other.shape, other.dtype, other.device)
+    kinds = [(x.shape, x.dtype, x.device) for x in inputs if isinstance(x, Tensor)]
+    return len(inputs) == len(kinds) == 2 and kinds[0] == kinds[1]

@@ -32,7 +32,6 @@ from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
 COMPILE = ("none", "layers")
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 _SYNC_WARNING = "called a synchronizing CUDA operation"
-_MAX_COMPILED = 256  # compiled layers in one process; dynamo's own limit of 8 would silently end compiling
 
 
 class DecodeStep:
@@ -118,13 +117,10 @@ class DecodeStep:
                 changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
             self._warm_up(length, seq_start)
             self.set_position(length, seq_start)
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-            try:
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may use the device
-                    self.logits = self._forward()
-            except BaseException:
-                torch.cuda.set_stream(stream)  # a failed capture leaves its own stream current
-                raise
+            # `stream`: a failed capture leaves its own one current. "thread_local": other threads may use the device.
+            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
+            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self.logits = self._forward()
             self.graph = graph
         self._around_a_pass = nullcontext()  # it holds norms of the model
 
@@ -143,13 +139,11 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
-        with replaced("layer_idx", self._layers_by_module()), self._around_a_pass:
-            return self._advance_and_run()
-
-    def _layers_by_module(self) -> dict[Module, StepLayer]:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
-        return {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
+        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
+        with replaced("layer_idx", layers), self._around_a_pass:
+            return self._advance_and_run()
 
     def _advance_and_run(self) -> Tensor:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
@@ -204,7 +198,7 @@ def compiled_layers(model: PreTrainedModel, num_layers: int, **options: Any) -> 
     """The model with its decoder layers compiled. Equal layers share one compilation: seconds, not a minute."""
     options = {"dynamic": False, **(options or compat.inductor_options())}
     forwards = {layer: torch.compile(layer.forward, **options) for layer in _decoder_layers(model, num_layers)}
-    with compat.many_compilations(_MAX_COMPILED), replaced("forward", forwards):
+    with compat.many_compilations(256), replaced("forward", forwards):  # dynamo's limit of 8 silently ends compiling
         yield
 
 

@@ -273,3 +273,11 @@ class TestRefusals:
     def test_several_texts(self):
         with pytest.raises(ValueError, match=r"takes one sequence, \[1, n\], got \[2, 3\]"):
             full_attention(toy("llama"), torch.ones(2, 3, dtype=torch.long), layer=0)
+
+
+def test_the_whole_matrix_of_one_token():
+    """On a GPU the decode kernel could serve such a pass, and it keeps no whole matrix."""
+    model = toy_model("llama").to("cuda" if torch.cuda.is_available() else "cpu")
+    weights = full_attention(model, torch.tensor([[5]], device=model.device), layer=0)
+    assert weights.shape[2:] == (1, 1)
+    assert torch.equal(weights, torch.ones_like(weights))

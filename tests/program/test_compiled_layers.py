@@ -89,10 +89,16 @@ class TestCompiled:
         other = torch.nn.Linear(2, 2)
         other.layer_idx = 40  # a layer of a vision tower, say
         model.tower = other
-        layers = DecodeStep(model, StaticContiguousCache.from_model(model, CAPACITY), 1)._layers_by_module()
+        step, inside = DecodeStep(model, StaticContiguousCache.from_model(model, CAPACITY), 1), []
+        attention = model.model.layers[2].self_attn
+        hook = attention.register_forward_pre_hook(
+            lambda *_: inside.extend([other.layer_idx, attention.layer_idx.index])
+        )
+        with attention_implementation(model, ATTENTION_NAME):
+            step.run(torch.tensor([5]))
+        hook.remove()
         del model.tower
-        assert other not in layers
-        assert layers[model.model.layers[2].self_attn].index == 2
+        assert inside == [40, 2]
 
     def test_an_unknown_setting(self):
         with pytest.raises(ValueError, match="compile must be one of 'none', 'layers', got 'max'"):
