@@ -89,7 +89,7 @@ class GraphDecoder:
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
-        mode = call.request.config.get_generation_mode(call.request.assistant_model)
+        mode = call.request.mode
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
