@@ -14,7 +14,8 @@ and the model itself never is.
   chat       the first call is a history of random tokens, in the place of the earlier turns. Then each turn adds
              `--turn-tokens` random tokens, a call for one token is timed, and `attach(model, reuse_prefix=True)`
              answers with `--answer-tokens`. The others are timed on the same prompts, and answer nothing: they keep
-             nothing for the next turn. The first turn is the warm-up.
+             nothing for the next turn. The warm-up is a whole chat of the same lengths with other tokens: a new length
+             costs more the first time, and in one process the first contender would pay for the others.
 Median (minimum to maximum) over the trials, or over the turns. Greedy, random prompts.
 Exit status 1 when a contender fell back on a GPU or reused no tokens in a chat, 2 for a bad argument.
 """
@@ -159,13 +160,13 @@ def compare(rows: list[Record], name: str, base: str) -> Record:
 # --- the chat
 
 
-def chat(sides: list[Side], history: int, workload: Workload, args: argparse.Namespace) -> list[Record]:
+def chat(sides: list[Side], history: int, seed: int, args: argparse.Namespace) -> list[Record]:
     """A row for each contender; the first of them answers."""
-    generator = torch.Generator().manual_seed(history)  # no history begins with the tokens of another
+    generator = torch.Generator().manual_seed(seed)
     vocab_size = sides[0].model.config.get_text_config().vocab_size
 
     def random_ids(length: int) -> torch.Tensor:
-        return torch.randint(vocab_size, (workload.batch_size, length), generator=generator).to(workload.device)
+        return torch.randint(vocab_size, (args.batch_size, length), generator=generator).to(args.device)
 
     rows: dict[str, Record] = {side.name: {"first_token_s": [], "reused_tokens": []} for side in sides}
     ids, prompt_tokens = random_ids(history), []
@@ -179,17 +180,20 @@ def chat(sides: list[Side], history: int, workload: Workload, args: argparse.Nam
             rows[side.name]["first_token_s"].append(side.seconds(ids, 1))
             rows[side.name]["reused_tokens"].append(side.reused_tokens - before)
     for side in sides:
-        ms = spread([seconds * 1e3 for seconds in rows[side.name]["first_token_s"][1:]])
+        ms = spread([seconds * 1e3 for seconds in rows[side.name]["first_token_s"]])
         rows[side.name] |= {"first_token_ms": ms, "fallback_reason": side.fallback_reason}
     shared = {"history": history, "prompt_tokens": prompt_tokens}
     return [{"contender": side.name, **shared, **rows[side.name]} for side in sides]
 
 
-def chats(model: PreTrainedModel, workload: Workload, args: argparse.Namespace) -> list[Record]:
+def chats(model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
     reusing = attached_twin("attach-reuse", model, reuse_prefix=True)
     sides = [reusing, attached_twin("attach", model), Side("dynamic", model)]
-    lengths = tqdm(args.histories, desc="chat", disable=None, leave=False)
-    return [row for history in lengths for row in chat(sides, history, workload, args)]
+    rows = []
+    for i, history in enumerate(tqdm(args.histories, desc="chat", disable=None, leave=False)):
+        chat(sides, history, 2 * i, args)  # warm-up; no chat begins with the tokens of another
+        rows += chat(sides, history, 2 * i + 1, args)
+    return rows
 
 
 def measure(args: argparse.Namespace) -> Record:
@@ -202,7 +206,7 @@ def measure(args: argparse.Namespace) -> Record:
         "trials": args.trials,
         **overhead(model, workload, args.plain_tokens, args.trials),
         **{key: getattr(args, key) for key in ("turns", "turn_tokens", "answer_tokens")},
-        "chat": chats(model, workload, args),
+        "chat": chats(model, args),
     }
 
 
@@ -233,7 +237,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--turn-tokens", type=int, help="new tokens of a prompt; default: 64, fewer below 2048")
     parser.add_argument("--answer-tokens", type=int, help="default: 32, fewer for a context below 2048")
-    parser.add_argument("--turns", type=int, default=6, help="turns after the history (%(default)s)")
+    parser.add_argument("--turns", type=int, default=6, help="%(default)s, one for each order of three contenders")
     return parser
 
 
@@ -246,7 +250,7 @@ def chosen(args: argparse.Namespace) -> Workload:
         if getattr(args, name) is None:
             setattr(args, name, size)
     at_least(prompt_len=(args.prompt_len, 1), new_tokens=(args.new_tokens, 3), trials=(args.trials, 1))
-    at_least(plain_tokens=(args.plain_tokens, 3), turns=(args.turns, 2), turn_tokens=(args.turn_tokens, 1))
+    at_least(plain_tokens=(args.plain_tokens, 3), turns=(args.turns, 1), turn_tokens=(args.turn_tokens, 1))
     at_least(answer_tokens=(args.answer_tokens, 2))
     growth = args.turns * (args.turn_tokens + args.answer_tokens)
     if args.histories is None:

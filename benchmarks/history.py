@@ -129,7 +129,7 @@ def _attach(record: Record) -> Iterator[dict[str, Any]]:
         yield {"contender": row["name"], "case": case, **_min_max(row["summary"]["first_token_ms"], trials)}
     for row in record["chat"]:
         case = f"first token of a turn of {record['turn_tokens']}, history {row['history']}"
-        figures = _min_max(row["first_token_ms"], record["turns"] - 1)
+        figures = _min_max(row["first_token_ms"], record["turns"])
         yield {"contender": row["contender"], "case": case, **figures}
 
 

@@ -314,9 +314,9 @@ class TestAttach:
         record = json.loads(path.read_text())
         assert [row["name"] for row in record["contenders"]] == ["contiguous", "attach", "dynamic"]
         for row in record["chat"]:
-            assert row["prompt_tokens"] == [row["history"] + 5 * turn for turn in (1, 2, 3)]
+            assert row["prompt_tokens"] == [row["history"] + 5 * turn for turn in (1, 2)]
             computed = [n - reused for n, reused in zip(row["prompt_tokens"], row["reused_tokens"], strict=True)]
-            assert computed == ([4] * 3 if row["contender"] == "attach-reuse" else row["prompt_tokens"])
+            assert computed == ([4] * 2 if row["contender"] == "attach-reuse" else row["prompt_tokens"])
 
     def test_the_pages_have_its_section_when_there_is_a_record(self):
         """As many lines as three models need."""
@@ -464,7 +464,7 @@ class TestFreshProcess:
 TINY = {
     "bench_attach": [
         *("--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2),
-        *("--histories", 9, 16, "--turn-tokens", 3, "--answer-tokens", 2, "--turns", 3),
+        *("--histories", 9, 16, "--turn-tokens", 3, "--answer-tokens", 2, "--turns", 2),
     ],
     "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
@@ -549,7 +549,7 @@ class TestScripts:
                 ["--contexts", 64, "--capacities", 60],
                 "--capacities 60 is less than the sequence of 64",
             ),
-            ("bench_attach", ["--turns", 1], "--turns must be at least 2, got 1"),
+            ("bench_attach", ["--turns", 0], "--turns must be at least 1, got 0"),
             ("bench_attach", ["--histories", 500], "more than the 512 of llama's context"),
             ("bench_attach", ["--histories", 0, 64], "--histories 0 is no chat: pass it alone"),
             ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
