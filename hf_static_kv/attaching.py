@@ -115,7 +115,8 @@ class Attachment:
 
     def __repr__(self) -> str:
         caches = ", ".join(f"{cache.batch_size} x {cache.max_cache_len} tokens" for cache in self.caches)
-        figures = f"calls={self.calls}, hits={self.hits}, caches=[{caches}], {self.memory_bytes:,} bytes"
+        counts = f"calls={self.calls}, hits={self.hits}, reused_tokens={self.reused_tokens}"
+        figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reason = f", fallback_reason={self.fallback_reason!r}" if self.fallback_reason else ""
         return f"Attachment({figures}, captured_steps={self.captured_steps}{reason})"
 
