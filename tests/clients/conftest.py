@@ -34,15 +34,6 @@ def miniature(request):
     detach(model)
 
 
-@pytest.fixture
-def fresh():
-    """A model and its tokenizer for tests that change them."""
-    model, tokenizer = load_model("llama", device=DEVICE)
-    tokenizer.chat_template = CHAT_TEMPLATE
-    yield model, tokenizer
-    detach(model)
-
-
 def same_with_attach(model, program, **settings):
     """What `program()` returns is the same without and with `attach`; returns it and the attachment."""
     torch.manual_seed(0)
