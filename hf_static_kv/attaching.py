@@ -197,7 +197,10 @@ class Attachment:
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None where that is not known."""
         given = {key for key, value in request.model_kwargs.items() if value is not None}
-        is_plain = request.tokens is not None and given <= _IDS_ALONE
+        # PEFT's prompt tuning puts tokens of its own before the prompt there.
+        prepare = getattr(request.model.prepare_inputs_for_generation, "__func__", None)
+        is_own = prepare is type(request.model).prepare_inputs_for_generation
+        is_plain = is_own and request.tokens is not None and given <= _IDS_ALONE
         continues = request.mode in _ONE_SEQUENCE_A_ROW and request.config.prefill_chunk_size is None
         if not (self.settings.reuse_prefix and is_plain and continues):
             return None

@@ -136,6 +136,23 @@ def test_attached_after_to_another_dtype(model):
     assert torch.equal(got, generate(model))
 
 
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 takes another way
+def test_a_forward_of_another_dtype(model):
+    """As accelerate's mixed precision: the dtype of the states changes, and that of the model does not."""
+    info, own = attach(model), model.forward
+    generate(model)
+    model.forward = torch.autocast(DEVICE, torch.bfloat16)(own)
+    for _ in range(2):
+        got = generate(model)
+    assert info.caches[0].layers[0].value_dtype == torch.bfloat16
+    model.forward = own
+    assert torch.equal(generate(model), generate(toy_model("llama")))
+    assert (info.calls, info.hits, len(info.caches)) == (4, 3, 1)
+    model.forward = torch.autocast(DEVICE, torch.bfloat16)(own)
+    detach(model)
+    assert torch.equal(got, generate(model))
+
+
 def test_a_compiled_wrapper_is_unwrapped(model):
     compiled = torch.compile(model, backend="eager")
     info = attach(compiled)
@@ -430,6 +447,7 @@ CHANGES = {
     "weights": (change_weights, {}),
     "a written weight": (lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight), {}),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5), {}),
+    "a hook": (lambda model: model.model.layers[0].register_forward_pre_hook(lambda layer, args: (-args[0],)), {}),
     "a mask": (None, {"attention_mask": torch.tensor([[0, 0] + [1] * 11], device=DEVICE)}),
     "positions": (None, {"position_ids": torch.arange(3, 16, device=DEVICE)[None]}),
 }
@@ -446,6 +464,29 @@ def test_reuse_is_refused_where_more_than_the_ids_differs(what):
         change(plain)
     assert torch.equal(generate(model, **how), generate(plain, **how))
     assert info.reused_tokens == 0
+
+
+class TokenBefore:
+    """As PEFT's prompt tuning: the first pass has one embedding more than the prompt has tokens."""
+
+    def __init__(self, model):
+        self.model, self.prepare = model, model.prepare_inputs_for_generation
+
+    def __call__(self, input_ids, past_key_values=None, **kwargs):
+        inputs = self.prepare(input_ids, past_key_values=past_key_values, **kwargs)
+        embeds = self.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+        if past_key_values.get_seq_length() == 0:
+            embeds = torch.cat([torch.ones_like(embeds[:, :1]), embeds], dim=1)
+        return {"inputs_embeds": embeds, "past_key_values": past_key_values, "use_cache": True}
+
+
+def test_a_prompt_that_is_not_its_ids_alone_is_not_reused(model):
+    model.prepare_inputs_for_generation = TokenBefore(model)
+    expected = generate(model)
+    info = attach(model, reuse_prefix=True)
+    for _ in range(2):
+        assert torch.equal(generate(model), expected)
+    assert (info.calls, info.reused_tokens) == (2, 0)
 
 
 def test_embeddings_are_not_reused(model):

@@ -65,6 +65,12 @@ class AllocatedCache(Cache):
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
         self._unconfirmed.discard(layer_idx)
 
+    def _release(self) -> None:
+        """Give up the storage of an empty cache: the next pass allocates, in the dtype of its states."""
+        for layer in self.layers:
+            layer.group, layer.is_initialized = None, False
+        self._groups, self._unconfirmed = [], set(range(len(self.layers)))
+
     def grow(self, max_cache_len: int) -> None:
         """Raise the capacity: all states move to longer storage. Old and new storage are both in memory meanwhile."""
         check_positive(max_cache_len=max_cache_len)

@@ -201,6 +201,9 @@ class StaticContiguousCache(AllocatedCache):
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
         if self.grows and layer.length + key_states.shape[2] > self._max_cache_len:
             self.grow(max(2 * self._max_cache_len, layer.length + key_states.shape[2]))
+        is_reused = self.grows and self._step_size is None and layer.length == 0 and layer.is_initialized
+        if is_reused and (key_states.dtype, value_states.dtype) != (layer.dtype, layer.value_dtype):
+            self._release()  # autocast inside a model's `forward` began or ended since the last call
         if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
             self._confirm(layer_idx, key_states, value_states)

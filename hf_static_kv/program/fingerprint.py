@@ -36,13 +36,16 @@ def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tenso
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
 
-def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...] | None:
     """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
 
+    None where hooks may change them: what a hook computes with is not known (PEFT's `adapter_names` are in one).
     Weights are told apart by their number of writes and by a sample of their values. A write through `.data` that
     leaves all of the sample as it was is not seen.
     """
     modules = compat.all_modules(model)
+    if compat.has_hooks(modules):
+        return None
     weights = [weight.detach() for module in modules for weight in compat.own_parts(module, "parameters")]
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
