@@ -35,6 +35,7 @@ from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
 from hf_static_kv.program.fingerprint import content_fingerprint
+from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -196,9 +197,9 @@ class Attachment:
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None where that is not known."""
         given = {key for key, value in request.model_kwargs.items() if value is not None}
-        is_plain = request.tokens is not None and given <= _IDS_ALONE
+        is_plain = request.tokens is not None and request.tokens.ndim == 2 and given <= _IDS_ALONE
         continues = request.mode in _ONE_SEQUENCE_A_ROW and request.config.prefill_chunk_size is None
-        if not (self.settings.reuse_prefix and is_plain and continues):
+        if not (self.settings.reuse_prefix and is_plain and continues) or self._is_unsteady(request.model):
             return None
         if request.mask is not None and not bool((request.mask == 1).all()):
             return None
@@ -208,6 +209,14 @@ class Attachment:
             if positions.ndim != 2 or positions.shape[1] != len(expected) or bool((positions != expected).any()):
                 return None
         return content_fingerprint(request.model)
+
+    @staticmethod
+    def _is_unsteady(model: Any) -> bool:
+        """Whether the same tokens may have other states in the next call: by dropout, a hook, or what follows them."""
+        config = model.config.get_text_config(decoder=True)
+        sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+        by_what_follows = sees_later or frequencies_depend_on_length(config)
+        return model.training or by_what_follows or compat.has_hooks(compat.all_modules(model))
 
     def _warn_of_memory(self) -> None:
         self.fallback_reason = "out of memory"

@@ -113,6 +113,11 @@ class AllocatedCache(Cache):
         return self._groups[0]
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has storage of its own shape."""
+        return not self._unconfirmed
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
         return sum(group.num_bytes for group in self._groups)

@@ -153,7 +153,7 @@ class CachePool:
             if lease.content is None or not is_clean:
                 lease.cache.reset()
                 lease.content = None
-            if not lease.cache.storage_groups:  # its first pass failed
+            if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
                 return
             self.free.append(lease)
             if self.max_bytes is not None or lease.num_bytes > lease.planned_bytes:

@@ -40,11 +40,12 @@ def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tenso
 def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
 
-    Weights are told apart by their number of writes and by a sample of their values. A write through `.data` that
-    leaves all of the sample as it was is not seen.
+    Weights and buffers are told apart by their number of writes and by a sample of their values. A write through
+    `.data` that leaves all of the sample as it was is not seen.
     """
-    modules = compat.all_modules(model)
-    weights = [weight.detach() for module in modules for weight in compat.own_parts(module, "parameters")]
+    modules, weights = compat.all_modules(model), []
+    for kind in ("parameters", "buffers"):
+        weights += [weight.detach() for module in modules for weight in compat.own_parts(module, kind)]
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
         flat = weight.view(-1) if weight.is_contiguous() else weight.flatten()
