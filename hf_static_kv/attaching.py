@@ -155,6 +155,9 @@ class Attachment:
         if type(made) is not DynamicCache:
             self.fallback_reason = f"`generate` makes {kind_of(made)} for this model"
             return
+        if request.prompt_length == 0:
+            self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
+            return
         if not self._pays(request):
             self.fallback_reason = f"on a {model.device.type} our cache is no faster for a prompt this short"
             return
