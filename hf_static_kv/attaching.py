@@ -44,6 +44,7 @@ _Function = Callable[..., Any]
 # On a CPU our cache takes 0.89 to 1.00 of DynamicCache's time from this prompt on, and up to 1.05 of it before
 # (2 to 30 layers, batch 1 and 4, float32, four threads of the H200's host, 2026-11).
 _MIN_PROMPT_ON_CPU = 512
+_DECODER_DEVICES = ("cuda",)  # on others there is no graph to replay
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _LOOP_ONLY = {"assistant_tokenizer", "streamer", "synced_gpus", "tokenizer"}  # the decoder reads them from the request
 # What may come with the ids of a prompt without changing the states of its tokens.
@@ -88,6 +89,7 @@ class Attachment:
         self.calls = 0
         self.fallback_reason: str | None = None
         self.decoder = GraphDecoder()
+        self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
         self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes)
         self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
         self._is_short_of_memory = False
@@ -175,7 +177,7 @@ class Attachment:
 
     def run_loop(self, call: _Call, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
-        if model.device.type == "cuda":
+        if model.device.type in _DECODER_DEVICES:
             given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
             try:
                 return self.decoder(model, *args, **given)

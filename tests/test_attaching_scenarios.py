@@ -29,7 +29,7 @@ from hf_static_kv import attached, attaching
 from tests.conftest import ARCHITECTURES, Collect, tiny_model
 from tests.decoding.conftest import BATCH, DEVICE, PROMPT, padded, toy_model
 
-NEW_TOKENS = 6
+NEW_TOKENS = 5
 EVERYTHING = dict.fromkeys(
     ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states", "output_attentions"), True
 )
@@ -179,12 +179,12 @@ def edited(model):
 
 
 def chat(model):
-    """Three turns, and then the first one again."""
+    """Two turns, and then the first one again."""
     ids, outputs = PROMPT, []
-    for turn in range(3):
+    for turn in range(2):
         outputs.append(call(model, ids, do_sample=turn == 1, output_logits=True, **KEPT))
         ids = torch.cat([outputs[-1].sequences, BATCH[:1] + turn], dim=1)
-    return outputs, call(model, PROMPT), call(model, outputs[1].sequences)
+    return outputs, call(model, PROMPT), call(model, ids)
 
 
 def several(*scenarios):
@@ -379,27 +379,34 @@ def check(make_model, scenario, **settings):
     for one, other in zip(expected, got, strict=True):
         assert other.error == one.error
         assert difference(one.output, other.output) is None
-        assert other.warnings == one.warnings
+        assert set(other.warnings) <= set(one.warnings)  # a replayed step does not warn again
         assert torch.equal(other.random_state, one.random_state)
         assert other.attributes == one.attributes
     return expected[0], info
 
 
-# How each model is attached: with the defaults, with prefixes kept, and with so few bytes that every cache grows.
+# How a model is attached: with prefixes kept, and with so few bytes that every cache grows.
 MODELS = {
-    "llama": {},
     "gemma3": {"reuse_prefix": True},
-    "gpt2": {"max_bytes": 2 * 2 * 48 * 4 * 40},
+    "llama": {"max_bytes": 2 * 2 * 2 * 16 * 4 * 40},  # 40 tokens of one row
 }
-ATTENTION = {"llama": "eager", "gemma3": "eager", "gpt2": "sdpa"}
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_scenario_of_generate(name, scenario):
-    plain, info = check(lambda: toy_model(name, ATTENTION[name]), SCENARIOS[scenario], **MODELS[name])
+    plain, info = check(lambda: toy_model(name, "eager"), SCENARIOS[scenario], **MODELS[name])
     assert info.pool.lent == []
-    assert plain.error is None or name == "gpt2"
+    assert plain.error is None
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the other tests show it there")
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("bf16", "autocast")])  # it rounds
+def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
+    """What a GPU runs, without the graphs; of a model with dropout."""
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu",))
+    _, info = check(lambda: toy_model("gpt2"), SCENARIOS[scenario], reuse_prefix=True)
+    assert info.pool.lent == []
 
 
 @pytest.mark.parametrize("scenario", PASSED_ON)
@@ -422,7 +429,7 @@ def test_a_call_beyond_the_table_of_positions_fails_as_before():
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_everything_that_is_returned(name):
-    scenario = several(SCENARIOS["greedy"], SCENARIOS["left padding"], chat)
+    scenario = several(SCENARIOS["left padding"], chat)
     check(lambda: toy_model(name, "eager"), scenario, reuse_prefix=True)
 
 
@@ -479,7 +486,7 @@ def some_modes(model):
     outputs = []
     for how in ({}, {"do_sample": True}, {"num_beams": 2}, KEPT):
         torch.manual_seed(0)
-        outputs.append(model.generate(**inputs, max_new_tokens=5, **how))
+        outputs.append(model.generate(**inputs, max_new_tokens=3, **how))
     return outputs
 
 

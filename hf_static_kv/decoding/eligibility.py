@@ -42,6 +42,8 @@ def _unserved_model(call: Call) -> str | None:
     model, config = call.model, call.model.config.get_text_config()
     parameters = [parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")]
     name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in parameters})
+    if model.training:
+        return "the model is in train mode, where dropout draws random numbers"
     if compat.prefill(model) is None:
         return "this version of transformers has no prefill of its own to call"
     if "meta" in devices:

@@ -73,6 +73,14 @@ class TestRefusals:
         assert torch.equal(run(model, decoder=decoder, position_ids=positions), expected)
         assert decoder.fallback_reason == "position_ids do not count from the first token"
 
+    def test_train_mode(self):
+        model, decoder = toy_model("gpt2").train(), GraphDecoder()
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        torch.manual_seed(0)
+        expected = model.generate(PROMPT, past_key_values=cache, **COMMON)
+        assert torch.equal(run(model, decoder=decoder, seed=0), expected)
+        assert decoder.fallback_reason.startswith("the model is in train mode")
+
     def test_a_cache_with_other_windows(self, model):
         decoder, sizes = GraphDecoder(), model.config
         cache = StaticContiguousCache.allocate(
