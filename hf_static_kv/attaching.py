@@ -126,10 +126,9 @@ class Attachment:
 
     def generate(self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The call, and the same call with transformers' own cache where ours ran out of memory."""
-        random_state = _random_state(model.device)
+        random_state, call = _random_state(model.device), _Call(self, ExitStack())
         try:
-            with self._one_at_a_time, self._exact(model), ExitStack() as caches:
-                call = _Call(self, caches)
+            with self._one_at_a_time, self._exact(model), call.caches:
                 before = _CALL.set(call)
                 try:
                     return original(*args, **kwargs)
@@ -314,9 +313,13 @@ def attach(
     if known is not None and known.settings == settings:
         return known
     _warn_if_unserved(inner)
-    if not isinstance(inner, compat.Hooked):
-        inner.__class__ = compat.hooked_class(type(inner), _Hooks)
-    _ATTACHMENTS[inner] = attachment = Attachment(settings)
+    return _hook(inner, Attachment(settings))
+
+
+def _hook(model: PreTrainedModel, attachment: Attachment) -> Attachment:
+    if not isinstance(model, compat.Hooked):
+        model.__class__ = compat.hooked_class(type(model), _Hooks)
+    _ATTACHMENTS[model] = attachment
     return attachment
 
 
@@ -339,7 +342,7 @@ def attached(model: Any, **settings: Any) -> Iterator[Attachment]:
         if before is None:
             detach(inner)
         else:
-            _ATTACHMENTS[inner] = before
+            _hook(inner, before)
 
 
 def attachment(model: Any) -> Attachment:

@@ -155,8 +155,26 @@ def test_a_second_attach_replaces_the_settings(model):
     with attached(model, reuse_prefix=True) as inner:
         assert attachment(model) is inner
     assert attachment(model) is second
+    with attached(model, reuse_prefix=True):
+        detach(model)
+    generate(model)
+    assert (attachment(model), second.calls) == (second, 2)
     detach(model)
     detach(model)  # nothing left to undo
+
+
+def test_detach_while_a_call_runs(model):
+    """As another thread may."""
+    expected = generate(model)
+    attach(model)
+    prepare = model._prepare_model_inputs
+
+    def detach_first(*args, **kwargs):
+        detach(model)
+        return prepare(*args, **kwargs)
+
+    model._prepare_model_inputs = detach_first  # between the methods that attach replaces
+    assert torch.equal(generate(model), expected)
 
 
 def test_a_class_on_top_of_ours_is_left_alone(model):
@@ -420,6 +438,7 @@ def flip_values(model):
 CHANGES = {
     "weights": (change_weights, {}),
     "a hook": (flip_values, {}),
+    "a tensor": (lambda model: model.model.layers[0].vector.add_(1), {}),
     "a buffer": (lambda model: model.model.layers[0].shift.add_(1), {}),
     "a written weight": (lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight), {}),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5), {}),
@@ -433,6 +452,7 @@ def test_reuse_is_refused_where_more_than_the_ids_differs(what):
     model, plain = toy_model("llama"), toy_model("llama")
     for each in (model, plain):
         each.model.layers[0].register_buffer("shift", torch.zeros(1, device=DEVICE))
+        each.model.layers[0].vector = torch.zeros(1, device=DEVICE)
     change, how = CHANGES[what]
     info = attach(model, reuse_prefix=True)
     generate(model)

@@ -25,10 +25,7 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 
 def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    tensors, kinds = [keys], [type(module) for module in modules]
-    for module in modules:
-        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
-        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    tensors, kinds = [keys, *_tensors(modules)], [type(module) for module in modules]
     addresses = hash(tuple(address for tensor in tensors for address in _addresses_of(tensor)))
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
@@ -40,12 +37,11 @@ def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tenso
 def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
 
-    Weights and buffers are told apart by their number of writes and by a sample of their values. A write through
-    `.data` that leaves all of the sample as it was is not seen.
+    Tensors are told apart by their number of writes and by a sample of their values. A write through `.data` that
+    leaves all of the sample as it was is not seen.
     """
-    modules, weights = compat.all_modules(model), []
-    for kind in ("parameters", "buffers"):
-        weights += [weight.detach() for module in modules for weight in compat.own_parts(module, kind)]
+    modules = compat.all_modules(model)
+    weights = [tensor.detach() for tensor in _tensors(modules)]
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
         flat = weight.view(-1) if weight.is_contiguous() else weight.flatten()
@@ -55,6 +51,15 @@ def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
     fingerprint = model_fingerprint(model, modules, torch.empty(0), is_exact)
     return *fingerprint, writes, hash(tuple(values)), tuple(attention_of(model).items())
+
+
+def _tensors(modules: Sequence[Module]) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes."""
+    tensors: list[Tensor] = []
+    for module in modules:
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    return tensors
 
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:
