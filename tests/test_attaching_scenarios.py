@@ -76,11 +76,12 @@ def continuing_from_embeds(model):
 
 
 def forward_on_a_returned_cache(model):
-    """A pass and a backward pass after `generate`, and more rows: what a caller may do with the cache."""
+    """Fewer rows, more rows than the call had, and a pass: what a caller may do with a cache of its own."""
     cache = call(model, BATCH, **KEPT).past_key_values
     cache.batch_select_indices(torch.tensor([1], device=DEVICE))
+    cache.batch_repeat_interleave(5)
     with torch.no_grad():
-        return model(BATCH[:1], past_key_values=cache).logits, cache
+        return model(BATCH[[0, 1, 0, 0, 1]], past_key_values=cache).logits, cache
 
 
 def from_a_config(model):
