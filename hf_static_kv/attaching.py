@@ -34,7 +34,8 @@ from hf_static_kv.decoding.call import kind_of
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
-from hf_static_kv.program.fingerprint import content_fingerprint
+from hf_static_kv.program.fingerprint import content_fingerprint, draws_random_numbers
+from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -43,6 +44,7 @@ _Function = Callable[..., Any]
 # On a CPU our cache takes 0.89 to 1.00 of DynamicCache's time from this prompt on, and up to 1.05 of it before
 # (2 to 30 layers, batch 1 and 4, float32, four threads of the H200's host, 2026-11).
 _MIN_PROMPT_ON_CPU = 512
+_DECODER_DEVICES = ("cuda",)  # on others there is no graph to replay
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _LOOP_ONLY = {"assistant_tokenizer", "streamer", "synced_gpus", "tokenizer"}  # the decoder reads them from the request
 # What may come with the ids of a prompt without changing the states of its tokens.
@@ -87,6 +89,7 @@ class Attachment:
         self.calls = 0
         self.fallback_reason: str | None = None
         self.decoder = GraphDecoder()
+        self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
         self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes)
         self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
         self._is_short_of_memory = False
@@ -124,10 +127,9 @@ class Attachment:
 
     def generate(self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The call, and the same call with transformers' own cache where ours ran out of memory."""
-        random_state = _random_state(model.device)
+        random_state, call = _random_state(model.device), _Call(self, ExitStack())
         try:
-            with self._one_at_a_time, self._exact(model), ExitStack() as caches:
-                call = _Call(self, caches)
+            with self._one_at_a_time, self._exact(model), call.caches:
                 before = _CALL.set(call)
                 try:
                     return original(*args, **kwargs)
@@ -155,6 +157,9 @@ class Attachment:
         if type(made) is not DynamicCache:
             self.fallback_reason = f"`generate` makes {kind_of(made)} for this model"
             return
+        if request.prompt_length == 0:
+            self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
+            return
         if not self._pays(request):
             self.fallback_reason = f"on a {model.device.type} our cache is no faster for a prompt this short"
             return
@@ -172,7 +177,7 @@ class Attachment:
 
     def run_loop(self, call: _Call, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
-        if model.device.type == "cuda":
+        if model.device.type in _DECODER_DEVICES:
             given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
             try:
                 return self.decoder(model, *args, **given)
@@ -196,21 +201,8 @@ class Attachment:
 
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None where that is not known."""
-        given = {key for key, value in request.model_kwargs.items() if value is not None}
-        # PEFT's prompt tuning puts tokens of its own before the prompt there.
-        prepare = getattr(request.model.prepare_inputs_for_generation, "__func__", None)
-        is_own = prepare is type(request.model).prepare_inputs_for_generation
-        is_plain = is_own and request.tokens is not None and given <= _IDS_ALONE
-        continues = request.mode in _ONE_SEQUENCE_A_ROW and request.config.prefill_chunk_size is None
-        if not (self.settings.reuse_prefix and is_plain and continues):
+        if not (self.settings.reuse_prefix and _is_ids_alone(request) and _is_repeatable(request.model)):
             return None
-        if request.mask is not None and not bool((request.mask == 1).all()):
-            return None
-        positions = request.model_kwargs.get("position_ids")
-        if positions is not None:
-            expected = torch.arange(request.input_ids.shape[1], device=positions.device)
-            if positions.ndim != 2 or positions.shape[1] != len(expected) or bool((positions != expected).any()):
-                return None
         return content_fingerprint(request.model)
 
     def _warn_of_memory(self) -> None:
@@ -245,6 +237,34 @@ class _Hooks:
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
         return call.attachment.run_loop(call, model, original, args, kwargs)
+
+
+def _is_ids_alone(request: Request) -> bool:
+    """Whether a prompt is its ids, at positions from 0 on, in a mode that can continue a sequence."""
+    model, ids, mask = request.model, request.tokens, request.mask
+    given = {key for key, value in request.model_kwargs.items() if value is not None}
+    if ids is None or ids.ndim != 2 or not given <= _IDS_ALONE:
+        return False
+    # PEFT's prompt tuning puts tokens of its own before the prompt, in this method of the instance.
+    prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
+    if prepare is not type(model).prepare_inputs_for_generation:
+        return False
+    if request.mode not in _ONE_SEQUENCE_A_ROW or request.config.prefill_chunk_size is not None:
+        return False
+    positions = request.model_kwargs.get("position_ids")
+    if positions is not None:
+        expected = torch.arange(ids.shape[1], device=positions.device)
+        if positions.ndim != 2 or positions.shape[1] != len(expected) or bool((positions != expected).any()):
+            return False
+    return mask is None or bool((mask == 1).all())
+
+
+def _is_repeatable(model: Any) -> bool:
+    """Whether the same tokens have the same states in the next call: no random numbers, no hooks, no later tokens."""
+    config, modules = model.config.get_text_config(decoder=True), compat.all_modules(model)
+    sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    depends_on_later = sees_later or frequencies_depend_on_length(config)
+    return not (depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules))
 
 
 def _warn_if_unserved(model: PreTrainedModel) -> None:
@@ -304,9 +324,13 @@ def attach(
     if known is not None and known.settings == settings:
         return known
     _warn_if_unserved(inner)
-    if not isinstance(inner, compat.Hooked):
-        inner.__class__ = compat.hooked_class(type(inner), _Hooks)
-    _ATTACHMENTS[inner] = attachment = Attachment(settings)
+    return _hook(inner, Attachment(settings))
+
+
+def _hook(model: PreTrainedModel, attachment: Attachment) -> Attachment:
+    if not isinstance(model, compat.Hooked):
+        model.__class__ = compat.hooked_class(type(model), _Hooks)
+    _ATTACHMENTS[model] = attachment
     return attachment
 
 
@@ -329,7 +353,7 @@ def attached(model: Any, **settings: Any) -> Iterator[Attachment]:
         if before is None:
             detach(inner)
         else:
-            _ATTACHMENTS[inner] = before
+            _hook(inner, before)
 
 
 def attachment(model: Any) -> Attachment:

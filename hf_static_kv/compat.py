@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -65,26 +65,27 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in the place of `generate` and of its loop
     for greedy decoding and sampling; `hooks.cache(model, model_kwargs)` runs when `generate` has made a cache for a
     call that brings none. Without these private names: `generate` does not call the hooks, and is as without them.
-    Copies and pickles of the model are of the class itself.
+    Copies and pickles of the model are of the class itself. No `super()` in a call: another thread may detach the model
+    meanwhile.
     """
 
     class HookedModel(base, Hooked):  # type: ignore[misc]
         @wraps(base.generate)
         def generate(self, *args: Any, **kwargs: Any) -> Any:
-            return hooks.generate(self, super().generate, args, kwargs)
+            return hooks.generate(self, partial(base.generate, self), args, kwargs)
 
         def _prepare_cache_for_generation(
             self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
         ) -> Any:
             is_callers = model_kwargs.get("past_key_values") is not None
-            result = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+            result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
             if not is_callers and generation_config.cache_implementation is None and not generation_config.is_assistant:
                 hooks.cache(self, model_kwargs)
             return result
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
-            own_loop = super()._sample
-            is_common = own_loop.__func__ is GenerationMixin._sample  # a model may have another
+            own_loop = partial(base._sample, self)
+            is_common = base._sample is GenerationMixin._sample  # a model may have another
             return hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:

@@ -16,6 +16,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, 
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
+from tests.fuzz.models import build_model
 
 ON_GPU = DEVICE == "cuda"
 
@@ -171,8 +172,26 @@ def test_a_second_attach_replaces_the_settings(model):
     with attached(model, reuse_prefix=True) as inner:
         assert attachment(model) is inner
     assert attachment(model) is second
+    with attached(model, reuse_prefix=True):
+        detach(model)
+    generate(model)
+    assert (attachment(model), second.calls) == (second, 2)
     detach(model)
     detach(model)  # nothing left to undo
+
+
+def test_detach_while_a_call_runs(model):
+    """As another thread may."""
+    expected = generate(model)
+    attach(model)
+    prepare = model._prepare_model_inputs
+
+    def detach_first(*args, **kwargs):
+        detach(model)
+        return prepare(*args, **kwargs)
+
+    model._prepare_model_inputs = detach_first  # between the methods that attach replaces
+    assert torch.equal(generate(model), expected)
 
 
 def test_a_class_on_top_of_ours_is_left_alone(model):
@@ -443,11 +462,17 @@ def change_weights(model):
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)
 
 
+def flip_values(model):
+    model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, args, values: -values)
+
+
 CHANGES = {
     "weights": (change_weights, {}),
+    "a hook": (flip_values, {}),
+    "a tensor": (lambda model: model.model.layers[0].vector.add_(1), {}),
+    "a buffer": (lambda model: model.model.layers[0].shift.add_(1), {}),
     "a written weight": (lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight), {}),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5), {}),
-    "a hook": (lambda model: model.model.layers[0].register_forward_pre_hook(lambda layer, args: (-args[0],)), {}),
     "a mask": (None, {"attention_mask": torch.tensor([[0, 0] + [1] * 11], device=DEVICE)}),
     "positions": (None, {"position_ids": torch.arange(3, 16, device=DEVICE)[None]}),
 }
@@ -456,6 +481,9 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_reuse_is_refused_where_more_than_the_ids_differs(what):
     model, plain = toy_model("llama"), toy_model("llama")
+    for each in (model, plain):
+        each.model.layers[0].register_buffer("shift", torch.zeros(1, device=DEVICE))
+        each.model.layers[0].vector = torch.zeros(1, device=DEVICE)
     change, how = CHANGES[what]
     info = attach(model, reuse_prefix=True)
     generate(model)
@@ -487,6 +515,47 @@ def test_a_prompt_that_is_not_its_ids_alone_is_not_reused(model):
     for _ in range(2):
         assert torch.equal(generate(model), expected)
     assert (info.calls, info.reused_tokens) == (2, 0)
+
+
+def test_dropout_draws_as_without_reuse():
+    model, plain = (toy_model("llama", attention_dropout=0.3).train() for _ in range(2))
+    info = attach(model, reuse_prefix=True)
+    states = []
+    for each in (model, model, plain):
+        tokens = generate(each)
+        states.append((tokens.tolist(), torch.get_rng_state().tolist()))
+    assert states[0] == states[1] == states[2]
+    assert info.reused_tokens == 0
+
+
+ROTARY_BY_LENGTH = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def test_no_reuse_where_the_length_moves_the_angles_of_earlier_tokens():
+    how = {"rope_parameters": ROTARY_BY_LENGTH, "max_position_embeddings": 16}
+    model, plain = toy_model("llama", **how), toy_model("llama", **how)
+    with attached(model, reuse_prefix=True) as info:
+        for ids, new_tokens in ((PROMPT, 2), (torch.cat([PROMPT, PROMPT + 1, PROMPT + 2], dim=1), 14)):
+            got = generate(model, ids, max_new_tokens=new_tokens)
+            assert torch.equal(got, generate(plain, ids, max_new_tokens=new_tokens))
+    assert info.reused_tokens == 0
+
+
+def test_a_failed_first_pass_leaves_no_half_of_a_cache():
+    model = build_model("mimo_v2_flash", 0, DEVICE)  # layers of two shapes, so two pairs of tensors
+    one, two = PROMPT % 64, BATCH % 64
+    expected = generate(model, two)
+
+    def fail(*_):
+        raise InterruptedError
+
+    with attached(model):
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(InterruptedError):
+            generate(model, two)
+        hook.remove()
+        generate(model, one)
+        assert torch.equal(generate(model, two), expected)
 
 
 def test_embeddings_are_not_reused(model):

@@ -78,10 +78,16 @@ class AllocatedCache(Cache):
             raise ValueError(
                 f"grow({max_cache_len}): the capacity is {self._max_cache_len} already. Give a larger one."
             )
-        grown = {id(group): group.copy_with_capacity(max_cache_len) for group in self._groups}
+        self._move(max_cache_len)
+
+    def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
+        """All states to larger storage: of this capacity, and of at least this many batch rows."""
+        moved = {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups}
         for layer in self.layers:
-            layer.max_cache_len, layer.group = max_cache_len, grown.get(id(layer.group))
-        self._groups, self._max_cache_len = list(grown.values()), max_cache_len
+            layer.max_cache_len, layer.group = max_cache_len, moved.get(id(layer.group))
+            if layer.group is not None:
+                layer.max_batch_size = layer.group.keys.shape[1]
+        self._groups, self._max_cache_len = list(moved.values()), max_cache_len
 
     def early_initialization(
         self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device
@@ -116,6 +122,11 @@ class AllocatedCache(Cache):
             shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
             raise ValueError(f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`.")
         return self._groups[0]
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has storage of its own shape."""
+        return not self._unconfirmed
 
     @property
     def memory_bytes(self) -> int:

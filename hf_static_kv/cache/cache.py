@@ -43,7 +43,8 @@ class StaticContiguousCache(AllocatedCache):
     while the first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Two
     loops of one thread that take turns on one cache mix their sequences unnoticed.
 
-    With `cache.grows = True` a full cache doubles its capacity, as `grow` does, where it would raise otherwise.
+    With `cache.grows = True` a full cache doubles its capacity, as `grow` does, and takes more batch rows in
+    `batch_select_indices` and `batch_repeat_interleave`, where it would raise otherwise.
 
     A forward pass outside `torch.no_grad()` works, a backward pass through the cache raises. Under `torch.compile` use
     `torch.no_grad()`.
@@ -338,7 +339,9 @@ class StaticContiguousCache(AllocatedCache):
         # Read on the host on purpose: an index out of range must not become a device-side assert.
         if bad := [i for i in indices.tolist() if not 0 <= i < batch_size]:
             raise ValueError(f"Row {bad[0]} is out of range: the batch has rows 0 to {batch_size - 1}.")
-        if not 1 <= len(indices) <= max_batch_size:
+        if self.grows and len(indices) > max_batch_size:
+            self._move(self._max_cache_len, len(indices))
+        elif not 1 <= len(indices) <= max_batch_size:
             raise ValueError(
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."

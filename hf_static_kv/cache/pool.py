@@ -158,7 +158,7 @@ class CachePool:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
         if lease.content is None:
             lease.cache.reset()
-        if not lease.cache.storage_groups:  # its first pass failed
+        if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
             return
         self.free.append(lease)
         has_grown = lease.num_bytes > lease.planned_bytes

@@ -85,13 +85,14 @@ class StorageGroup:
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
 
-    def copy_with_capacity(self, max_cache_len: int) -> "StorageGroup":
-        """The same states in longer storage."""
-        layers, batch_size, _, length, _ = self.keys.shape
+    def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
+        """The same states in larger storage; rows and positions are no fewer than before."""
+        layers, rows, _, length, _ = self.keys.shape
         members = self.shape, self.keys.device, range(layers)
-        (group,) = allocate_groups([members], max_cache_len, batch_size, (self.keys.dtype, self.values.dtype))
-        group.keys[:, :, :, :length] = self.keys
-        group.values[:, :, :, :length] = self.values
+        larger = max(rows, batch_size)
+        (group,) = allocate_groups([members], max_cache_len, larger, (self.keys.dtype, self.values.dtype))
+        group.keys[:, :rows, :, :length] = self.keys
+        group.values[:, :rows, :, :length] = self.values
         return group
 
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":

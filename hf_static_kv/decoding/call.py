@@ -50,7 +50,8 @@ class Call:
     @property
     def brings_no_cache(self) -> bool:
         """Whether the cache is the one that `generate` makes for a call that brings none."""
-        return type(self.cache) is DynamicCache and not compat.is_callers(self.cache)
+        is_asked_for = self.config.cache_implementation is not None or compat.is_callers(self.cache)
+        return type(self.cache) is DynamicCache and not is_asked_for  # an offloaded one is of this type, too
 
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache

@@ -67,6 +67,7 @@ class GraphDecoder:
             raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
         self.compile, self.streamer = compile, streamer
         self.pool = CachePool()  # for calls that bring no cache
+        self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -212,7 +213,7 @@ class GraphDecoder:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning("GraphDecoder: %s.", message)
+            logger.log(logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message)
 
 
 def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:

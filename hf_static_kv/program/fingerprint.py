@@ -24,10 +24,7 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 
 def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    tensors, kinds = [keys], [type(module) for module in modules]
-    for module in modules:
-        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
-        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    tensors, kinds = [keys, *_tensors(modules)], [type(module) for module in modules]
     addresses = hash(tuple(address for tensor in tensors for address in _addresses_of(tensor)))
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
@@ -36,17 +33,14 @@ def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tenso
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
 
-def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...] | None:
+def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
     """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
 
-    None where hooks may change them: what a hook computes with is not known (PEFT's `adapter_names` are in one).
-    Weights are told apart by their number of writes and by a sample of their values. A write through `.data` that
+    Tensors are told apart by their number of writes and by a sample of their values. A write through `.data` that
     leaves all of the sample as it was is not seen.
     """
     modules = compat.all_modules(model)
-    if compat.has_hooks(modules):
-        return None
-    weights = [weight.detach() for module in modules for weight in compat.own_parts(module, "parameters")]
+    weights = [tensor.detach() for tensor in _tensors(modules)]
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for weight in weights:
         flat = weight.view(-1) if weight.is_contiguous() else weight.flatten()
@@ -56,6 +50,25 @@ def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...] | None:
     is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
     fingerprint = model_fingerprint(model, modules, torch.empty(0), is_exact)
     return *fingerprint, writes, hash(tuple(values)), tuple(attention_of(model).items())
+
+
+def _tensors(modules: Sequence[Module]) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes."""
+    tensors: list[Tensor] = []
+    for module in modules:
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    return tensors
+
+
+def draws_random_numbers(modules: Iterable[Module]) -> bool:
+    """Whether a pass draws: a module in train mode has a dropout or a jitter that is not 0."""
+    for module in modules:
+        rates = [value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name]
+        rates.append(getattr(module, "p", 0) if isinstance(module, torch.nn.Dropout) else 0)
+        if module.training and any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return True
+    return False
 
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:
