@@ -89,6 +89,11 @@ class TestRefusals:
         assert torch.equal(run(model, decoder=decoder, seed=0), expected)
         assert decoder.fallback_reason.startswith("the model is in train mode")
 
+    def test_train_mode_without_dropout_is_served(self):
+        model, decoder = toy_model("llama").train(), GraphDecoder()
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert decoder.fallback_reason is None
+
     def test_a_cache_with_other_windows(self, model):
         decoder, sizes = GraphDecoder(), model.config
         cache = StaticContiguousCache.allocate(
