@@ -145,7 +145,8 @@ class Attachment:
         # Outside of the handler, whose traceback holds the tensors of the failed call.
         self._warn_of_memory()
         _set_random_state(model.device, random_state)
-        return original(*args, **kwargs)
+        with self._one_at_a_time, self._exact(model):
+            return original(*args, **kwargs)
 
     def lend(self, call: _Call, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
         """Put a cache of the pool in the place of the one that `generate` has made."""
