@@ -96,7 +96,8 @@ class Caller:
 def live_tensors():
     """Their number, and the bytes of their memory."""
     gc.collect()
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+    kinds = (torch.Tensor, torch.nn.Parameter)  # no others: those that compilers leave behind have no memory
+    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == DEVICE]
     stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return len(tensors), torch.cuda.memory_allocated() if DEVICE == "cuda" else sum(stores.values())
 
