@@ -28,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 from hf_static_kv import attached, attaching
 from tests.conftest import ARCHITECTURES, Collect, tiny_model
 from tests.decoding.conftest import BATCH, DEVICE, PROMPT, padded, toy_model
+from tests.fuzz.models import at_least
 
 NEW_TOKENS = 5
 EVERYTHING = dict.fromkeys(
@@ -386,6 +387,8 @@ def check(make_model, scenario, **settings):
     return expected[0], info
 
 
+# A DynamicCache of transformers 5.17 cannot be cropped after a window is full, so these fail without us, too.
+NOT_BEFORE_5_22 = ("its own assistant", "another assistant", "a sampled assistant", "prompt lookup", "assisted batch")
 # How a model is attached: with prefixes kept, and with so few bytes that every cache grows.
 MODELS = {
     "gemma3": {"reuse_prefix": True},
@@ -398,7 +401,7 @@ MODELS = {
 def test_a_scenario_of_generate(name, scenario):
     plain, info = check(lambda: toy_model(name, "eager"), SCENARIOS[scenario], **MODELS[name])
     assert info.pool.lent == []
-    assert plain.error is None
+    assert plain.error is None or (scenario in NOT_BEFORE_5_22 and not at_least("5.22"))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests show it there")

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from threading import Lock, get_ident
 from typing import Any
 
@@ -130,7 +131,7 @@ class DecodeStep:
 
     def _warm_up(self, length: int, seq_start: Tensor) -> None:
         """Two passes before the capture: they compile kernels and let libraries allocate."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _side_stream(self.token.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run_once(length, seq_start)
@@ -149,6 +150,12 @@ class DecodeStep:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
         return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all warm-ups: torch keeps a cuBLAS workspace of up to 32 MiB for each stream that was ever used."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class GreedyStep(DecodeStep):

@@ -77,7 +77,7 @@ def test_what_is_printed_when_piped(say):
     assert after.split("FIGURES; cut after 12 tokens\n\n")[1].splitlines() == [
         "> ",
         "> /info",
-        "Attachment(calls=1, hits=0, caches=[1 x 256 tokens], 786,432 bytes, captured_steps=0, "
+        "Attachment(calls=1, hits=0, reused_tokens=0, caches=[1 x 256 tokens], 786,432 bytes, captured_steps=0, "
         "fallback_reason='there are no graphs on cpu')",
         "> /wat",
         "There is no command /wat: /help shows them",

@@ -91,11 +91,16 @@ def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
 
 def forget_the_streamer(monkeypatch):
     decode = GraphDecoder._decode
-    monkeypatch.setattr(GraphDecoder, "_decode", lambda decoder, call, streamer: decode(decoder, call, None))
+
+    def broken(decoder, call):
+        call.streamer = None
+        return decode(decoder, call)
+
+    monkeypatch.setattr(GraphDecoder, "_decode", broken)
 
 
 def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
-    give_back, free_lease = CachePool._give_back, CachePool._free_lease
+    keep, free_lease = CachePool._keep, CachePool._free_lease
 
     def without_reset(method):
         def broken(*args):
@@ -105,7 +110,7 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
 
         return broken
 
-    monkeypatch.setattr(CachePool, "_give_back", without_reset(give_back))
+    monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
     monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
     monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)  # it would refuse the cache
 
