@@ -100,6 +100,8 @@ class Caller:
 def live_tensors():
     """Their number, and the bytes of their memory."""
     gc.collect()
+    if DEVICE == "cuda":
+        torch._C._cuda_clearCublasWorkspaces()  # kept for each stream that was ever used
     kinds = (torch.Tensor, torch.nn.Parameter)  # no others: those that compilers leave behind have no memory
     tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == DEVICE]
     stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}

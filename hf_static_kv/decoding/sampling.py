@@ -29,8 +29,11 @@ class Sampling:
         pad = compat.pad_token(call.config) if has_ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
-        # A streamer synchronizes at every token anyway, and must not be given one too many; nor must a trace.
-        self.finished = StopFlag(deferred=call.streamer is None and call.own_attention != TRACED_ATTENTION_NAME)
+        # A streamer, a trace, and processors and criteria of the caller must not be given a token too many.
+        is_watched = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
+        modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
+        is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
+        self.finished = StopFlag(deferred=is_known and not is_watched)
         self.overrun = 0  # tokens selected after the end
         self.rng_state: Tensor | None = None  # before the newest token was drawn
         self.scores: list[Tensor] = []
