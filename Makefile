@@ -3,6 +3,7 @@
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
 # make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
+# make test-clients  programs that call generate (pipelines, lm-eval, PEFT, TRL, accelerate) with and without attach
 # make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3
 CASES ?= 1000
@@ -11,7 +12,7 @@ JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 results bench-update fuzz clean
+.PHONY: test compare test-gpu test-5.17 test-clients results bench-update fuzz clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -28,6 +29,10 @@ test-gpu:
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 --dist worksteal -m "not slow"
+
+# Offline: what a client would ask the hub for must be here.
+test-clients: .venv-clients/.installed
+	HF_HUB_OFFLINE=1 .venv-clients/bin/pytest -n 2 --dist worksteal -rs -m clients tests/clients
 
 fuzz: .venv/.installed
 	.venv/bin/python -m tests.fuzz.fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)
@@ -50,5 +55,10 @@ bench-update: .venv/.installed
 	.venv-5.17/bin/pip install --quiet --no-compile --disable-pip-version-check -c .venv-5.17/constraints.txt -e ".[dev,examples]"
 	touch $@
 
+.venv-clients/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-clients
+	.venv-clients/bin/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev,examples,clients]"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-5.17
+	rm -rf .venv .venv-5.17 .venv-clients

@@ -120,6 +120,19 @@ def _exact(record: Record) -> Iterator[dict[str, Any]]:
             yield {"contender": contender, "case": case, **_min_max(figures, record.get("trials", 5))}
 
 
+def _attach(record: Record) -> Iterator[dict[str, Any]]:
+    prompt_len, trials = record["workload"]["prompt_len"], record["trials"]
+    for row in record["contenders"]:
+        case = f"decode step, prompt {prompt_len}, {row['new_tokens']} new tokens"
+        yield {"contender": row["name"], "case": case, **_min_max(row["summary"]["decode_ms"], trials)}
+        case = f"first token, prompt {prompt_len}"
+        yield {"contender": row["name"], "case": case, **_min_max(row["summary"]["first_token_ms"], trials)}
+    for row in record["chat"]:
+        case = f"first token of a turn of {record['turn_tokens']}, history {row['history']}"
+        figures = _min_max(row["first_token_ms"], record["turns"])
+        yield {"contender": row["contender"], "case": case, **figures}
+
+
 def _step(record: Record) -> Iterator[dict[str, Any]]:
     for row in record["variants"]:
         ms = row["step_ms"]
@@ -151,6 +164,7 @@ _FIGURES = {
     "layernorm": _layernorm,
     "context": _context,
     "exact": _exact,
+    "attach": _attach,
     "step": _step,
     "speedup": _speedup,
     "update": _update,

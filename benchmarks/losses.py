@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from contenders import CONTENDERS
-from tables import figure, measured, model_name, points, span, title
+from tables import attach_cost, figure, measured, model_name, points, span, title
 
 Record = dict[str, Any]
 
@@ -17,7 +17,8 @@ def losses(records: dict[str, list[Record]]) -> list[str]:
     lines += [*without_decoder(generated), *first_token(generated), *memory(generated)]
     lines += [line for record in records["context"] for line in context_behind(record)]
     lines += [line for record in records["speedup"] for line in slower_than_no_cache(record)]
-    return lines + cost_of_exact(records["exact"]) + update_behind(records["update"][0])
+    lines += cost_of_exact(records["exact"]) + cost_of_attach(records["attach"])
+    return lines + update_behind(records["update"][0])
 
 
 def behind(record: Record) -> list[str]:
@@ -96,6 +97,11 @@ def cost_of_exact(records: list[Record]) -> list[str]:
         factors = [ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times]
         costs.append(f"{name} takes {span(factors)} times as long")
     return [f"Inside `exact`: {'; '.join(costs)}."]
+
+
+def cost_of_attach(records: list[Record]) -> list[str]:
+    costs = [f"{attach_cost(record)} on {title(record)}" for record in records]
+    return [f"`attach(model)`, against cache and decoder passed to `generate`: {'; '.join(costs)}."] if costs else []
 
 
 def update_behind(record: Record) -> list[str]:

@@ -15,6 +15,15 @@ MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1
 OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
 OTHER_MODELS |= {"gpt2-xl": "GPT-2 XL", "phi-2": "Phi-2", "opt-1.3b": "OPT-1.3B"}
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
+ATTACH = {
+    "graph": "`StaticContiguousCache` and `GraphDecoder()`",
+    "contiguous": "`StaticContiguousCache`",
+    "decoder": "`GraphDecoder()` alone",
+    "attach": "`attach(model)`",
+    "attach-reuse": "`attach(model, reuse_prefix=True)`",
+    "dynamic": "plain `generate`",
+}
+CHAT = ["dynamic", "attach", "attach-reuse"]
 LIMIT = "what the measured bandwidth allows"
 
 
@@ -228,6 +237,56 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> st
     return f"{with_range(usual, spread)} → {with_range(inside, spread)}, {factor}"
 
 
+# --- bench_attach.py
+
+
+def attach(records: list[Record], spread: bool = False) -> str:
+    """Models as columns: the calls with each contender, then the first token of a turn by the history."""
+    rows = []
+    for name in (name for name in ATTACH if any(name in _attach_rows(record) for record in records)):
+        rows.append([f"{ATTACH[name]}: per token; first token", *(_attach_cell(r, name, spread) for r in records)])
+    for history in dict.fromkeys(row["history"] for record in records for row in record["chat"]):
+        words = " → ".join(ATTACH[name] for name in CHAT)
+        cells = (_chat_cell(record, history, spread) for record in records)
+        rows.append([f"first token of a turn after {history:,} tokens: {words}", *cells])
+    return table([f"ms{' (min to max)' if spread else ''}", *map(title, records)], rows)
+
+
+def _attach_rows(record: Record) -> dict[str, Record]:
+    return {row["name"]: row["summary"] for row in record["contenders"]}
+
+
+def _attach_cell(record: Record, name: str, spread: bool) -> str:
+    if (row := _attach_rows(record).get(name)) is None:
+        return "-"
+    return "; ".join(with_range(row[key], spread) for key in ("decode_ms", "first_token_ms"))
+
+
+def _chat_cell(record: Record, history: int, spread: bool) -> str:
+    found = {row["contender"]: row["first_token_ms"] for row in record["chat"] if row["history"] == history}
+    return " → ".join(with_range(found[name], spread) for name in CHAT) if found else "-"
+
+
+def attach_cost(record: Record) -> str:
+    """What `attach` adds to the explicit objects."""
+    words = []
+    for key, unit in (("token_percent", "% per token"), ("first_token_ms", "ms to the first token")):
+        middle, low, high = (f"{record['overhead'][key][end]:+.2f}" for end in ("median", "min", "max"))
+        words.append(f"{middle} {unit} ({low} to {high})")
+    return " and ".join(words)
+
+
+def chat_growth(record: Record) -> str:
+    """The longest history over the shortest: how many times as long the first token of a turn takes."""
+    histories = [row["history"] for row in record["chat"]]
+    if len(set(histories)) < 2:
+        return ""
+    ends = (min(histories), max(histories))
+    ms = {(row["contender"], row["history"]): row["first_token_ms"]["median"] for row in record["chat"]}
+    factors = [f"{ms[name, ends[1]] / ms[name, ends[0]]:.2f} times as long with {ATTACH[name]}" for name in CHAT]
+    return f"After {ends[1]:,} tokens the first token of a turn takes, against {ends[0]:,}: {', '.join(factors)}."
+
+
 # --- bench_step.py
 
 
@@ -238,9 +297,9 @@ def step(records: list[Record], spread: bool = False) -> str:
         if not words.startswith("for comparison"):
             rows.append([words, *(_step_cell(record["variants"][i], spread) for record in records)])
     if spread:
-        for i, length in enumerate(row["seq_len"] for row in records[0]["attention"]):
-            cells = [_attention_cell(record["attention"][i], record) for record in records]
-            rows.append([f"attention of one layer alone, sequence {length:,}: µs (of the bandwidth)", *cells])
+        lengths = ", ".join(f"{row['seq_len']:,}" for row in records[0]["attention"])
+        cells = [", ".join(_attention_cell(row, record) for row in record["attention"]) for record in records]
+        rows.append([f"attention of one layer alone, sequence {lengths}: µs (of the bandwidth)", *cells])
     head = "tokens/s (min to max); replay; kernels" if spread else "tokens/s (kernels)"
     return table([head, *map(title, records)], rows)
 

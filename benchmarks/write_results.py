@@ -27,7 +27,7 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 Record = dict[str, Any]
 Records = dict[str, list[Record]]
-KINDS = ("generation", "batch", "layernorm", "context", "exact", "step", "speedup", "update")
+KINDS = ("generation", "batch", "layernorm", "context", "exact", "attach", "step", "speedup", "update")
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?results\b")
 
@@ -69,6 +69,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "layers-gain": lambda records: tables.layers_gain(records["layernorm"][0]),
     "context": lambda records: tables.context(records["context"], ends=True),
     "exact": lambda records: tables.exact(records["exact"]),
+    "attach": lambda records: tables.attach(records["attach"]) if records["attach"] else "Not measured yet.",
     "step": lambda records: tables.step(records["step"]),
     "update": lambda records: tables.update(records["update"][0], every=3),
 }
@@ -101,7 +102,8 @@ def results_page(records: Records, known: list[history.Row]) -> str:
     sections = [
         "# Results",
         "`make results` writes this page from the newest [record](results) of each kind. [history.csv](history.csv) "
-        "has the figures of all runs, [docs/performance.md](../docs/performance.md) what they mean for a user.",
+        "has the figures of all runs, [docs/performance.md](../docs/performance.md) what they mean for a user. "
+        f"Pictures: {', '.join(f'[{path.stem}](results/{path.name})' for path in pictures(records))}.",
         "A figure is a median, and a range beside it the spread inside that run. Between runs on machines with the "
         f"same GPU, at different commits, `DynamicCache` moved by up to {eager}, `StaticCache` compiled by {compiled}, "
         f"`GraphDecoder()` by {captured}: the first two wait for the host's processor.",
@@ -117,23 +119,34 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         tables.generation(records["batch"], spread=True),
         layernorm_line(records["layernorm"][0]),
         "## Long sequences and large capacities",
-        "Milliseconds per token. Range: 10th to 90th percentile. A point that appears twice was measured twice.",
-        tables.context(records["context"], spread=True),
+        "Milliseconds per token at the ends of the sweeps; pictures have all points. Range: 10th to 90th percentile.",
+        tables.context(records["context"], spread=True, ends=True),
         "## `exact`",
         "The largest difference of logits in each comparison; then the time without `exact` → inside, minimum to "
         "maximum of 5 trials.",
         tables.exact(records["exact"], spread=True),
+        *attach_section(records["attach"]),
         "## A captured step",
-        "Each row has one change more than the row above; the last three are the attention of one layer alone.",
+        "Each row has one change more than the row above; the last one is the attention of one layer alone.",
         tables.step(records["step"], spread=True),
         "## Speed-up over `use_cache=False`, without `GraphDecoder`",
         "Predicted: from the measured times of passes over 1 to N tokens.",
         tables.speedup(records["speedup"]),
         "## `update` alone, on a CPU (10th to 90th percentile)",
-        tables.update(records["update"][0], spread=True),
-        f"Pictures: {', '.join(f'[{path.stem}](results/{path.name})' for path in pictures(records))}.",
+        tables.update(records["update"][0], spread=True, every=6),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def attach_section(records: list[Record]) -> list[str]:
+    """Nothing where there is no record."""
+    if not records:
+        return []
+    how = (
+        "In one process, in turns, on instances that share their weights, from the second call on. A turn is a call "
+        "for one token: its prompt is a history of random tokens, the answer to it, and new tokens."
+    )
+    return ["## `attach`", how, tables.attach(records, spread=True)]
 
 
 def layernorm_line(record: Record) -> str:

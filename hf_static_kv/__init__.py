@@ -1,5 +1,6 @@
 """One contiguous, preallocated KV cache for `model.generate`, and a decode loop that replays one captured step."""
 
+from hf_static_kv.attaching import Attachment, attach, attached, attachment, detach
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import cache_bytes
@@ -10,6 +11,6 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__", "cache_bytes",
-    "exact", "full_attention", "trace_attention",
+    "Attachment", "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__",
+    "attach", "attached", "attachment", "cache_bytes", "detach", "exact", "full_attention", "trace_attention",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial, wraps
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -47,6 +48,53 @@ def pad_token(config: GenerationConfig) -> Tensor | None:
     """The padding token as a tensor. Without `_pad_token_tensor`: made from `pad_token_id`."""
     made = None if config.pad_token_id is None else torch.tensor(config.pad_token_id)
     return getattr(config, "_pad_token_tensor", made)
+
+
+def is_callers(cache: Any) -> bool:
+    """Whether `generate` was given this cache by its caller. Without it: no cache counts as the caller's."""
+    return bool(getattr(cache, "_is_user_defined", False))
+
+
+class Hooked:
+    """Marks the classes that `hooked_class` makes."""
+
+
+def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
+    """A subclass of a model's class, under its name, whose `generate` and two of its parts go through `hooks`.
+
+    `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in the place of `generate` and of its loop
+    for greedy decoding and sampling; `hooks.cache(model, model_kwargs)` runs when `generate` has made a cache for a
+    call that brings none. Without these private names: `generate` does not call the hooks, and is as without them.
+    Copies and pickles of the model are of the class itself. No `super()` in a call: another thread may detach the model
+    meanwhile.
+    """
+
+    class HookedModel(base, Hooked):  # type: ignore[misc]
+        @wraps(base.generate)
+        def generate(self, *args: Any, **kwargs: Any) -> Any:
+            return hooks.generate(self, partial(base.generate, self), args, kwargs)
+
+        def _prepare_cache_for_generation(
+            self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
+        ) -> Any:
+            is_callers = model_kwargs.get("past_key_values") is not None
+            result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
+            if not is_callers and generation_config.cache_implementation is None and not generation_config.is_assistant:
+                hooks.cache(self, model_kwargs)
+            return result
+
+        def _sample(self, *args: Any, **kwargs: Any) -> Any:
+            own_loop = partial(base._sample, self)
+            is_common = base._sample is GenerationMixin._sample  # a model may have another
+            return hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _, _, *state = super().__reduce_ex__(protocol)
+            return object.__new__, (base,), *state
+
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        setattr(HookedModel, name, getattr(base, name))
+    return HookedModel
 
 
 def sampling_loop(model: Any) -> Callable[..., Any]:

@@ -39,7 +39,7 @@ class TestReadme:
         assert "`make test`" in README.read_text()
 
     def test_the_lines_that_users_copy(self):
-        """At most eight, and all three ways generate the same tokens: the miniature is float32 and decodes greedily."""
+        """At most eight; attach, the objects and exact give the same tokens: a miniature in float32, greedily."""
         first, *others = code_blocks(README)
         assert len([line for line in first.splitlines() if line]) <= 8
         tokens = [names["tokens"] for names in run_blocks(README, [first, *others[0].split("\n\n"), *others[1:]])]

@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 # Reading order is import order: a file imports only from the ones before it, inside folders too.
 READING_ORDER = {
     "": ["compat"],
-    "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache"],
+    "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache", "pool"],
     "kernels": [
         "launch_triton", "step_state_triton", "step_state", "decode_attention_triton", "decode_attention",
         "linear_triton", "invariant_linear_triton", "invariant_linear", "linear", "rms_norm_triton", "rms_norm",
@@ -22,7 +22,7 @@ READING_ORDER = {
     "decoding": ["call", "eligibility", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "exact"],
     "inspection": ["attention_trace", "step_recorder"],
-    "..": ["testing", "__init__"],
+    "..": ["attaching", "testing", "__init__"],
 }  # fmt: skip
 ORDER = [f"{folder.strip('.')}/{name}".lstrip("/") for folder, names in READING_ORDER.items() for name in names]
 

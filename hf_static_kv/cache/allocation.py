@@ -65,6 +65,30 @@ class AllocatedCache(Cache):
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
         self._unconfirmed.discard(layer_idx)
 
+    def _release(self) -> None:
+        """Give up the storage of an empty cache: the next pass allocates, in the dtype of its states."""
+        for layer in self.layers:
+            layer.group, layer.is_initialized = None, False
+        self._groups, self._unconfirmed = [], set(range(len(self.layers)))
+
+    def grow(self, max_cache_len: int) -> None:
+        """Raise the capacity: all states move to longer storage. Old and new storage are both in memory meanwhile."""
+        check_positive(max_cache_len=max_cache_len)
+        if max_cache_len <= self._max_cache_len:
+            raise ValueError(
+                f"grow({max_cache_len}): the capacity is {self._max_cache_len} already. Give a larger one."
+            )
+        self._move(max_cache_len)
+
+    def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
+        """All states to larger storage: of this capacity, and of at least this many batch rows."""
+        moved = {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups}
+        for layer in self.layers:
+            layer.max_cache_len, layer.group = max_cache_len, moved.get(id(layer.group))
+            if layer.group is not None:
+                layer.max_batch_size = layer.group.keys.shape[1]
+        self._groups, self._max_cache_len = list(moved.values()), max_cache_len
+
     def early_initialization(
         self, batch_size: int, num_heads: PerLayer, head_dim: PerLayer, dtype: torch.dtype, device: torch.device
     ) -> None:
@@ -98,6 +122,11 @@ class AllocatedCache(Cache):
             shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
             raise ValueError(f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`.")
         return self._groups[0]
+
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has storage of its own shape."""
+        return not self._unconfirmed
 
     @property
     def memory_bytes(self) -> int:

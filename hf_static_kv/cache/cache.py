@@ -43,6 +43,9 @@ class StaticContiguousCache(AllocatedCache):
     while the first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Two
     loops of one thread that take turns on one cache mix their sequences unnoticed.
 
+    With `cache.grows = True` a full cache doubles its capacity, as `grow` does, and takes more batch rows in
+    `batch_select_indices` and `batch_repeat_interleave`, where it would raise otherwise.
+
     A forward pass outside `torch.no_grad()` works, a backward pass through the cache raises. Under `torch.compile` use
     `torch.no_grad()`.
     """
@@ -62,13 +65,29 @@ class StaticContiguousCache(AllocatedCache):
         """
         cache = cls(model.config, max_cache_len)
         check_positive(batch_size=batch_size)
-        shapes = layout.local_shapes(model, layout.known_shapes(cache._plans, model.config))
-        devices = layout.layer_devices(model, len(cache))
-        if shapes is not None:
-            cache._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
+        cache._place(model, layout.layer_devices(model, len(cache)), batch_size)
         if (generation_config := getattr(model, "generation_config", None)) is not None:
             layout.warn_use_cache_off(model.config, generation_config)
         return cache
+
+    @classmethod
+    def for_calls(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int) -> "StaticContiguousCache":
+        """A cache that grows, for a pool. The first pass allocates, in the dtype of its states (autocast, quantised).
+
+        Only a model on several devices is allocated at once: a pass tells the device of one layer at a time.
+        """
+        cache = cls.__new__(cls)
+        cache._build(layout.plan_layers(model.config), max_cache_len)
+        cache.grows = True
+        devices = layout.layer_devices(model, len(cache))
+        if len(set(devices)) > 1:
+            cache._place(model, devices, batch_size)
+        return cache
+
+    def _place(self, model: PreTrainedModel, devices: list[torch.device], batch_size: int) -> None:
+        shapes = layout.local_shapes(model, layout.known_shapes(self._plans, model.config))
+        if shapes is not None:
+            self._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
 
     @classmethod
     def allocate(
@@ -110,6 +129,7 @@ class StaticContiguousCache(AllocatedCache):
         self._step_size: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
         self._written: set[int] = set()  # the layers that have written in it
         self._thread = 0  # the thread that used the cache last
+        self.grows = False
         self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
         super()._build(plans, max_cache_len)
 
@@ -133,9 +153,14 @@ class StaticContiguousCache(AllocatedCache):
         if self._thread != get_ident():
             self._take_over("begins a call")
         known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
-        check_request(request, self.seq_len, self.max_cache_len, known_ids)
+        check_request(request, self.seq_len, None if self.grows else self.max_cache_len, known_ids)
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
+
+    @property
+    def known_ids(self) -> Tensor | None:
+        """The tokens [B, k] of the first k positions, as far as `generate` has told them; None where it has not."""
+        return self._known_ids
 
     def remember(self, input_ids: Tensor, start: int = 0) -> None:
         """The sequences have these tokens [B, n] from position `start` on; a later prompt with others is refused."""
@@ -175,6 +200,11 @@ class StaticContiguousCache(AllocatedCache):
         layer = self.layers[layer_idx]
         if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
+        if self.grows and layer.length + key_states.shape[2] > self._max_cache_len:
+            self.grow(max(2 * self._max_cache_len, layer.length + key_states.shape[2]))
+        is_reused = self.grows and self._step_size is None and layer.length == 0 and layer.is_initialized
+        if is_reused and (key_states.dtype, value_states.dtype) != (layer.dtype, layer.value_dtype):
+            self._release()  # autocast inside a model's `forward` began or ended since the last call
         if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
             self._confirm(layer_idx, key_states, value_states)
@@ -309,7 +339,9 @@ class StaticContiguousCache(AllocatedCache):
         # Read on the host on purpose: an index out of range must not become a device-side assert.
         if bad := [i for i in indices.tolist() if not 0 <= i < batch_size]:
             raise ValueError(f"Row {bad[0]} is out of range: the batch has rows 0 to {batch_size - 1}.")
-        if not 1 <= len(indices) <= max_batch_size:
+        if self.grows and len(indices) > max_batch_size:
+            self._move(self._max_cache_len, len(indices))
+        elif not 1 <= len(indices) <= max_batch_size:
             raise ValueError(
                 f"{len(indices)} rows do not fit: the storage has {max_batch_size}. "
                 f"Build the cache with batch_size >= {max(1, len(indices))} and select at least one row."

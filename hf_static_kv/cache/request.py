@@ -85,6 +85,10 @@ class Request:
         proposed = int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
 
+    @property
+    def mode(self) -> GenerationMode:
+        return self.config.get_generation_mode(self.assistant_model)
+
 
 def running_request() -> Request | None:
     """The request of the innermost `generate` of this thread; None where none can be read."""
@@ -108,8 +112,11 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
-def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids: Tensor | None) -> None:
-    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k], cannot serve it."""
+def check_request(request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None) -> None:
+    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k], cannot serve it.
+
+    `max_cache_len` is None for a cache that grows.
+    """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
@@ -129,7 +136,7 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
         raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
     if seq_len:
         _check_continuation(request, seq_len, known_ids)
-    if request.has_own_limit and request.max_positions > max_cache_len:
+    if max_cache_len is not None and request.has_own_limit and request.max_positions > max_cache_len:
         fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
         proposed = request.config.prompt_lookup_num_tokens
         lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
@@ -141,7 +148,7 @@ def check_request(request: Request, seq_len: int, max_cache_len: int, known_ids:
 
 
 def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
-    if request.config.get_generation_mode(request.assistant_model) == GenerationMode.ASSISTED_GENERATION:
+    if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
             "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
             f"{seq_len} tokens. Call reset() first."

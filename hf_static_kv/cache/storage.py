@@ -85,6 +85,16 @@ class StorageGroup:
         rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
         return rows.narrow(3, first, length).unbind(0)
 
+    def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
+        """The same states in larger storage; rows and positions are no fewer than before."""
+        layers, rows, _, length, _ = self.keys.shape
+        members = self.shape, self.keys.device, range(layers)
+        larger = max(rows, batch_size)
+        (group,) = allocate_groups([members], max_cache_len, larger, (self.keys.dtype, self.values.dtype))
+        group.keys[:, :rows, :, :length] = self.keys
+        group.values[:, :rows, :, :length] = self.values
+        return group
+
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
         group = type(self).__new__(type(self))
@@ -126,10 +136,20 @@ def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int,
     try:
         return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
-        # The CPU's allocator has no exception of its own.
-        if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device ran out of memory, or the host, whose allocator has no exception of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what torch's allocator has reserved and does not use."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
@@ -140,8 +160,7 @@ def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtyp
     for device, num_bytes in wanted.items():
         places.append(f"{num_bytes:,} bytes on {device}")
         if device.type == "cuda":
-            unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)  # by torch's allocator
-            free = torch.cuda.mem_get_info(device)[0] + unused
+            free = free_bytes(device)
             places[-1] += f", where {free:,} are free"
             lengths.append(max_cache_len * free // num_bytes)
     if lengths:

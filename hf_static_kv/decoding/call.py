@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -46,6 +46,20 @@ class Call:
         self.attention = attention_of(self.model)
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
         self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
+
+    @property
+    def brings_no_cache(self) -> bool:
+        """Whether the cache is the one that `generate` makes for a call that brings none."""
+        is_asked_for = self.config.cache_implementation is not None or compat.is_callers(self.cache)
+        return type(self.cache) is DynamicCache and not is_asked_for  # an offloaded one is of this type, too
+
+    def use_cache(self, cache: StaticContiguousCache) -> None:
+        self.cache = self.model_kwargs["past_key_values"] = cache
+
+    def grow(self) -> None:
+        """Double the capacity of the cache, whose storage moves."""
+        self.cache.grow(2 * self.cache.max_cache_len)
+        self.__dict__.pop("fingerprint", None)
 
     @cached_property
     def modules(self) -> list[torch.nn.Module]:

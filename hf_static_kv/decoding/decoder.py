@@ -5,7 +5,7 @@ differently. What cannot be captured falls back to transformers' loop, with one 
 """
 
 import logging
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,6 +21,7 @@ from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
@@ -65,6 +66,8 @@ class GraphDecoder:
         if compile not in COMPILE:
             raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
         self.compile, self.streamer = compile, streamer
+        self.pool = CachePool()  # for calls that bring no cache
+        self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
         self._warned: set[str] = set()
@@ -79,12 +82,15 @@ class GraphDecoder:
         **model_kwargs: Any,
     ) -> _Output:
         """What `generate` calls once it has prepared everything. A model serves one call at a time."""
-        with _LOCKS.setdefault(model, RLock()):
+        with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
             call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            if call.brings_no_cache:
+                with suppress(NotPooled):
+                    call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
-        mode = call.request.config.get_generation_mode(call.request.assistant_model)
+        mode = call.request.mode
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
@@ -111,15 +117,24 @@ class GraphDecoder:
 
     def _decode(self, call: Call) -> _Output:
         """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
-        logits = call.prefill()
+        cache, logits = call.cache, call.prefill()
+        if cache.grows and cache.seq_len == cache.max_cache_len:
+            call.grow()
         with compat.optimized_for_decode(call.model):
             step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
             sampling = Sampling(call)
-            # A replay does not use the model, and changing its attention takes a millisecond.
-            is_replayed = step is None or step.graph is not None
-            with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
-                _run(step, sampling, call, logits)
-        call.cache.crop(-sampling.overrun)
+            is_over = sampling.append(logits)
+            while step is not None and not is_over:
+                # A replay does not use the model, and changing its attention takes a millisecond.
+                is_replayed = step.graph is not None
+                with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
+                    _run(step, sampling, call)
+                is_over = not (cache.grows and sampling.is_cut_short())
+                if not is_over:
+                    call.grow()
+                    sampling.set_limit(*call.lengths)
+                    step = self._step(call)
+        cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
         return sampling.result(call.cache)
 
@@ -159,8 +174,8 @@ class GraphDecoder:
             return _Failure(reason, failed.attempts + 1 if failed else 1)
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
-        """Drop steps whose model no longer exists, and the oldest where there are too many: graphs fill the memory."""
-        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.model is None]:
+        """Drop steps whose model or storage is gone, and the oldest where there are too many: graphs take memory."""
+        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
             del steps[key]
         while len(steps) >= _MAX_STEPS:
             del steps[next(iter(steps))]  # the oldest
@@ -178,48 +193,53 @@ class GraphDecoder:
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
     @property
+    def num_steps(self) -> int:
+        """Captured steps that are kept."""
+        return sum(isinstance(step, DecodeStep) for steps in self._steps.values() for step in steps.values())
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of rotary tables and inputs of all steps. Torch counts memory that graphs compute in as reserved."""
         captured = [s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)]
         return sum({buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": None}  # a graph belongs to one process
+        return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._steps = WeakKeyDictionary()
+        self._steps, self.pool = WeakKeyDictionary(), CachePool()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning("GraphDecoder: %s.", message)
+            logger.log(logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message)
 
 
-def _run(step: DecodeStep | None, sampling: Sampling, call: Call, logits: Tensor) -> None:
-    """From the logits after the prompt to the last token; `step` is None where one token is all."""
-    if step is not None:
-        step.set_position(call.cache.seq_len, call.seq_start)
+def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
+    """From the newest token to the last one, or until the cache is full."""
+    step.set_position(call.cache.seq_len, call.seq_start)
     if isinstance(step, GreedyStep):
-        _run_greedily(step, sampling, call, logits)
+        _run_greedily(step, sampling, call)
         return
-    while not sampling.append(logits) and step is not None:
+    is_over = False
+    while not is_over:
         logits = step.run(sampling.last_tokens)
         _mark_written(call)
+        is_over = sampling.append(logits)
 
 
-def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call, logits: Tensor) -> None:
+def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    if sampling.append(logits):
-        return
     step.set_state(sampling.last_tokens, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
-    start, position = sampling.length, call.cache.seq_len + 1  # of the second new token, in `ids` and in `sequences`
+    start, position = sampling.length, call.cache.seq_len + 1  # of the next token, in `ids` and in `sequences`
     is_over = False
     while not is_over:
         flag = step.replay()
         _mark_written(call)
         is_over = sampling.count_token(flag)
     sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
+    sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
 
 
 def _mark_written(call: Call) -> None:

@@ -8,7 +8,7 @@ from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call, kind_of
-from hf_static_kv.program.fingerprint import type_without_address
+from hf_static_kv.program.fingerprint import draws_random_numbers, type_without_address
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 # What a prompt and a decode step of a text model need. Any other keyword (images, other positions) is unknown.
@@ -42,6 +42,8 @@ def _unserved_model(call: Call) -> str | None:
     model, config = call.model, call.model.config.get_text_config()
     parameters = [parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")]
     name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in parameters})
+    if draws_random_numbers(call.modules):
+        return "the model is in train mode, where dropout draws random numbers"
     if compat.prefill(model) is None:
         return "this version of transformers has no prefill of its own to call"
     if "meta" in devices:

@@ -21,22 +21,29 @@ class Sampling:
         self.config, self.streamer = call.config, call.streamer
         self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
-        asked, fitting = call.lengths
-        self.max_length, self.is_cut_short = min(asked, fitting), fitting < asked
-        self.ids = call.input_ids.new_zeros(batch_size, self.max_length)
-        self.ids[:, : self.length] = call.input_ids
+        self.ids = call.input_ids.clone()
+        self.set_limit(*call.lengths)
         # The loop counts the length itself; the other criteria look at the tokens.
         self.criteria = StoppingCriteriaList(c for c in call.criteria if type(c) is not MaxLengthCriteria)
         has_ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
         pad = compat.pad_token(call.config) if has_ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
-        # A streamer synchronizes at every token anyway, and must not be given one too many; nor must a trace.
-        self.finished = StopFlag(deferred=call.streamer is None and call.own_attention != TRACED_ATTENTION_NAME)
+        # A streamer, a trace, and processors and criteria of the caller must not be given a token too many.
+        is_watched = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
+        modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
+        is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
+        self.finished = StopFlag(deferred=is_known and not is_watched)
         self.overrun = 0  # tokens selected after the end
         self.rng_state: Tensor | None = None  # before the newest token was drawn
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+
+    def set_limit(self, asked: int, fitting: int) -> None:
+        """How long the sequences may become: what the call asks for, what fits into the cache."""
+        self.max_length, self.fits = min(asked, fitting), asked <= fitting
+        free = self.ids.new_zeros(len(self.ids), self.max_length - self.length)
+        self.ids = torch.cat([self.ids[:, : self.length], free], dim=1)
 
     @property
     def sequences(self) -> Tensor:
@@ -83,9 +90,14 @@ class Sampling:
                 torch.cuda.set_rng_state(self.rng_state, self.ids.device)
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
+    def is_cut_short(self) -> bool:
+        """Whether the cache is full and nothing else ended the sequences."""
+        is_full = not self.fits and self.length >= self.max_length
+        return is_full and not self.overrun and not self.finished.newest()
+
     def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | Tensor:
         """What `generate` returns. Raises where the cache is full and nothing ended the sequences; it keeps them."""
-        if self.is_cut_short and self.length >= self.max_length and not self.overrun and not self.finished.newest():
+        if self.is_cut_short():
             raise ValueError(
                 f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} tokens, and no end "
                 "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."

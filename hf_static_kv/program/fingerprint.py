@@ -13,8 +13,10 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.patching import original_function
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.patching import attention_of, original_function
 
+_SAMPLED = 16  # elements of each weight
 _SETTINGS = (bool, int, float, str)
 # A replay does not see these attributes of an adapter, and merging writes weights in place.
 _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
@@ -22,11 +24,26 @@ _ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "sc
 
 def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    tensors, kinds = [keys], [type(module) for module in modules]
-    for module in modules:
-        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
-        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
-    addresses = hash(tuple(address for tensor in tensors for address in _addresses_of(tensor)))
+    return _fingerprint(model, modules, [keys, *_tensors(modules)], is_exact)
+
+
+def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Differs where a pass over the same tokens may compute other keys and values: settings, adapters, weights.
+
+    Tensors are told apart by their number of writes and by a sample of their values. A write through `.data` that
+    leaves all of the sample as it was is not seen.
+    """
+    modules, attention = compat.all_modules(model), attention_of(model)
+    tensors = _tensors(modules)
+    writes, samples = tuple(compat.write_count(tensor) for tensor in tensors), hash(_samples(tensors))
+    is_exact = EXACT_ATTENTION_NAME in attention.values()
+    return *_fingerprint(model, modules, tensors, is_exact), writes, samples, tuple(attention.items())
+
+
+def _fingerprint(
+    model: PreTrainedModel, modules: list[Module], tensors: list[Tensor], is_exact: bool
+) -> tuple[Any, ...]:
+    addresses, kinds = hash(tuple(tensor.data_ptr() for tensor in tensors)), [type(module) for module in modules]
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
     state, distinct_kinds = hash((*kinds, *settings, *_adapters(modules))), tuple(dict.fromkeys(kinds))
@@ -34,16 +51,48 @@ def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tenso
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
 
+def _tensors(modules: Sequence[Module]) -> list[Tensor]:
+    """Parameters, buffers, and tensors that are plain attributes; of a wrapper the tensors inside it."""
+    tensors: list[Tensor] = []
+    for module in modules:
+        tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
+        tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
+    return [part for tensor in tensors for part in _unwrapped(tensor)]
+
+
+def _unwrapped(tensor: Tensor) -> list[Tensor]:
+    """The tensor, or those inside a wrapper such as a quantised weight."""
+    inner = compat.inner_tensors(tensor)
+    return [tensor] if inner is None else [part for wrapped in inner for part in _unwrapped(wrapped)]
+
+
+@torch.no_grad()
+def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
+    """Some elements of each tensor, read from the device at once."""
+    samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.dtype.itemsize == 1:
+            tensor = tensor.view(torch.uint8)  # torch cannot list a float8
+        size, step = min(_SAMPLED, tensor.numel()), max(1, tensor.numel() // _SAMPLED)
+        sample = tensor.as_strided((size,), (step,)) if tensor.is_contiguous() else tensor.flatten()[::step]
+        samples.setdefault((tensor.device, tensor.dtype), []).append(sample)
+    return tuple(tuple(torch.cat(parts).tolist()) for key, parts in samples.items() if key[0].type != "meta")
+
+
+def draws_random_numbers(modules: Iterable[Module]) -> bool:
+    """Whether a pass draws: a module in train mode has a dropout or a jitter that is not 0."""
+    for module in (module for module in modules if module.training):
+        rates = [value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name]
+        rates.append(getattr(module, "p", 0) if isinstance(module, torch.nn.Dropout) else 0)
+        if any(isinstance(rate, float) and rate > 0 for rate in rates):
+            return True
+    return False
+
+
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
     found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
     return next((type(tensor).__name__ for tensor in found), None)
-
-
-def _addresses_of(tensor: Tensor) -> list[int]:
-    """One address, or those of the tensors inside a wrapper such as a quantised weight."""
-    inner = compat.inner_tensors(tensor)
-    return [tensor.data_ptr()] if inner is None else [address for part in inner for address in _addresses_of(part)]
 
 
 def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cache
 from threading import Lock, get_ident
 from typing import Any
 
@@ -53,6 +54,7 @@ class DecodeStep:
         # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
         self.spans = self.token.new_zeros(batch_size, len(cache.layers), 4)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
+        self._storage = weakref.ref(storage)  # a cache that grows replaces it
         self.layers = [
             StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
             for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
@@ -64,8 +66,13 @@ class DecodeStep:
         self._tables: list[Tensor] = []  # which the graph reads
 
     @property
+    def is_orphan(self) -> bool:
+        """Whether the model or the storage no longer exists, so that no call can use this step."""
+        return self._model() is None or self._storage() is None
+
+    @property
     def model(self) -> Any:
-        """The model; None where it no longer exists, so that no call can use this step."""
+        """The model; None where it no longer exists."""
         return self._model()
 
     @property
@@ -124,7 +131,7 @@ class DecodeStep:
 
     def _warm_up(self, length: int, seq_start: Tensor) -> None:
         """Two passes before the capture: they compile kernels and let libraries allocate."""
-        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream = _side_stream(self.token.device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._run_once(length, seq_start)
@@ -143,6 +150,12 @@ class DecodeStep:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
         return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all warm-ups: torch keeps a cuBLAS workspace of up to 32 MiB for each stream that was ever used."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class GreedyStep(DecodeStep):

@@ -8,8 +8,9 @@ import multiprocessing
 import re
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
@@ -223,6 +224,115 @@ class TestLosses:
         assert "4,096 of 4,096" not in line
 
 
+def attach_record(**changes):
+    """A record of `bench_attach.py` in which `attach` takes 1 % and 0.5 ms more, and a reused prefix costs nothing."""
+    from bench_attach import compare, summarize
+
+    seconds = {"graph": (0.020, 0.275), "decoder": (0.020, 0.275), "attach": (0.0205, 0.27805), "dynamic": (0.02, 0.33)}
+    rows = [
+        {"name": name, "new_tokens": 32 if name == "dynamic" else 256, "trials_s": [both] * 2, "fallback_reason": None}
+        for name, both in seconds.items()
+    ]
+    for row in rows:
+        row["summary"] = summarize(row)
+    chat = [
+        {"contender": name, "history": history, "first_token_ms": {"median": ms, "min": ms - 1, "max": ms + 1}}
+        | {"fallback_reason": None, "reused_tokens": [history] * 5 if name == "attach-reuse" else [0] * 5}
+        for history in (2048, 4096, 8192, 16384)
+        for name, ms in (("dynamic", history / 100), ("attach", history / 100), ("attach-reuse", 15.0))
+    ]
+    figures = {"contenders": rows, "overhead": compare(rows, "attach", "graph"), "chat": chat}
+    shared = {key: value for key, value in generation_record().items() if key != "contenders"}
+    shared["command"] = "python benchmarks/bench_attach.py --model llama-3.2-1b"
+    return {**shared, "threads": 16, "turns": 6, "turn_tokens": 64, **figures, **changes}
+
+
+class TestAttach:
+    def test_a_twin_shares_the_weights_and_nothing_else(self):
+        from bench_attach import attached_twin
+
+        from hf_static_kv import attachment
+
+        model = random_model(tiny_config("llama"))
+        side = attached_twin("attach", model, reuse_prefix=True)
+        assert all(one is other for one, other in zip(side.model.parameters(), model.parameters(), strict=True))
+        assert side.model.config is not model.config
+        assert attachment(side.model) is side.attachment
+        with pytest.raises(ValueError, match="not attached"):
+            attachment(model)
+
+    def test_none_follows_another_more_often(self):
+        from bench_attach import in_turns, parser
+
+        orders = [in_turns(["graph", "decoder", "attach", "dynamic"], turn) for turn in range(24)]
+        assert parser().parse_args([]).trials == len(orders)
+        pairs = Counter(pair for order in orders for pair in pairwise(order))
+        assert set(pairs.values()) == {6}
+        assert len({tuple(in_turns(["a", "b", "c"], turn)) for turn in range(6)}) == 6
+
+    def test_the_overhead_is_that_of_the_same_trial(self):
+        from bench_attach import compare
+
+        # A token takes 10 and 20 ms, then 11 and 20; the first one 500 and 900 ms, then 502 and 900.
+        rows = [{"name": "graph", "new_tokens": 11, "trials_s": [(0.5, 0.6), (0.9, 1.1)]}]
+        rows.append({"name": "attach", "new_tokens": 11, "trials_s": [(0.502, 0.612), (0.9, 1.1)]})
+        found = compare(rows, "attach", "graph")
+        assert found["token_percent"] == pytest.approx({"median": 5.0, "min": 0.0, "max": 10.0})
+        assert found["first_token_ms"] == pytest.approx({"median": 1.0, "min": 0.0, "max": 2.0})
+
+    def test_the_sentences(self):
+        import losses
+        import tables
+
+        record = attach_record()
+        cost = "+1.00 % per token (+1.00 to +1.00) and +0.50 ms to the first token (+0.50 to +0.50)"
+        assert tables.attach_cost(record) == cost
+        (line,) = losses.cost_of_attach([record, record])
+        assert line.endswith(f": {cost} on Llama-3.2-1B; {cost} on Llama-3.2-1B.")
+        assert losses.cost_of_attach([]) == []
+        growth = tables.chat_growth(record)
+        assert "against 2,048: 8.00 times as long with plain `generate`" in growth
+        assert "1.00 times as long with `attach(model, reuse_prefix=True)`." in growth
+        assert tables.chat_growth(attach_record(chat=[])) == ""
+
+    def test_what_did_not_run_as_its_name_says(self):
+        from bench_attach import problems
+
+        record = attach_record()
+        assert problems(record) == []
+        record["contenders"][2]["fallback_reason"] = "out of memory"
+        record["chat"][2]["reused_tokens"][1] = 0
+        expected = ["attach fell back: out of memory", "attach-reuse, history 2048: no tokens were reused"]
+        assert problems(record) == expected
+        assert problems({**record, "host": record["hardware"]}) == expected[1:]
+
+    def test_a_turn_computes_what_is_new(self, run, tmp_path):
+        """Timed calls find the history and the answer; the last token of an answer is not in the cache."""
+        path = tmp_path / "report.json"
+        result = run("bench_attach", "--model", "llama", "--device", "cpu", *TINY["bench_attach"], "--json", path)
+        assert result.returncode == 0, result.stderr
+        record = json.loads(path.read_text())
+        assert [row["name"] for row in record["contenders"]] == ["contiguous", "attach", "dynamic"]
+        for row in record["chat"]:
+            assert row["prompt_tokens"] == [row["history"] + 5 * turn for turn in (1, 2)]
+            computed = [n - reused for n, reused in zip(row["prompt_tokens"], row["reused_tokens"], strict=True)]
+            assert computed == ([4] * 2 if row["contender"] == "attach-reuse" else row["prompt_tokens"])
+
+    def test_the_pages_have_its_section_when_there_is_a_record(self):
+        """As many lines as three models need."""
+        import history
+        from write_results import BLOCKS, load, results_page
+
+        records = {**load(), "attach": []}
+        assert "## `attach`" not in results_page(records, history.read())
+        assert BLOCKS["attach"](records) == "Not measured yet."
+        records["attach"] = [attach_record(commit=commit) for commit in ("a", "b", "c")]
+        page = results_page(records, history.read())
+        assert "| `attach(model)`: per token; first token | 1.01 (1.01 to 1.01); 20.5 (20.5 to 20.5) |" in page
+        assert len(page.splitlines()) <= 150
+        assert "| `attach(model)`: per token; first token | 1.01; 20.5 | 1.01; 20.5 |" in BLOCKS["attach"](records)
+
+
 class TestHistory:
     def test_a_new_run_is_added_once_and_the_old_one_stays(self, tmp_path):
         import history
@@ -352,6 +462,10 @@ class TestFreshProcess:
 
 
 TINY = {
+    "bench_attach": [
+        *("--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2),
+        *("--histories", 9, 16, "--turn-tokens", 3, "--answer-tokens", 2, "--turns", 2),
+    ],
     "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
     "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
@@ -371,7 +485,9 @@ class TestScripts:
         monkeypatch.setattr(bench_exact, "ROWS", 2)
         model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
         files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
-        plot = [] if script in ("bench_exact", "bench_layernorm") else ["--plot", tmp_path / "report.png"]
+        plot = (
+            [] if script in ("bench_attach", "bench_exact", "bench_layernorm") else ["--plot", tmp_path / "report.png"]
+        )
         outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
         result = run(script, *model, *TINY[script], *outputs, *plot)
         assert result.returncode == 0, result.stderr
@@ -433,6 +549,9 @@ class TestScripts:
                 ["--contexts", 64, "--capacities", 60],
                 "--capacities 60 is less than the sequence of 64",
             ),
+            ("bench_attach", ["--turns", 0], "--turns must be at least 1, got 0"),
+            ("bench_attach", ["--histories", 500], "more than the 512 of llama's context"),
+            ("bench_attach", ["--histories", 0, 64], "--histories 0 is no chat: pass it alone"),
             ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
             ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
             ("bench_step", ["--device", "cpu"], "--device cpu: a captured step needs a GPU"),

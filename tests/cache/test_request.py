@@ -213,7 +213,7 @@ class TestOtherTexts:
             expected = model.generate(longer, **ASKED, use_cache=False)
             assert torch.equal(generate(model, cache, longer, prefill_chunk_size=4, **loop), expected)
         else:
-            with pytest.raises(ValueError, match="in chunks from position 0 on, and the cache holds 17"):
+            with pytest.raises(ValueError, match="starts at position 0, and the cache already holds 17 tokens"):
                 generate(model, cache, longer, prefill_chunk_size=4, **loop)
 
     def test_prompt_lookup_wants_an_empty_cache(self, model):

@@ -9,9 +9,9 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, cache_bytes
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
 from tests.decoding.conftest import (
@@ -439,3 +439,55 @@ def test_the_first_token_does_not_wait_for_the_decoder():
 
     run(model, decoder=decoder, cache=cache)
     assert calls_in(lambda: first_token(custom_generate=decoder)) < 1.5 * calls_in(first_token)
+
+
+class TestACacheOfItsOwn:
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_tokens_are_those_of_generate(self, mode):
+        model, decoder = shared_toy_model("gemma3", "sdpa", DEVICE), GraphDecoder()
+        how = {"max_new_tokens": 10, **MODES[mode]}
+        ids, seed = how.pop("ids", PROMPT), how.pop("seed", None)
+        expected = run(model, ids, seed=seed, **{**how, "prefill_chunk_size": None})
+        for _ in range(2):
+            torch.manual_seed(seed or 0)
+            how = {**COMMON, "attention_mask": torch.ones_like(ids), **how}
+            assert torch.equal(model.generate(ids, custom_generate=decoder, **how), expected)
+        assert decoder.fallback_reason is None
+        assert (len(decoder.pool.free), decoder.pool.hits) == (1, 1)
+
+    @pytest.mark.parametrize("how", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize("eos", [None, 40])
+    def test_it_grows_in_the_middle_of_a_call(self, model, how, eos):
+        torch.manual_seed(1)
+        expected = model.generate(
+            BATCH, **{**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how}
+        )
+        decoder = GraphDecoder()
+        decoder.pool.max_bytes = 30 * cache_bytes(model.config, 2)
+        torch.manual_seed(1)
+        got = model.generate(
+            BATCH,
+            custom_generate=decoder,
+            **{**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how},
+        )
+        assert torch.equal(got, expected)
+        assert decoder.fallback_reason is None
+
+    def test_a_returned_cache_is_the_callers(self, model):
+        decoder = GraphDecoder()
+        output = model.generate(PROMPT, custom_generate=decoder, return_dict_in_generate=True, **COMMON)
+        assert output.past_key_values.seq_len == PROMPT.shape[1] + NEW_TOKENS - 1
+        assert decoder.pool.free == []
+
+    def test_a_callers_dynamic_cache_is_not_replaced(self, model):
+        decoder, cache = GraphDecoder(), DynamicCache(config=model.config)
+        model.generate(PROMPT, custom_generate=decoder, past_key_values=cache, **COMMON)
+        assert decoder.fallback_reason == "past_key_values is a DynamicCache, not a StaticContiguousCache"
+        assert cache.get_seq_length() == PROMPT.shape[1] + NEW_TOKENS - 1
+
+    def test_two_models_have_caches_of_their_own(self):
+        decoder = GraphDecoder()
+        for name in ("llama", "gemma3", "llama"):
+            toy = toy_model(name)
+            expected = toy.generate(PROMPT, **COMMON)
+            assert torch.equal(toy.generate(PROMPT, custom_generate=decoder, **COMMON), expected)

@@ -73,6 +73,27 @@ class TestRefusals:
         assert torch.equal(run(model, decoder=decoder, position_ids=positions), expected)
         assert decoder.fallback_reason == "position_ids do not count from the first token"
 
+    def test_a_cache_implementation_that_is_asked_for(self, model):
+        decoder = GraphDecoder()
+        output = model.generate(
+            PROMPT, custom_generate=decoder, cache_implementation="dynamic", return_dict_in_generate=True, **COMMON
+        )
+        assert type(output.past_key_values) is DynamicCache
+        assert decoder.fallback_reason.startswith("past_key_values is a DynamicCache")
+
+    def test_train_mode(self):
+        model, decoder = toy_model("gpt2").train(), GraphDecoder()
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        torch.manual_seed(0)
+        expected = model.generate(PROMPT, past_key_values=cache, **COMMON)
+        assert torch.equal(run(model, decoder=decoder, seed=0), expected)
+        assert decoder.fallback_reason.startswith("the model is in train mode")
+
+    def test_train_mode_without_dropout_is_served(self):
+        model, decoder = toy_model("llama").train(), GraphDecoder()
+        assert torch.equal(run(model, decoder=decoder), run(model))
+        assert decoder.fallback_reason is None
+
     def test_a_cache_with_other_windows(self, model):
         decoder, sizes = GraphDecoder(), model.config
         cache = StaticContiguousCache.allocate(

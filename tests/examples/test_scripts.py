@@ -32,6 +32,7 @@ def run(monkeypatch, capsys):
 
 
 SHORT_EXAMPLES = {
+    "0_attach": "the same text: True",
     "1_drop_in": "same tokens as without a cache: True",
     "2_decoder": "fallback reason: None",
     "3_exact_logits": "inside exact: largest difference of logits 0.0",

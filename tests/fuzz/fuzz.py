@@ -21,7 +21,7 @@ import transformers
 from tests.fuzz.cases import SEEDS_PER_MODEL, make_case
 from tests.fuzz.runner import Tally, run_case
 
-CONTENDERS = ("dynamic", "ours", "decoder")
+CONTENDERS = ("dynamic", "ours", "decoder", "attached", "prefixes", "decoder alone")
 _SEEDS_PER_TASK = 5 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
 
 
@@ -51,6 +51,7 @@ def parse_arguments() -> argparse.Namespace:
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--plain-only", action="store_true", help="our cache in the loop of generate only")
     only.add_argument("--decoder-only", action="store_true", help="our cache with GraphDecoder only")
+    only.add_argument("--pools-only", action="store_true", help="attached models and decoders with caches of their own")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     parser.add_argument("--describe", action="store_true", help="print the cases and run none")
     args = parser.parse_args()
@@ -82,8 +83,9 @@ def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tall
 
 
 def chosen_contenders(args: argparse.Namespace) -> tuple[str, ...]:
-    left_out = {"decoder"} if args.plain_only else {"ours"} if args.decoder_only else set()
-    return tuple(name for name in CONTENDERS if name not in left_out)
+    if args.plain_only or args.decoder_only:
+        return "dynamic", "ours" if args.plain_only else "decoder"
+    return tuple(name for name in CONTENDERS if not (args.pools_only and name in ("ours", "decoder")))
 
 
 def set_up() -> None:
@@ -115,7 +117,7 @@ def run_seeds(
 
 def replay_command(seed: int, args: argparse.Namespace) -> str:
     """Runs the case alone. A pooled case may need those before it, with which it shares its model."""
-    flag = " --plain-only" if args.plain_only else " --decoder-only" if args.decoder_only else ""
+    flag = "".join(f" --{name}-only" for name in ("plain", "decoder", "pools") if getattr(args, f"{name}_only"))
     end = f" --device {args.device}{flag}"
     first = seed - seed % SEEDS_PER_MODEL
     alone = f"python -m tests.fuzz.fuzz --seed {seed} --cases 1{end}"

@@ -1,6 +1,7 @@
-"""Runs a case: no cache, DynamicCache, our cache, and our cache with the decoder, event by event side by side.
+"""Runs a case: no cache, DynamicCache, our cache in several ways, event by event side by side.
 
-The truth is no cache. Every other contender must give its tokens, and its logits but for rounding.
+The truth is no cache. Every other contender must give its tokens, and its logits but for rounding. Contenders with a
+pool (an attached model, a decoder with a cache of its own) pass no cache: they take part in calls of `generate` only.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attach, attaching, attachment
 from tests.fuzz.cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
 from tests.fuzz.models import at_least, build_model
 
@@ -84,6 +86,7 @@ class Output:
     sequences: torch.Tensor
     scores: tuple[torch.Tensor, ...] = ()
     logits: tuple[torch.Tensor, ...] = ()
+    random_state: torch.Tensor | None = None  # after the call, on a CPU
     streamed: list[int] | None = None
     recorded: list[list[int]] | None = None
 
@@ -218,6 +221,70 @@ class OursWithDecoder(Ours):
         return output
 
 
+class WithPool(Contender):
+    """Calls that pass no cache and are given one of a pool."""
+
+    is_ours = True
+
+    def reset(self) -> None:
+        self.cache = None
+
+    def generate(self, text: Text, call: Call) -> Output | None:
+        """None where the call is not served."""
+        call = replace(call, only_new=False)
+        with failing(self.model, call.failure), patch.object(attaching, "_MIN_PROMPT_ON_CPU", 0):
+            try:
+                output = self._generate(text, call)
+            except InjectedError:
+                output = self._generate(text, call)
+        if self.pool.lent:
+            raise AssertionError(f"{len(self.pool.lent)} caches were not given back")
+        return output
+
+
+class Attached(WithPool):
+    """An attached twin of the model: of the same weights and config, so that other contenders' calls stay plain."""
+
+    name = "attached"
+    reuse_prefix = False
+
+    @classmethod
+    def twin(cls, model: PreTrainedModel) -> PreTrainedModel:
+        twin = copy.copy(model)
+        attach(twin, reuse_prefix=cls.reuse_prefix)
+        return twin
+
+    @property
+    def pool(self) -> Any:
+        return attachment(self.model).pool
+
+    def _generate(self, text: Text, call: Call) -> Output:
+        return generate(self.model, text, call, {})
+
+
+class AttachedWithPrefixes(Attached):
+    name = "attached, with prefixes"
+    reuse_prefix = True
+
+
+class DecoderAlone(WithPool):
+    name = "decoder alone"
+
+    def __init__(self, model: PreTrainedModel, decoder: GraphDecoder) -> None:
+        self.decoder = decoder
+        super().__init__(model)
+
+    @property
+    def pool(self) -> Any:
+        return self.decoder.pool
+
+    def _generate(self, text: Text, call: Call) -> Output | None:
+        if call.beams > 1 or call.is_assisted:
+            return None
+        stream = self.decoder.streamer = Collect() if call.streamer else None
+        return generate(self.model, text, call, {"custom_generate": self.decoder}, stream_apart=stream)
+
+
 class Collect(BaseStreamer):
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -265,7 +332,7 @@ def generate(
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     prompt = text.ids.repeat_interleave(call.options.get("num_return_sequences", 1), dim=0)
     passed = 0 if call.embeds == "alone" else given.shape[1]
-    output = Output(torch.cat([prompt, sequences[:, passed:]], dim=1))
+    output = Output(torch.cat([prompt, sequences[:, passed:]], dim=1), random_state=random_state(text))
     if not isinstance(result, torch.Tensor):
         output.scores, output.logits = result.scores, result.logits
     if stream is not None:
@@ -290,7 +357,12 @@ def generate_without_cache(model: PreTrainedModel, text: Text, call: Call) -> Ou
     options = {name: value for name, value in options.items() if name not in needs_cache}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     result = run_generate(model, call, inputs=text.ids, attention_mask=text.mask, use_cache=False, **options)
-    return Output(result.sequences, result.scores, result.logits)
+    return Output(result.sequences, result.scores, result.logits, random_state(text))
+
+
+def random_state(text: Text) -> torch.Tensor | None:
+    """None on a GPU, where DynamicCache may draw for a token too many."""
+    return torch.get_rng_state() if text.ids.device.type == "cpu" else None
 
 
 def with_eos_that_occurs(model: PreTrainedModel, text: Text, call: Call) -> Call:
@@ -486,7 +558,14 @@ class Runner:
         self.case, self.device, self.tally = case, device, tally
         self.space = workspace(case.architecture, case.variant, device)
         self.model = self.space.model
-        makers = {"dynamic": self._dynamic, "ours": self._ours, "decoder": self._decoder}
+        makers = {
+            "dynamic": self._dynamic,
+            "ours": self._ours,
+            "decoder": self._decoder,
+            "attached": lambda: self._attached(Attached),
+            "prefixes": lambda: self._attached(AttachedWithPrefixes),
+            "decoder alone": self._decoder_alone,
+        }
         self.contenders = [makers[name]() for name in contenders]  # DynamicCache first: others are compared with it
         self.text: Any = None  # a Text, once there is one
         self.event = 0
@@ -501,6 +580,13 @@ class Runner:
     def _decoder(self) -> Contender:
         cache = self._cache("decoder")
         return OursWithDecoder(self.model, cache, shared_decoder() if self.case.pooled else GraphDecoder())
+
+    def _attached(self, kind: type[Attached]) -> Contender:
+        make = partial(kind.twin, self.model)
+        return kind(self._pooled(kind.name, make) if self.case.pooled else make())
+
+    def _decoder_alone(self) -> Contender:
+        return DecoderAlone(self.model, self._pooled("alone", GraphDecoder) if self.case.pooled else GraphDecoder())
 
     def _cache(self, owner: str) -> StaticContiguousCache:
         case, model = self.case, self.model
@@ -546,8 +632,13 @@ class Runner:
         for contender in self.contenders:
             contender.forget(event.by_crop)
 
+    @property
+    def _holders(self) -> list[Contender]:
+        """The contenders with a cache of their own."""
+        return [contender for contender in self.contenders if contender.cache is not None]
+
     def _copy(self) -> None:
-        for contender in self.contenders:
+        for contender in self._holders:
             contender.copy_cache()
         self._check_lengths()
 
@@ -564,7 +655,7 @@ class Runner:
     def _crop(self, event: Crop) -> None:
         first = int(self.text.mask.argmax(dim=1).max())  # the first column by which every row has a token
         tokens = max(0, min(event.tokens, self.text.cached - first - 1))
-        for contender in list(self.contenders):
+        for contender in self._holders:
             self._attempt(contender, lambda contender=contender: contender.cache.crop(-tokens))
         self.text.cut(self.text.cached - tokens)
         self._check_lengths()
@@ -575,7 +666,7 @@ class Runner:
             argument: Any = len(indices) // len(self.text.ids)
         else:
             argument = indices
-        for contender in list(self.contenders):
+        for contender in self._holders:
             self._attempt(contender, lambda contender=contender: getattr(contender.cache, event.method)(argument))
         self.text.take_rows(indices)
 
@@ -584,7 +675,7 @@ class Runner:
         seen = self.text.mask[:, self.text.cached :].bool()
         expected = whole[:, self.text.cached :][seen]
         wrong: dict[str, Any] = {}
-        for contender in list(self.contenders):
+        for contender in self._holders:
             got = self._attempt(contender, lambda contender=contender: contender.forward(self.text, event))
             if got is not None:
                 self._judge(contender, self._compare_logits(expected, got[seen]), got, wrong)
@@ -663,6 +754,8 @@ class Runner:
             if is_tie(self.model, self.text, call, expected.sequences, got.sequences):
                 return "tie"
             return f"tokens {_new(got, self.text)}, not {_new(expected, self.text)}"
+        if expected.random_state is not None and not torch.equal(expected.random_state, got.random_state):
+            return "another random state after the call"
         new_tokens = expected.sequences[:, self.text.length :]
         if got.streamed is not None and got.streamed != new_tokens.T.flatten().tolist():
             return f"streamed {got.streamed}, not {new_tokens.T.flatten().tolist()}"
@@ -707,7 +800,7 @@ class Runner:
         return None
 
     def _check_lengths(self) -> None:
-        for contender in list(self.contenders):
+        for contender in self._holders:
             length = int(contender.cache.get_seq_length())
             if length != self.text.cached:
                 words = f"the cache holds {length} tokens, not {self.text.cached}"

@@ -3,8 +3,9 @@
 import pytest
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv.cache.pool import CachePool, Lease
 from hf_static_kv.program.step import DecodeStep
-from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, Rows, make_case
+from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, NewText, Rows, make_case
 from tests.fuzz.fuzz import main, run_seeds
 from tests.fuzz.models import available
 from tests.fuzz.runner import workspace
@@ -21,6 +22,7 @@ def test_no_fault_is_found(part):
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
     assert tally.compared["ours"] >= len(seeds)
+    assert all(tally.compared[name] >= len(seeds) / 2 for name in ("attached", "attached, with prefixes"))
     assert tally.fallbacks["none"] >= len(seeds) / 4  # some families are not captured
     assert len(tally.ties + tally.like_dynamic) <= 1
 
@@ -89,7 +91,39 @@ def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
 
 def forget_the_streamer(monkeypatch):
     decode = GraphDecoder._decode
-    monkeypatch.setattr(GraphDecoder, "_decode", lambda decoder, call, streamer: decode(decoder, call, None))
+
+    def broken(decoder, call):
+        call.streamer = None
+        return decode(decoder, call)
+
+    monkeypatch.setattr(GraphDecoder, "_decode", broken)
+
+
+def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
+    keep, free_lease = CachePool._keep, CachePool._free_lease
+
+    def without_reset(method):
+        def broken(*args):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(StaticContiguousCache, "reset", lambda cache: None)
+                return method(*args)
+
+        return broken
+
+    monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
+    monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
+    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)  # it would refuse the cache
+
+
+def reuse_a_prefix_that_is_one_too_long(monkeypatch):
+    common_prefix = Lease.common_prefix
+
+    def broken(lease, request):
+        longest = min(lease.cache.seq_len, request.input_ids.shape[1] - 1)
+        return min(common_prefix(lease, request) + 1, longest)
+
+    monkeypatch.setattr(Lease, "common_prefix", broken)
+    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)  # it would refuse the cache
 
 
 def has(*kinds):
@@ -108,6 +142,10 @@ def has_window(case):
     return case.architecture in ("mistral", "gemma3", "cohere2")
 
 
+def has_two_texts(case):
+    return sum(isinstance(event, NewText) for event in case.events) > 1
+
+
 # The fault, and which cases can show it.
 FAULTS = {
     drop_the_newest_key: has(Call),
@@ -117,6 +155,8 @@ FAULTS = {
     count_what_a_failed_pass_wrote: has_failure,
     begin_the_sequence_of_a_step_one_position_late: has(Call),
     forget_the_streamer: has_streamer,
+    lend_a_cache_with_the_tokens_of_an_earlier_call: has_two_texts,
+    reuse_a_prefix_that_is_one_too_long: has_two_texts,
 }
 
 

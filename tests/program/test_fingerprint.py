@@ -12,7 +12,7 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.compat import has_hooks
-from hf_static_kv.program.fingerprint import _addresses_of, type_without_address
+from hf_static_kv.program.fingerprint import _unwrapped, content_fingerprint, type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +158,7 @@ def test_weights_that_are_wrapped(decoding):
         assert linear.weight.data_ptr() == 0
         counts.append(decoding.steps())
     assert counts == [1, 2]
-    assert _addresses_of(linear.weight) == [weights[1].data_ptr()]
+    assert [tensor.data_ptr() for tensor in _unwrapped(linear.weight)] == [weights[1].data_ptr()]
 
 
 def test_weights_that_do_not_tell_their_address(decoding):
@@ -186,7 +186,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
     gc.collect()
     assert model() is None
     (step,) = decoder._steps[cache].values()
-    assert step.model is None
+    assert step.is_orphan
     del step
     other = Decoding()
     other.cache, other.decoder = cache, decoder
@@ -204,3 +204,13 @@ def test_memory_of_steps_is_counted(decoding):
     assert decoding.decoder.memory_bytes == 0
     decoding.steps()
     assert decoding.decoder.memory_bytes > 8 * (40 + 1)  # the text of a greedy step, and more
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64], ids=str)
+def test_weights_of_any_dtype_are_sampled(dtype):
+    model = toy_model("llama")
+    model.model.extra = torch.zeros(40).to(dtype)
+    before = content_fingerprint(model)
+    assert content_fingerprint(model) == before
+    model.model.extra.data.copy_(torch.ones(40))
+    assert content_fingerprint(model) != before

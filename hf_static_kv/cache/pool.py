@@ -1,0 +1,192 @@
+"""Caches that calls of `generate` take and give back: sized by the call, kept between calls, bounded in bytes."""
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import torch
+
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.request import Request
+from hf_static_kv.cache.storage import free_bytes
+
+_MIN_CAPACITY = 256
+_MAX_FREE = 4  # caches that wait for a call
+_SHARE_OF_GPU, _SHARE_OF_HOST = 0.5, 0.25  # of the free memory of the GPU, of the physical memory of the host
+
+
+class NotPooled(Exception):
+    """Why the pool has no cache for a call."""
+
+
+@dataclass(eq=False)
+class Lease:
+    """A cache of the pool."""
+
+    cache: StaticContiguousCache
+    kind: Any  # equal for two calls whose states one cache can hold
+    planned_bytes: int
+    content: Any = None  # what its states depend on beside the tokens; None: it holds none that another call may use
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.memory_bytes or self.planned_bytes
+
+    def common_prefix(self, request: Request) -> int:
+        """How many tokens of the prompt the cache holds; at least one is left to compute."""
+        known, ids = self.cache.known_ids, request.tokens
+        if known is None or ids is None or len(known) != len(ids) or known.device != ids.device:
+            return 0
+        length = min(known.shape[1], ids.shape[1] - 1, self.cache.seq_len)
+        is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
+        return int(is_common.cumprod(dim=0).sum())
+
+
+class CachePool:
+    """Caches that calls take and give back.
+
+    A capacity is rounded up to a power of two, so that calls of like size share storage and captured steps;
+    `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches together; by default it is half of
+    the free memory of a GPU, or a quarter of the memory of the host. A call that may need more begins with less, and
+    its cache grows as the tokens come. The least recently used of the free caches goes first.
+    """
+
+    def __init__(self, max_cache_len: int | None = None, max_bytes: int | None = None) -> None:
+        self.max_cache_len, self.max_bytes = max_cache_len, max_bytes
+        self.free: list[Lease] = []  # least recently used first
+        self.lent: list[Lease] = []
+        self.hits = self.reused_tokens = 0
+        self._lock = Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(lease.num_bytes for lease in (*self.free, *self.lent))
+
+    @contextmanager
+    def cache_for(self, request: Request, content: Any = None) -> Iterator[StaticContiguousCache]:
+        """A cache for one call: empty, or with a prefix of its prompt where a free cache has the same `content`.
+
+        A call that returns its cache keeps it; else it goes back to the pool. Raises `NotPooled`.
+        """
+        lease = self._take(request, content)
+        is_callers = False
+        try:
+            yield lease.cache
+            is_callers = bool(request.config.return_dict_in_generate)
+        except BaseException:
+            lease.content = None
+            raise
+        finally:
+            with self._lock:
+                self.lent.remove(lease)
+                if not is_callers:
+                    self._keep(lease)
+
+    def clear(self) -> None:
+        """Drop the free caches."""
+        with self._lock:
+            self.free.clear()
+
+    def _take(self, request: Request, content: Any) -> Lease:
+        with self._lock:
+            lease = self._with_prefix(request, content) or self._free_lease(request)
+            if lease is not None:
+                self.free.remove(lease)
+                self.hits += 1
+            else:
+                lease = self._new_lease(request)
+            lease.content = content
+            self.lent.append(lease)
+            return lease
+
+    def _with_prefix(self, request: Request, content: Any) -> Lease | None:
+        """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
+        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
+        if content is None or not alike:
+            return None
+        lengths = {lease: lease.common_prefix(request) for lease in alike}
+        lease = max(alike, key=lambda lease: lengths[lease])
+        cached = lease.cache.seq_len
+        if lengths[lease] == 0 or 2 * lengths[lease] < min(cached, request.prompt_length - 1):
+            return None  # two chats with the same beginning keep a cache each
+        lease.cache.crop(lengths[lease] - cached)
+        self.reused_tokens += lengths[lease]
+        return lease
+
+    def _free_lease(self, request: Request) -> Lease | None:
+        """The smallest free cache that serves the call. Kept tokens are given up only when there are enough caches."""
+        rows, length, kind = len(request.input_ids), request.max_positions, _kind(request)
+        serving = [
+            lease
+            for lease in self.free
+            if lease.kind == kind
+            and rows <= lease.cache.layers[0].max_batch_size
+            and length <= lease.cache.max_cache_len
+            and (lease.content is None or len(self.free) >= _MAX_FREE)
+        ]
+        lease = min(serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None)
+        if lease is not None:
+            lease.cache.reset()
+        return lease
+
+    def _new_lease(self, request: Request) -> Lease:
+        model, rows = request.model, len(request.input_ids)
+        try:
+            token_bytes = cache_bytes(model.config, 1, rows, model.dtype)
+            refuse_missing_layers(model, len(plan_layers(model.config)))
+        except ValueError as unserved:
+            raise NotPooled(str(unserved)) from unserved
+        bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
+        needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
+        capacity = min(1 << (needed - 1).bit_length(), max(0, bound // token_bytes))
+        if capacity < request.prompt_length:
+            raise NotPooled(
+                f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
+                f"{request.prompt_length * token_bytes:,} bytes of cache, and {max(0, bound):,} of max_bytes are left"
+            )
+        self._evict(bound - capacity * token_bytes, _MAX_FREE - 1)
+        cache = StaticContiguousCache.for_calls(model, capacity, rows)
+        return Lease(cache, _kind(request), capacity * token_bytes)
+
+    def _keep(self, lease: Lease) -> None:
+        """Put a cache beside the free ones, clean or with tokens that a later call may use."""
+        if lease.content is None:
+            lease.cache.reset()
+        if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
+            return
+        self.free.append(lease)
+        has_grown = lease.num_bytes > lease.planned_bytes
+        bound = self._bound(lease.cache.layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
+        self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
+
+    def _evict(self, max_bytes: int, max_number: int) -> None:
+        while self.free and (len(self.free) > max_number or sum(lease.num_bytes for lease in self.free) > max_bytes):
+            del self.free[0]
+
+    def _bound(self, device: torch.device) -> int:
+        if self.max_bytes is not None:
+            return self.max_bytes
+        if device.type != "cuda":
+            return int(_SHARE_OF_HOST * host_bytes())
+        return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))
+
+
+def host_bytes() -> int:
+    """The physical memory of this machine; 8 GiB where the system does not tell."""
+    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
+    if any(name not in getattr(os, "sysconf_names", {}) for name in names):
+        return 8 << 30
+    return os.sysconf(names[0]) * os.sysconf(names[1])
+
+
+def _kind(request: Request) -> Any:
+    """Equal for two calls whose states have the same shapes, dtype and devices."""
+    model, device = request.model, request.model.device.type
+    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    return weakref.ref(model), model.dtype, model.device, autocast

@@ -1,0 +1,593 @@
+"""`attach(model)`: the tokens of `generate` as it was, in every mode; what it keeps, bounds, and puts back."""
+
+import copy
+import gc
+import logging
+import pickle
+import weakref
+from threading import Thread
+
+import pytest
+import torch
+from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+
+import hf_static_kv
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attaching, attachment, detach, exact
+from hf_static_kv.testing import load_model
+from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
+from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
+from tests.fuzz.models import build_model
+
+ON_GPU = DEVICE == "cuda"
+
+
+@pytest.fixture(autouse=True)
+def _prompts_of_any_length(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+
+
+def generate(model, ids=PROMPT, seed=0, **how):
+    torch.manual_seed(seed)
+    return model.generate(ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how})
+
+
+MODES = {
+    "greedy": {},
+    "sampled": {"ids": BATCH, "do_sample": True, "top_k": 20},
+    "padded": padded(),
+    "beams": {"ids": BATCH, "num_beams": 3},
+    "beams, sampled": {"num_beams": 2, "do_sample": True},
+    "return sequences": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "processors": {"ids": BATCH, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "one token": {"max_new_tokens": 1},
+    "longer than its first capacity": {"max_new_tokens": 300},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_tokens_are_those_of_generate(name, mode):
+    model = shared_toy_model(name, OWN_ATTENTION[name], DEVICE)
+    if mode.startswith("longer") and name not in ("llama", "gemma3"):
+        pytest.skip("minutes for all; two architectures show it")
+    expected = generate(model, **MODES[mode])
+    with attached(model) as info:
+        for _ in range(2):
+            assert torch.equal(generate(model, **MODES[mode]), expected)
+        assert (info.calls, info.hits) == (2, 1)
+
+
+@pytest.fixture
+def model():
+    model = toy_model("llama")
+    yield model
+    detach(model)
+
+
+# --- what passes untouched
+
+
+@pytest.mark.parametrize("own", ["past_key_values", "custom_generate", "cache_implementation", "use_cache"])
+def test_a_call_with_its_own_way_is_not_touched(model, own):
+    value = {
+        "past_key_values": DynamicCache(config=model.config),
+        "custom_generate": lambda model, input_ids, **kwargs: kwargs["past_key_values"],
+        "cache_implementation": "static",
+        "use_cache": False,
+    }[own]
+    info = attach(model)
+    output = generate(model, **{own: value})
+    assert info.caches == []
+    assert info.calls == (1 if own == "use_cache" else 0)
+    if own == "past_key_values":
+        assert value.get_seq_length() == PROMPT.shape[1] + COMMON["max_new_tokens"] - 1
+    if own == "custom_generate":
+        assert type(output) is DynamicCache
+
+
+def test_an_unserved_model_runs_as_before(caplog):
+    model = toy_model("llama")
+    model.config.model_type = "xlstm"
+    try:
+        expected = generate(model)
+        with caplog.at_level(logging.WARNING), attached(model) as info:
+            assert torch.equal(generate(model), expected)
+        assert "recurrent state" in info.fallback_reason
+        assert "transformers' own cache" in caplog.text
+    finally:
+        model.config.model_type = "llama"
+
+
+# --- the model is as without it
+
+
+def test_copies_pickles_and_state_are_those_of_the_model(model, tmp_path):
+    before = type(model), set(model.__dict__), list(model.state_dict())
+    attach(model)
+    assert type(model).__name__ == before[0].__name__
+    assert isinstance(model, before[0])
+    assert (set(model.__dict__), list(model.state_dict())) == before[1:]
+    for copied in (copy.deepcopy(model), copy.copy(model), pickle.loads(pickle.dumps(model))):
+        assert type(copied) is before[0]
+        assert torch.equal(generate(copied), generate(model))
+        with pytest.raises(ValueError, match="not attached"):
+            attachment(copied)
+    model.save_pretrained(tmp_path)
+    assert before[0].__name__ in (tmp_path / "config.json").read_text()
+    assert torch.equal(generate(before[0].from_pretrained(tmp_path).to(DEVICE)), generate(model))
+    detach(model)
+    assert type(model) is before[0]
+    assert set(model.__dict__) == before[1]
+
+
+def test_torch_save_loads_without_attach(model, tmp_path):
+    attach(model)
+    torch.save(model, tmp_path / "model.pt")
+    assert type(torch.load(tmp_path / "model.pt", weights_only=False)) is type(model).__bases__[0]
+
+
+def test_attached_after_to_another_dtype(model):
+    attach(model)
+    generate(model)
+    model.to(torch.float64)
+    got = generate(model)
+    detach(model)
+    assert torch.equal(got, generate(model))
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 takes another way
+def test_a_forward_of_another_dtype(model):
+    """As accelerate's mixed precision: the dtype of the states changes, and that of the model does not."""
+    info, own = attach(model), model.forward
+    generate(model)
+    model.forward = torch.autocast(DEVICE, torch.bfloat16)(own)
+    for _ in range(2):
+        got = generate(model)
+    assert info.caches[0].layers[0].value_dtype == torch.bfloat16
+    model.forward = own
+    assert torch.equal(generate(model), generate(toy_model("llama")))
+    assert (info.calls, info.hits, len(info.caches)) == (4, 3, 1)
+    model.forward = torch.autocast(DEVICE, torch.bfloat16)(own)
+    detach(model)
+    assert torch.equal(got, generate(model))
+
+
+def test_a_compiled_wrapper_is_unwrapped(model):
+    compiled = torch.compile(model, backend="eager")
+    info = attach(compiled)
+    assert info is attachment(model) is attachment(compiled)
+    assert torch.equal(generate(compiled), generate(model))
+    assert info.calls == 2
+
+
+def test_a_second_attach_replaces_the_settings(model):
+    first = attach(model)
+    assert attach(model) is first
+    second = attach(model, max_cache_len=512)
+    assert second is attachment(model) is not first
+    generate(model)
+    assert [cache.max_cache_len for cache in second.caches] == [512]
+    with attached(model, reuse_prefix=True) as inner:
+        assert attachment(model) is inner
+    assert attachment(model) is second
+    with attached(model, reuse_prefix=True):
+        detach(model)
+    generate(model)
+    assert (attachment(model), second.calls) == (second, 2)
+    detach(model)
+    detach(model)  # nothing left to undo
+
+
+def test_detach_while_a_call_runs(model):
+    """As another thread may."""
+    expected = generate(model)
+    attach(model)
+    prepare = model._prepare_model_inputs
+
+    def detach_first(*args, **kwargs):
+        detach(model)
+        return prepare(*args, **kwargs)
+
+    model._prepare_model_inputs = detach_first  # between the methods that attach replaces
+    assert torch.equal(generate(model), expected)
+
+
+def test_a_class_on_top_of_ours_is_left_alone(model):
+    attach(model)
+    outer = type("Sharded", (type(model),), {})
+    model.__class__ = outer
+    detach(model)
+    assert type(model) is outer
+    assert torch.equal(generate(model), generate(toy_model("llama")))
+
+
+def test_bad_arguments(model):
+    with pytest.raises(TypeError, match="takes a transformers model, got str"):
+        attach("gpt2")
+    with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
+        attach(model, max_bytes=0)
+    with pytest.raises(ValueError, match="no `generate`"):
+        attach(model.model)
+    with pytest.raises(ValueError, match=r"call model\.eval"):
+        attach(model.train(), exact=True)
+    with pytest.raises(ValueError, match="not attached: call attach"):
+        attachment(model)
+
+
+def test_the_model_and_its_caches_are_freed():
+    model = toy_model("llama")
+    attach(model)
+    generate(model)
+    held = weakref.ref(model), weakref.ref(attachment(model).caches[0])
+    del model
+    gc.collect()
+    assert [reference() for reference in held] == [None, None]
+
+
+# --- what a custom loop is not told
+
+
+def test_a_streamer_is_given_every_token_once(model):
+    expected, streamer = generate(model), Collect()
+    attach(model)
+    generate(model, streamer=streamer)
+    assert streamer.tokens == expected[0].tolist()
+    assert streamer.ended
+
+
+def test_stop_strings_need_the_tokenizer():
+    model, tokenizer = load_model("llama", device=DEVICE)
+    ids = tokenizer("Enter ROMEO", return_tensors="pt").input_ids.to(DEVICE)
+    text = tokenizer.decode(generate(model, ids, max_new_tokens=40)[0, ids.shape[1] :])
+    how = {"stop_strings": [text[20:24]], "tokenizer": tokenizer, "max_new_tokens": 40}
+    expected = generate(model, ids, **how)
+    with attached(model):
+        assert torch.equal(generate(model, ids, **how), expected)
+    assert expected.shape[1] < ids.shape[1] + 40
+
+
+def test_an_assistant_runs_on_our_cache(model):
+    assistant = copy.deepcopy(model)
+    expected = generate(model, assistant_model=assistant)
+    attach(model)
+    attach(assistant)
+    assert torch.equal(generate(model, assistant_model=assistant), expected)
+    assert attachment(model).fallback_reason == "the mode is assisted_generation"
+    assert attachment(assistant).calls == 0
+
+
+# --- ownership
+
+
+def test_a_cache_that_is_returned_leaves_the_pool(model):
+    info = attach(model)
+    output = generate(model, return_dict_in_generate=True)
+    cache = output.past_key_values
+    assert isinstance(cache, StaticContiguousCache)
+    assert cache.seq_len == PROMPT.shape[1] + COMMON["max_new_tokens"] - 1
+    assert info.caches == []
+    longer = torch.cat([output.sequences, PROMPT], dim=1)
+    detach(model)
+    expected = generate(model, longer, max_new_tokens=300)
+    assert torch.equal(generate(model, longer, max_new_tokens=300, past_key_values=cache), expected)  # it grows
+    assert cache.max_cache_len > 256
+
+
+class Interrupt(StoppingCriteria):
+    def __init__(self, error, after):
+        self.error, self.left = error, after
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.left -= 1
+        if self.left < 0:
+            raise self.error
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"])
+def test_an_exception_returns_the_cache_clean(model, error):
+    expected = generate(model)
+    info = attach(model, reuse_prefix=True)
+    with pytest.raises(type(error)):
+        generate(model, stopping_criteria=StoppingCriteriaList([Interrupt(error, after=3)]))
+    assert [cache.seq_len for cache in info.caches] == [0]
+    assert torch.equal(generate(model), expected)
+    assert (info.hits, info.reused_tokens) == (1, 0)
+
+
+def test_a_call_inside_a_call_has_its_own_cache(model):
+    expected, inner = generate(model), []
+
+    def ask(input_ids, scores):
+        inner.append(model.generate(BATCH, **COMMON))
+        return scores
+
+    wanted = model.generate(BATCH, **COMMON)
+    attach(model)
+    assert torch.equal(generate(model, max_new_tokens=3, logits_processor=LogitsProcessorList([ask])), expected[:, :16])
+    assert all(torch.equal(tokens, wanted) for tokens in inner)
+    assert len(inner) == 3
+
+
+def test_two_threads_have_a_cache_each(model):
+    prompts = [PROMPT, PROMPT + 1]
+    expected = [generate(model, ids, max_new_tokens=40) for ids in prompts]
+    info, wrong = attach(model), []
+
+    def work(number):
+        for _ in range(4):
+            # No seed: it would be shared.
+            got = model.generate(prompts[number], **{**COMMON, "max_new_tokens": 40})
+            wrong.extend([] if torch.equal(got, expected[number]) else [number])
+
+    threads = [Thread(target=work, args=(number,)) for number in (0, 1)]
+    [thread.start() for thread in threads]
+    [thread.join() for thread in threads]
+    assert wrong == []
+    assert info.calls == 8
+
+
+# --- memory
+
+
+def test_calls_of_like_size_share_a_cache(model):
+    info = attach(model)
+    for new_tokens in (5, 100, 200, 240):
+        generate(model, max_new_tokens=new_tokens)
+    assert (info.calls, info.hits) == (4, 3)
+    assert [cache.max_cache_len for cache in info.caches] == [256]
+
+
+def test_max_bytes_bounds_the_pool(model):
+    token_bytes = hf_static_kv.cache_bytes(model.config, 1)
+    info = attach(model, max_bytes=600 * token_bytes)
+    for rows in (1, 2, 1, 2):
+        generate(model, BATCH[:rows])
+        assert info.pool.num_bytes <= 600 * token_bytes
+    assert sorted(cache.batch_size for cache in info.caches) == [2]
+
+
+def test_a_call_that_may_outgrow_the_bound_starts_smaller_and_grows(model):
+    expected = generate(model, max_new_tokens=300)
+    info = attach(model, max_bytes=100 * hf_static_kv.cache_bytes(model.config, 1))
+    assert torch.equal(generate(model, max_new_tokens=300), expected)
+    assert info.caches == []  # what it grew to is more than the bound
+    assert torch.equal(generate(model, max_new_tokens=300, do_sample=True), plain_again(model))
+
+
+def plain_again(model):
+    settings = attachment(model).settings
+    detach(model)
+    tokens = generate(model, max_new_tokens=300, do_sample=True)
+    attach(model, max_bytes=settings.max_bytes)
+    return tokens
+
+
+def test_a_prompt_beyond_the_bound_runs_without_us(model):
+    expected = generate(model)
+    info = attach(model, max_bytes=hf_static_kv.cache_bytes(model.config, 5))
+    assert torch.equal(generate(model), expected)
+    assert "a prompt of 13 tokens in 1 rows takes" in info.fallback_reason
+
+
+def test_out_of_memory_runs_with_transformers_cache(model, monkeypatch, caplog):
+    expected = generate(model, do_sample=True)
+    info = attach(model)
+    generate(model, BATCH)
+    error = torch.OutOfMemoryError("CUDA out of memory.")
+
+    def fail(*args, **kwargs):
+        torch.rand(5, device=DEVICE)  # a draw that the second attempt must not see
+        raise error
+
+    monkeypatch.setattr(StaticContiguousCache, "update", fail)
+    monkeypatch.setattr(GraphDecoder, "_decode", fail)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(generate(model, do_sample=True), expected)
+    assert caplog.text.count("out of memory") == 1
+    assert (info.caches, info.fallback_reason) == ([], "out of memory")
+
+
+# --- exact
+
+
+def test_exact_calls_have_the_bits_of_an_uncached_run():
+    model = toy_model("gemma3").to(torch.bfloat16)
+    how = {"output_logits": True, "return_dict_in_generate": True}
+    with exact(model):
+        expected = generate(model, use_cache=False, **how)
+    with attached(model, exact=True):
+        got = generate(model, **how)
+        with exact(model):  # already exact
+            again = generate(model)
+    assert torch.equal(torch.stack(got.logits), torch.stack(expected.logits))
+    assert torch.equal(again, expected.sequences)
+    assert model.config._attn_implementation == "sdpa"
+
+
+# --- prefix reuse
+
+
+def turns(model, number=4):
+    """A chat whose prompt holds all turns again: the prompts and the answers."""
+    ids, answers = PROMPT, []
+    for turn in range(number):
+        answers.append(generate(model, ids, max_new_tokens=8))
+        ids = torch.cat([answers[-1], PROMPT + turn], dim=1)
+    return answers
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_chat_computes_new_tokens_only(name):
+    model = toy_model(name)
+    expected = turns(model)
+    with attached(model, reuse_prefix=True) as info:
+        got = turns(model)
+    assert all(map(torch.equal, got, expected))
+    # Of each turn but the first, all tokens of the turn before except its last one, which is not in the cache.
+    assert info.reused_tokens == sum(answer.shape[1] - 1 for answer in expected[:-1])
+
+
+def test_reuse_keeps_the_common_part_only(model):
+    other = PROMPT.clone()
+    other[0, 10] += 1
+    how = {"max_new_tokens": 4}
+    expected = generate(model, **how), generate(model, other, **how)
+    info = attach(model, reuse_prefix=True)
+    generate(model, **how)
+    assert torch.equal(generate(model, other, **how), expected[1])
+    assert info.reused_tokens == 10
+    assert torch.equal(generate(model, **how), expected[0])
+
+
+def test_two_chats_in_turn_keep_a_cache_each(model):
+    first, second = PROMPT, torch.cat([PROMPT[:, :2], PROMPT + 1], dim=1)  # a common beginning of two tokens
+    info = attach(model, reuse_prefix=True)
+    for _ in range(3):
+        first, second = generate(model, first), generate(model, second)
+    detach(model)
+    expected = PROMPT
+    for _ in range(3):
+        expected = generate(model, expected)
+    assert torch.equal(first, expected)
+    assert len(info.caches) == 2
+    assert info.reused_tokens == sum(2 * (13 + 14 * turn - 1) + 2 for turn in (1, 2))
+
+
+def change_weights(model):
+    model.lm_head.weight.data.mul_(-1)  # not counted as a write
+    model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)
+
+
+def flip_values(model):
+    model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, args, values: -values)
+
+
+CHANGES = {
+    "weights": (change_weights, {}),
+    "a hook": (flip_values, {}),
+    "a tensor": (lambda model: model.model.layers[0].vector.add_(1), {}),
+    "a buffer": (lambda model: model.model.layers[0].shift.add_(1), {}),
+    "a written weight": (lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight), {}),
+    "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5), {}),
+    "a mask": (None, {"attention_mask": torch.tensor([[0, 0] + [1] * 11], device=DEVICE)}),
+    "positions": (None, {"position_ids": torch.arange(3, 16, device=DEVICE)[None]}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+def test_reuse_is_refused_where_more_than_the_ids_differs(what):
+    model, plain = toy_model("llama"), toy_model("llama")
+    for each in (model, plain):
+        each.model.layers[0].register_buffer("shift", torch.zeros(1, device=DEVICE))
+        each.model.layers[0].vector = torch.zeros(1, device=DEVICE)
+    change, how = CHANGES[what]
+    info = attach(model, reuse_prefix=True)
+    generate(model)
+    if change is not None:
+        change(model)
+        change(plain)
+    assert torch.equal(generate(model, **how), generate(plain, **how))
+    assert info.reused_tokens == 0
+
+
+class TokenBefore:
+    """As PEFT's prompt tuning: the first pass has one embedding more than the prompt has tokens."""
+
+    def __init__(self, model):
+        self.model, self.prepare = model, model.prepare_inputs_for_generation
+
+    def __call__(self, input_ids, past_key_values=None, **kwargs):
+        inputs = self.prepare(input_ids, past_key_values=past_key_values, **kwargs)
+        embeds = self.model.get_input_embeddings()(inputs.pop("input_ids")).detach()
+        if past_key_values.get_seq_length() == 0:
+            embeds = torch.cat([torch.ones_like(embeds[:, :1]), embeds], dim=1)
+        return {"inputs_embeds": embeds, "past_key_values": past_key_values, "use_cache": True}
+
+
+def test_a_prompt_that_is_not_its_ids_alone_is_not_reused(model):
+    model.prepare_inputs_for_generation = TokenBefore(model)
+    expected = generate(model)
+    info = attach(model, reuse_prefix=True)
+    for _ in range(2):
+        assert torch.equal(generate(model), expected)
+    assert (info.calls, info.reused_tokens) == (2, 0)
+
+
+def test_dropout_draws_as_without_reuse():
+    model, plain = (toy_model("llama", attention_dropout=0.3).train() for _ in range(2))
+    info = attach(model, reuse_prefix=True)
+    states = []
+    for each in (model, model, plain):
+        tokens = generate(each)
+        states.append((tokens.tolist(), torch.get_rng_state().tolist()))
+    assert states[0] == states[1] == states[2]
+    assert info.reused_tokens == 0
+
+
+ROTARY_BY_LENGTH = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+
+
+def test_no_reuse_where_the_length_moves_the_angles_of_earlier_tokens():
+    how = {"rope_parameters": ROTARY_BY_LENGTH, "max_position_embeddings": 16}
+    model, plain = toy_model("llama", **how), toy_model("llama", **how)
+    with attached(model, reuse_prefix=True) as info:
+        for ids, new_tokens in ((PROMPT, 2), (torch.cat([PROMPT, PROMPT + 1, PROMPT + 2], dim=1), 14)):
+            got = generate(model, ids, max_new_tokens=new_tokens)
+            assert torch.equal(got, generate(plain, ids, max_new_tokens=new_tokens))
+    assert info.reused_tokens == 0
+
+
+def test_a_failed_first_pass_leaves_no_half_of_a_cache():
+    model = build_model("mimo_v2_flash", 0, DEVICE)  # layers of two shapes, so two pairs of tensors
+    one, two = PROMPT % 64, BATCH % 64
+    expected = generate(model, two)
+
+    def fail(*_):
+        raise InterruptedError
+
+    with attached(model):
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(InterruptedError):
+            generate(model, two)
+        hook.remove()
+        generate(model, one)
+        assert torch.equal(generate(model, two), expected)
+
+
+def test_embeddings_are_not_reused(model):
+    embeds = model.get_input_embeddings()(PROMPT).detach()
+    expected = model.generate(inputs_embeds=embeds, **COMMON)
+    info = attach(model, reuse_prefix=True)
+    generate(model)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **COMMON), expected)
+    assert info.reused_tokens == 0
+
+
+# --- on a GPU
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a CUDA device")
+def test_calls_replay_a_captured_step(model):
+    info = attach(model)
+    for _ in range(3):
+        generate(model)
+        assert info.fallback_reason is None
+    assert info.captured_steps == 1
+
+
+@pytest.mark.skipif(ON_GPU, reason="what a machine without graphs says")
+def test_a_cpu_uses_the_cache_alone_where_it_is_no_slower(model, monkeypatch):
+    info = attach(model)
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 14)
+    generate(model)
+    assert info.fallback_reason == "on a cpu our cache is no faster for a prompt this short"
+    assert info.caches == []
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 13)
+    generate(model)
+    assert len(info.caches) == 1
+    assert info.fallback_reason == "there are no graphs on cpu"
+    assert "captured_steps=0" in repr(info)
