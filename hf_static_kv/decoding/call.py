@@ -42,6 +42,7 @@ class Call:
         self.request = replace(request, model=self.model, config=self.config, model_kwargs=self.model_kwargs)
         self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
+        self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.

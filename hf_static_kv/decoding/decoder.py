@@ -5,7 +5,7 @@ differently. What cannot be captured falls back to transformers' loop, with one 
 """
 
 import logging
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from threading import RLock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -85,8 +85,10 @@ class GraphDecoder:
         with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
             call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
             if call.brings_no_cache:
-                with suppress(NotPooled):
+                try:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
+                except NotPooled as reason:
+                    call.why_no_cache = str(reason)
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:

@@ -28,7 +28,7 @@ def _unserved_request(call: Call) -> str | None:
     given = {k for k, v in call.model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
     unknown = sorted(given - _KNOWN_KEYWORDS)
     if not isinstance(call.cache, StaticContiguousCache):
-        return f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
+        return call.why_no_cache or f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
     if call.config.output_attentions or call.config.output_hidden_states:
         return "attention weights or hidden states are asked for"
     if media := [name for name in unknown if name.startswith(_MEDIA_WORDS)]:

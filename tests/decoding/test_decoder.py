@@ -491,3 +491,10 @@ class TestACacheOfItsOwn:
             toy = toy_model(name)
             expected = toy.generate(PROMPT, **COMMON)
             assert torch.equal(toy.generate(PROMPT, custom_generate=decoder, **COMMON), expected)
+
+    def test_a_model_that_cannot_be_cached_says_why(self):
+        model, decoder = toy_model("llama"), GraphDecoder()
+        model.config.model_type = "xlstm"
+        expected = model.generate(PROMPT, **COMMON)
+        assert torch.equal(model.generate(PROMPT, custom_generate=decoder, **COMMON), expected)
+        assert decoder.fallback_reason.startswith("'xlstm' keeps a recurrent state")
