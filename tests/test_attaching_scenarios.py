@@ -273,11 +273,10 @@ MISUSE = {
     "negative length": calling(max_new_tokens=-1),
     "no new token": calling(max_new_tokens=0),
     "chunks of embeds": lambda m: call(m, None, inputs_embeds=embedded(m), prefill_chunk_size=4),
-    "an infinite logit": calling(
-        do_sample=True, logits_processor=LogitsProcessorList([lambda ids, scores: scores * torch.inf])
-    ),
 }
 if DEVICE == "cpu":  # on a GPU such an error ends the process's use of it
+    to_infinity = LogitsProcessorList([lambda ids, scores: scores * torch.inf])
+    MISUSE["an infinite logit"] = calling(do_sample=True, logits_processor=to_infinity)
     MISUSE["an id beyond the vocabulary"] = calling(PROMPT + 1000)
 
 
@@ -347,8 +346,10 @@ def tensor_difference(one, other, where):
     kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in (one, other)]
     if kinds[0] != kinds[1]:
         return f"{where}: {kinds[0]} and {kinds[1]}"
-    eps = torch.finfo(one.dtype).eps if one.dtype.is_floating_point else 0
-    is_close = torch.allclose(one, other, rtol=100 * eps, atol=100 * eps, equal_nan=True)
+    if not one.dtype.is_floating_point:
+        return None if torch.equal(one, other) else f"{where}: other values"
+    size = max([1.0, *one.detach().nan_to_num(0, 0, 0).abs().flatten().tolist()])  # a sum errs by the size of its terms
+    is_close = torch.allclose(one, other, rtol=0, atol=100 * torch.finfo(one.dtype).eps * size, equal_nan=True)
     return None if is_close else f"{where}: values up to {(one - other).abs().max()} apart"
 
 
@@ -432,6 +433,7 @@ def test_misuse_is_refused_as_before(name, scenario):
     assert info.pool.lent == []
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU such an error ends the process's use of it")
 def test_a_call_beyond_the_table_of_positions_fails_as_before():
     plain, _ = check(lambda: toy_model("gpt2", max_position_embeddings=32), calling(max_new_tokens=30))
     assert plain.error.startswith("IndexError")
