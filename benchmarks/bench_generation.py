@@ -3,8 +3,9 @@
     python benchmarks/bench_generation.py --model gemma3 --device cpu --compare
     python benchmarks/bench_generation.py --model llama-3.2-1b --compare --json llama.json --plot llama.png
     python benchmarks/bench_generation.py --model qwen3-1.7b --contenders dynamic,contiguous --trials 5
+    python benchmarks/bench_generation.py --model qwen3-30b-a3b --contenders dynamic,graph  # 57 GiB for each
 
-Each contender runs in a fresh process with its own copy of the model:
+Each contender runs in a fresh process with its own copy of the model, all at once in memory:
   first call   from the loaded model to the last token, set-up of the cache included, with empty compile caches; it is
                also the warm-up of what follows
   trials       contenders in turns; a call for one token (T1, the time to first token) and a call for all N (TN):

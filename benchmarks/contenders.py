@@ -7,7 +7,7 @@ that a cache and a decoder are used again. A new contender is one more entry of 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,14 +61,12 @@ def _contiguous_kernel(model: PreTrainedModel, max_cache_len: int, batch_size: i
     return _contiguous(model, max_cache_len, batch_size)
 
 
-def _graph(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def graph(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int, without: Collection[str] = ()
+) -> Callable[[], Keywords]:
+    """The decoder with its cache; `without` names rules to leave out."""
     cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size)
-    return _reused(cache, custom_generate=GraphDecoder())
-
-
-def _graph_layers(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
-    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size)
-    return _reused(cache, custom_generate=GraphDecoder("layers"))
+    return _reused(cache, custom_generate=GraphDecoder(without=without))
 
 
 def _reused(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
@@ -94,10 +92,7 @@ CONTENDERS = {
         ours=True,
         gpu_only="on a CPU this attention is SDPA",
     ),
-    "graph": Contender(_graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"),
-    "graph-layers": Contender(
-        _graph_layers, '`GraphDecoder("layers")`', "tab:purple", ours=True, gpu_only="a CUDA graph needs a GPU"
-    ),
+    "graph": Contender(graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"),
 }
 
 

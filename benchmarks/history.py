@@ -22,8 +22,8 @@ COLUMNS += ["contender", "case", "ms_median", "ms_low", "ms_high", "low_to_high"
 
 
 def kind(record: Record) -> str:
-    """The benchmark that made the record: "generation" of `bench_generation.py`. A one-off script names its kind."""
-    return record.get("kind") or re.search(r"bench_(\w+)\.py", record["command"])[1]
+    """The benchmark that made the record: "generation" of `bench_generation.py`."""
+    return re.search(r"bench_(\w+)\.py", record["command"])[1]
 
 
 def rows(record: Record) -> list[Row]:
@@ -93,17 +93,6 @@ def _generation(record: Record) -> Iterator[dict[str, Any]]:
         yield {"contender": row["name"], "case": case, **_min_max(summary["first_token_ms"], trials)}
 
 
-def _layernorm(record: Record) -> Iterator[dict[str, Any]]:
-    w = record["workload"]
-    case = f"per token, prompt {w['prompt_len']}, {w['new_tokens']} new tokens"
-    for row in (row for row in record["rows"] if "tokens_per_s" in row):
-        # The highest rate is the lowest time.
-        rates = (("median", "median"), ("low", "high"), ("high", "low"))
-        ms = {f"ms_{name}": w["batch_size"] * 1e3 / row["tokens_per_s"][key] for name, key in rates}
-        found = {"model": row["model"], "contender": row["contender"], "case": case, **ms}
-        yield {**found, "low_to_high": f"low to high of {record['trials']}", "first_call_s": row["first_call_s"]}
-
-
 def _context(record: Record) -> Iterator[dict[str, Any]]:
     steps = record.get("rounds", 1) * record["steps"]
     for row in (row for row in record["context"] + record["capacity"] if "median_ms" in row):
@@ -134,13 +123,21 @@ def _attach(record: Record) -> Iterator[dict[str, Any]]:
 
 
 def _step(record: Record) -> Iterator[dict[str, Any]]:
-    for row in record["variants"]:
-        ms = row["step_ms"]
-        figures = {"median": statistics.median(ms), "min": min(ms), "max": max(ms)}
-        yield {"contender": "graph", "case": f"decode step, {row['words']}", **_min_max(figures, len(ms))}
+    for row in (row for row in record["variants"] if "step_ms" in row):
+        replays = [("replay of a step", row["replay_ms"])] if "rules" in record else []  # older ones: one number
+        for words, ms in [("decode step", row["step_ms"]), *replays]:
+            figures = {"median": statistics.median(ms), "min": min(ms), "max": max(ms)}
+            yield {"contender": "graph", "case": f"{words}, {row['words']}", **_min_max(figures, len(ms))}
     for row in record["attention"]:
         case = f"attention of one layer, sequence {row['seq_len']}"
         yield {"contender": "graph", "case": case, "ms_median": row["us"] / 1e3}
+
+
+def _sampling(record: Record) -> Iterator[dict[str, Any]]:
+    prompt_len = record["workload"]["prompt_len"]
+    for row in record["rows"]:
+        case = f"decode step, {row['case']}, prompt {prompt_len}, {row['new_tokens']} new tokens"
+        yield {"contender": row["contender"], "case": case, **_min_max(row["ms"], record["trials"])}
 
 
 def _speedup(record: Record) -> Iterator[dict[str, Any]]:
@@ -161,11 +158,11 @@ def _update(record: Record) -> Iterator[dict[str, Any]]:
 
 _FIGURES = {
     "generation": _generation,
-    "layernorm": _layernorm,
     "context": _context,
     "exact": _exact,
     "attach": _attach,
     "step": _step,
+    "sampling": _sampling,
     "speedup": _speedup,
     "update": _update,
 }

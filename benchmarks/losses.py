@@ -12,7 +12,7 @@ Record = dict[str, Any]
 
 def losses(records: dict[str, list[Record]]) -> list[str]:
     """All sentences; `records` by kind, as `write_results.load` gives them."""
-    generated = records["generation"] + records["batch"]
+    generated = records["generation"] + records["families"] + records["batch"]
     lines = [line for record in generated for line in behind(record)]
     lines += [*without_decoder(generated), *first_token(generated), *memory(generated)]
     lines += [line for record in records["context"] for line in context_behind(record)]
@@ -55,7 +55,7 @@ def first_token(records: list[Record]) -> list[str]:
     for record in records:
         first = {name: row["summary"]["first_token_ms"]["median"] for name, row in measured(record).items()}
         others = [ms for name, ms in first.items() if not CONTENDERS[name].ours]
-        if "graph" in first and min(others) < first["graph"]:
+        if "graph" in first and min(others, default=first["graph"]) < first["graph"]:
             batch = f", batch {record['workload']['batch_size']}"
             lines.append(f"{figure(first['graph'])} and {figure(min(others))} ms ({model_name(record)}{batch})")
     return [f"First token, `GraphDecoder()` and the fastest other cache: {'; '.join(lines)}."] if lines else []

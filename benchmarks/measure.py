@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, Keywords
+from contenders import CONTENDERS, Keywords, SetUp
 from processes import FreshProcess
 from transformers import PreTrainedModel, StoppingCriteria
 from workload import Workload
@@ -52,11 +52,15 @@ class Clock(StoppingCriteria):
 
 
 class TimedGenerate:
-    """`generate` with one contender. The first call builds its cache and decoder; later calls use them again."""
+    """`generate` with one contender. The first call builds its cache and decoder; later calls use them again.
 
-    def __init__(self, model: PreTrainedModel, contender: str, workload: Workload) -> None:
+    Calls are greedy where their keywords do not say otherwise. `set_up` replaces the contender's own.
+    """
+
+    def __init__(self, model: PreTrainedModel, contender: str, workload: Workload, set_up: SetUp | None = None) -> None:
         self.model: Any = model
         self.contender, self.workload, self.prompt = contender, workload, workload.prompt()
+        self.set_up = set_up or CONTENDERS[contender].set_up
         self.keywords: Keywords = {}
         self._next_keywords: Callable[[], Keywords] | None = None
 
@@ -71,10 +75,10 @@ class TimedGenerate:
 
     def _generate(self, new_tokens: int, **more: Any) -> None:
         if self._next_keywords is None:
-            set_up = CONTENDERS[self.contender].set_up
-            self._next_keywords = set_up(self.model, self.workload.max_cache_len, self.workload.batch_size)
+            self._next_keywords = self.set_up(self.model, self.workload.max_cache_len, self.workload.batch_size)
         self.keywords = self._next_keywords()
-        self.model.generate(**self.prompt, **self.keywords, **more, max_new_tokens=new_tokens, do_sample=False)
+        chosen = {"do_sample": False, **more}
+        self.model.generate(**self.prompt, **self.keywords, **chosen, max_new_tokens=new_tokens)
 
 
 def spread(values: list[float]) -> dict[str, float]:

@@ -5,6 +5,9 @@ Medians. With `spread=True` a cell has the range too: minimum to maximum of the 
 
 from __future__ import annotations
 
+import inspect
+import re
+import statistics
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +16,8 @@ from contenders import CONTENDERS
 Record = dict[str, Any]
 MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1b": "gemma-3-1b"}
 OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
-OTHER_MODELS |= {"gpt2-xl": "GPT-2 XL", "phi-2": "Phi-2", "opt-1.3b": "OPT-1.3B"}
+OTHER_MODELS |= {"smollm2-135m": "SmolLM2-135M", "gpt2-xl": "GPT-2 XL", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+OTHER_MODELS |= {"llama-3.1-8b": "Llama-3.1-8B"}
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
 ATTACH = {
     "graph": "`StaticContiguousCache` and `GraphDecoder()`",
@@ -131,35 +135,6 @@ def not_run(rows: list[Record]) -> list[str]:
     return lines + [f"- {row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
 
 
-# --- bench_layernorm.py
-
-
-def layernorm(record: Record, spread: bool = False) -> str:
-    """Contenders as rows, models as columns; empty where nothing ran."""
-    ran = [row for row in record["rows"] if "tokens_per_s" in row]
-    cells = {(row["contender"], row["model"]): layernorm_cell(row, spread) for row in ran}
-    models = list(dict.fromkeys(row["model"] for row in ran))
-    names = [name for name in CONTENDERS if any(row["contender"] == name for row in ran)]
-    rows = [[CONTENDERS[name].label, *(cells.get((name, model), "-") for model in models)] for name in names]
-    words = f"(low to high of {record['trials']}; first call)" if spread else "(first call)"
-    head = [f"tokens/s {words}", *(model_name({"model": model}) for model in models)]
-    return table(head, rows) if ran else ""
-
-
-def layernorm_cell(row: Record, spread: bool) -> str:
-    rate, seconds = row["tokens_per_s"], f"{row['first_call_s']:.1f} s"
-    if not spread:
-        return f"{rate['median']:,.0f} ({seconds})"
-    return f"{figure(rate['median'])} ({figure(rate['low'])} to {figure(rate['high'])}; {seconds})"
-
-
-def layers_gain(record: Record) -> str:
-    """How much faster `GraphDecoder("layers")` is than `GraphDecoder()`, over the models, in percent."""
-    rates = {(row["contender"], row["model"]): row["tokens_per_s"]["median"] for row in record["rows"]}
-    models = dict.fromkeys(model for _, model in rates)
-    return f"{span([100 * (rates['graph-layers', m] / rates['graph', m] - 1) for m in models])} %"
-
-
 # --- bench_context.py
 
 
@@ -241,14 +216,18 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> st
 
 
 def attach(records: list[Record], spread: bool = False) -> str:
-    """Models as columns: the calls with each contender, then the first token of a turn by the history."""
+    """Models as columns: the calls with each contender, then the first token of a turn by the history.
+
+    With `spread` the histories share a row: the page of results has a limit.
+    """
     rows = []
     for name in (name for name in ATTACH if any(name in _attach_rows(record) for record in records)):
         rows.append([f"{ATTACH[name]}: per token; first token", *(_attach_cell(r, name, spread) for r in records)])
-    for history in dict.fromkeys(row["history"] for record in records for row in record["chat"]):
-        words = " → ".join(ATTACH[name] for name in CHAT)
-        cells = (_chat_cell(record, history, spread) for record in records)
-        rows.append([f"first token of a turn after {history:,} tokens: {words}", *cells])
+    histories = list(dict.fromkeys(row["history"] for record in records for row in record["chat"]))
+    words = " → ".join(ATTACH[name] for name in CHAT)
+    for group in filter(None, [histories] if spread else [[history] for history in histories]):
+        cells = ("; ".join(_chat_cell(record, history, spread) for history in group) for record in records)
+        rows.append([f"first token of a turn after {'; '.join(f'{n:,}' for n in group)} tokens: {words}", *cells])
     return table([f"ms{' (min to max)' if spread else ''}", *map(title, records)], rows)
 
 
@@ -289,22 +268,68 @@ def chat_growth(record: Record) -> str:
 
 # --- bench_step.py
 
+STEP_BY_CHANGE = "Each row has one change more than the row above."  # records from before there were rules
+STEP_BY_RULE = (
+    "The time of a captured step with all rules, then without one of them, by replays of its graph. "
+    "'Same list': the rule does not change the list of this model."
+)
+
+
+def step_caption(records: list[Record]) -> str:
+    return STEP_BY_RULE if _by_rule(records) else STEP_BY_CHANGE
+
 
 def step(records: list[Record], spread: bool = False) -> str:
-    """One change a row, one model a column; with `spread` also the replay and the attention of one layer."""
-    rows = []
-    for i, words in enumerate(row["words"] for row in records[0]["variants"]):
-        if not words.startswith("for comparison"):
-            rows.append([words, *(_step_cell(record["variants"][i], spread) for record in records)])
-    if spread:
+    """One rule a row, one model a column; with `spread` also tokens/s and the attention of one layer."""
+    by_rule = _by_rule(records)
+    records, cell = by_rule or records, _rule_cell if by_rule else _change_cell
+    found = [{row["words"]: row for row in record["variants"]} for record in records]
+    rows, unused = [], []
+    for words in dict.fromkeys(words for rows_of in found for words in rows_of):
+        of_models = [rows_of.get(words, {}) for rows_of in found]
+        if all(row.get("same_list") for row in of_models):
+            unused.append(words.removeprefix("without "))
+        elif not words.startswith("for comparison"):
+            pairs = zip(of_models, records, strict=True)
+            rows.append([words, *(cell(row, record, spread) if row else "-" for row, record in pairs)])
+    if unused:
+        rows.append([f"without {', '.join(unused)}", *("same list" for _ in records)])
+    if spread and any(record["attention"] for record in records):
         lengths = ", ".join(f"{row['seq_len']:,}" for row in records[0]["attention"])
         cells = [", ".join(_attention_cell(row, record) for row in record["attention"]) for record in records]
         rows.append([f"attention of one layer alone, sequence {lengths}: µs (of the bandwidth)", *cells])
-    head = "tokens/s (min to max); replay; kernels" if spread else "tokens/s (kernels)"
-    return table([head, *map(title, records)], rows)
+    heads = ["ms per step (kernels)", "ms per step (min to max), over all rules; kernels; tokens/s"]
+    heads = heads if by_rule else ["tokens/s (kernels)", "tokens/s (min to max); replay; kernels"]
+    return table([heads[spread], *map(title, records)], rows)
 
 
-def _step_cell(row: Record, spread: bool) -> str:
+def _by_rule(records: list[Record]) -> list[Record]:
+    return [record for record in records if "rules" in record]
+
+
+def _rule_cell(row: Record, record: Record, spread: bool) -> str:
+    if row.get("same_list"):
+        return "same list"
+    if "fallback_reason" in row:
+        return "fell back"
+    kernels = f"{row['kernels']:.0f}" if "kernels" in row else "-"
+    middle, with_all = (statistics.median(one["replay_ms"]) for one in (row, record["variants"][0]))
+    if not spread:
+        return f"{middle:.3f} ({kernels})"
+    over = "" if row is record["variants"][0] else f", {100 * (middle / with_all - 1):+.1f} %"
+    return f"{_milliseconds(row['replay_ms'])}{over}; {kernels}; {row['tokens_per_s']:,.0f}"
+
+
+def _milliseconds(trials: list[float]) -> str:
+    """Median (minimum to maximum), to the microsecond: a rule may save a few.
+
+    >>> _milliseconds([1.0, 0.8, 0.9])
+    '0.900 (0.800 to 1.000)'
+    """
+    return f"{statistics.median(trials):.3f} ({min(trials):.3f} to {max(trials):.3f})"
+
+
+def _change_cell(row: Record, record: Record, spread: bool) -> str:
     if not spread:
         return f"{row['tokens_per_s']:,.0f} ({row['kernels']:.0f})"
     batch_size = row["tokens_per_s"] * sorted(row["step_ms"])[len(row["step_ms"]) // 2] / 1e3
@@ -318,22 +343,41 @@ def _attention_cell(row: Record, record: Record) -> str:
     return f"{row['us']:.1f} ({share:.0%})"
 
 
+# --- bench_sampling.py
+
+
+def sampling(records: list[Record], spread: bool = False) -> str:
+    """One model and contender a row, one set of processors a column."""
+    cases = list(dict.fromkeys(row["case"] for record in records for row in record["rows"]))
+    rows = []
+    for record in records:
+        for name in dict.fromkeys(row["contender"] for row in record["rows"]):
+            found = {row["case"]: row["ms"] for row in record["rows"] if row["contender"] == name}
+            cells = [_sampling_cell(found.get(case), found[cases[0]], spread) for case in cases]
+            rows.append([f"{title(record)}, {label(name)}", *cells])
+    return table([f"ms per token{' (min to max)' if spread else ''}, over greedy", *cases], rows)
+
+
+def _sampling_cell(ms: dict[str, float] | None, greedy: dict[str, float], spread: bool) -> str:
+    if ms is None:
+        return "-"
+    over = "" if ms is greedy else f", {ms['median'] / greedy['median']:.2f}x"
+    return f"{with_range(ms, spread)}{over}"
+
+
 # --- bench_speedup.py
 
 
 def speedup(records: list[Record]) -> str:
-    """One number of tokens a row: the factor on paper, and predicted and measured factors of each record."""
-    rows = []
-    for i, row in enumerate(records[0]["rows"]):
-        cells = [_speedup_cells(record["rows"][i]) for record in records]
-        rows.append([f"{row['tokens']}", f"{row['theoretical']:.1f}", *(cell for both in cells for cell in both)])
-    heads = [[f"{title(record)}: predicted", "measured: seconds without a cache → with"] for record in records]
-    return table(["new tokens", "on paper, (N + 1) / 2", *(head for both in heads for head in both)], rows)
+    """One record a row, one number of tokens a column: the factor on paper, and predicted and measured factors."""
+    head = [f"{row['tokens']} new tokens, {row['theoretical']:.1f} on paper" for row in records[0]["rows"]]
+    rows = [[title(record), *map(_speedup_cell, record["rows"])] for record in records]
+    return table(["predicted; measured: seconds without a cache → with", *head], rows)
 
 
-def _speedup_cells(row: Record) -> list[str]:
+def _speedup_cell(row: Record) -> str:
     uncached, cached = (with_range(row[key]) for key in ("uncached_s", "cached_s"))
-    return [f"{row['predicted']:.2f}", f"**{row['measured']:.2f}**: {uncached} → {cached}"]
+    return f"{row['predicted']:.2f}; **{row['measured']:.2f}**: {uncached} → {cached}"
 
 
 # --- bench_update.py
@@ -373,6 +417,33 @@ def cache_sizes() -> str:
 
     rows = [[name, *(mib(model, length) for length in (1024, 8192, 32768))] for model, name in MODELS.items()]
     return table(["`max_cache_len`", "1,024", "8,192", "32,768"], rows)
+
+
+def rules() -> str:
+    """The rewrite rules in their order: name, picture, whether a rule keeps the bits."""
+    from hf_static_kv.program.rules import RULES
+
+    rows = [
+        [f"`{name}`", picture(rule.apply.__doc__ or ""), "yes" if rule.keeps_bits else "no"]
+        for name, rule in RULES.items()
+    ]
+    return table(["rule", "picture", "keeps the bits"], rows)
+
+
+def picture(docstring: str) -> str:
+    """The first picture of a rule's docstring in one line; what stands two spaces apart is a remark.
+
+    >>> picture("y = f(x)  (some models)   ->   z = gf(x)      one token\\nz = g(y)")
+    '`y = f(x)` (some models), `z = g(y)` → `z = gf(x)` (one token)'
+    """
+
+    def code_and_remark(text: str) -> str:
+        code, *remarks = re.split(r"\s{2,}", text.strip())
+        return " ".join([f"`{code}`", *(f"({remark.strip('()')})" for remark in remarks)])
+
+    first, *others = inspect.cleandoc(docstring).split("\n\n")[0].splitlines()
+    before, after = first.split("->")
+    return f"{', '.join(map(code_and_remark, [before, *others]))} → {code_and_remark(after)}"
 
 
 def span(figures: Iterable[float]) -> str:

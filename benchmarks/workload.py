@@ -12,7 +12,9 @@ from processes import preload
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_static_kv.testing import DEV_MODELS, dev_config, load_config, load_model, random_model
+from hf_static_kv.testing import DEV_MODELS, FAMILIES, dev_config, load_config, load_model, random_model
+
+SHAPES = {**DEV_MODELS, **FAMILIES}  # models that are built from their config, with random weights
 
 
 class BadArgument(Exception):
@@ -35,7 +37,7 @@ class Workload:
 
     @property
     def has_random_weights(self) -> bool:
-        return self.model in DEV_MODELS and not self.real_weights
+        return self.model in SHAPES and not self.real_weights
 
     @property
     def on_gpu(self) -> bool:
@@ -47,7 +49,7 @@ class Workload:
         return {**shown, "random_weights": self.has_random_weights}
 
     def build_model(self) -> PreTrainedModel:
-        """The model on its device: a dev model in its true shape with random weights, any other with its weights."""
+        """The model on its device: a known shape with random weights, any other model with its weights."""
         quiet()
         dtype = getattr(torch, self.dtype)
         if self.has_random_weights:
@@ -89,7 +91,7 @@ class Workload:
 
 def find_config(model: str, real_weights: bool = False) -> PreTrainedConfig:
     """The model's config, or `BadArgument`."""
-    if model in DEV_MODELS and not real_weights:
+    if model in SHAPES and not real_weights:
         return dev_config(model)
     try:
         return load_config(model)
@@ -102,8 +104,8 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default="llama-3.2-1b" if gpu else "llama",
-        help="a dev model's true shape with random weights (llama-3.2-1b, qwen3-1.7b, gemma-3-1b), a miniature (llama, "
-        "qwen3, gemma3), smollm2, a hub id, a folder or a GGUF file; default: %(default)s",
+        help=f"a true shape with random weights ({', '.join(SHAPES)}), a miniature (llama, qwen3, gemma3), smollm2, "
+        "a hub id, a folder or a GGUF file; default: %(default)s",
     )
     parser.add_argument("--real-weights", action="store_true", help="load a dev model's weights instead")
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")

@@ -27,7 +27,8 @@ ROOT = HERE.parent
 RESULTS = HERE / "results"
 Record = dict[str, Any]
 Records = dict[str, list[Record]]
-KINDS = ("generation", "batch", "layernorm", "context", "exact", "attach", "step", "speedup", "update")
+KINDS = ("generation", "families", "batch", "context", "exact", "attach", "step", "sampling", "speedup", "update")
+NOT_MEASURED = "Not measured yet."
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?results\b")
 
@@ -37,15 +38,21 @@ class BadPage(Exception):
 
 
 def load() -> Records:
-    """The records by kind, in the order of the tables: dev models first, a CPU last."""
-    order = list(tables.MODELS)
+    """The records by kind, in the order of the tables: dev models first, a CPU last.
+
+    "families": those of `bench_generation.py` on a GPU that are of no dev model of the tables.
+    """
+    order = [*tables.MODELS, *tables.OTHER_MODELS]
 
     def place(path: Path) -> tuple[int, str]:
         named = [i for i, model in enumerate(order) if model in path.name]
         return (named[0] if named else len(order), path.name)
 
     paths = {kind: sorted(RESULTS.glob(f"{kind}*.json"), key=place) for kind in KINDS}
-    return {kind: [json.loads(path.read_text()) for path in paths[kind]] for kind in KINDS}
+    records = {kind: [json.loads(path.read_text()) for path in paths[kind]] for kind in KINDS}
+    families = [r for r in on_gpu(records["generation"]) if r["workload"]["model"] not in tables.MODELS]
+    records["generation"] = [record for record in records["generation"] if record not in families]
+    return {**records, "families": families}
 
 
 def on_gpu(records: list[Record]) -> list[Record]:
@@ -63,14 +70,15 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "headline": headline,
     "speed": lambda records: tables.generation(on_gpu(records["generation"]), tables.SPEED),
     "bytes": lambda records: tables.cache_sizes(),
+    "rules": lambda records: tables.rules(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),
-    "layernorm": lambda records: tables.layernorm(records["layernorm"][0]),
-    "layers-gain": lambda records: tables.layers_gain(records["layernorm"][0]),
+    "families": lambda records: tables.generation(records["families"]) if records["families"] else NOT_MEASURED,
     "context": lambda records: tables.context(records["context"], ends=True),
     "exact": lambda records: tables.exact(records["exact"]),
-    "attach": lambda records: tables.attach(records["attach"]) if records["attach"] else "Not measured yet.",
-    "step": lambda records: tables.step(records["step"]),
+    "attach": lambda records: tables.attach(records["attach"]) if records["attach"] else NOT_MEASURED,
+    "step": lambda records: f"{tables.step_caption(records['step'])}\n\n{tables.step(records['step'])}",
+    "sampling": lambda records: tables.sampling(records["sampling"]) if records["sampling"] else NOT_MEASURED,
     "update": lambda records: tables.update(records["update"][0], every=3),
 }
 
@@ -111,29 +119,25 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         records_table(records),
         "## Where we lose",
         "\n".join(f"- {line}" for line in losses(records)),
-        "## `generate`",
-        "A decode step takes (TN - T1) / (N - 1), where T1 and TN are calls for one token and for N. The first call "
-        "runs in a fresh process, from the loaded model to the last token. Range: minimum to maximum of 3 trials.",
-        tables.generation(records["generation"], spread=True),
+        "## `generate`\nA decode step takes (TN - T1) / (N - 1), where T1 and TN are calls for one token and for N. "
+        "The first call runs in a fresh process, from the loaded model to the last token. Range: minimum to maximum "
+        "of 3 trials.",
+        tables.generation(records["generation"] + records["families"], spread=True),
         "Batch of 8, left padding of different lengths; tokens/s of all batch rows together:",
         tables.generation(records["batch"], spread=True),
-        layernorm_line(records["layernorm"][0]),
-        "## Long sequences and large capacities",
-        "Milliseconds per token at the ends of the sweeps; pictures have all points. Range: 10th to 90th percentile.",
+        "## Long sequences and large capacities\nMilliseconds per token at the ends of the sweeps; pictures have all "
+        "points. Range: 10th to 90th percentile.",
         tables.context(records["context"], spread=True, ends=True),
-        "## `exact`",
-        "The largest difference of logits in each comparison; then the time without `exact` → inside, minimum to "
-        "maximum of 5 trials.",
+        "## `exact`\nThe largest difference of logits in each comparison; then the time without `exact` → inside, "
+        "minimum to maximum of 5 trials.",
         tables.exact(records["exact"], spread=True),
         *attach_section(records["attach"]),
-        "## A captured step",
-        "Each row has one change more than the row above; the last one is the attention of one layer alone.",
+        f"## A captured step\n{tables.step_caption(records['step'])} The last row is the attention of one layer alone.",
         tables.step(records["step"], spread=True),
-        "## Speed-up over `use_cache=False`, without `GraphDecoder`",
-        "Predicted: from the measured times of passes over 1 to N tokens.",
+        *sampling_section(records["sampling"]),
+        "## Speed-up over `use_cache=False`, without `GraphDecoder`\nOn paper: (N + 1) / 2. Predicted: from the "
+        "measured times of passes over 1 to N tokens.",
         tables.speedup(records["speedup"]),
-        "## `update` alone, on a CPU (10th to 90th percentile)",
-        tables.update(records["update"][0], spread=True, every=6),
     ]
     return "\n\n".join(sections) + "\n"
 
@@ -146,17 +150,13 @@ def attach_section(records: list[Record]) -> list[str]:
         "In one process, in turns, on instances that share their weights, from the second call on. A turn is a call "
         "for one token: its prompt is a history of random tokens, the answer to it, and new tokens."
     )
-    return ["## `attach`", how, tables.attach(records, spread=True)]
+    return [f"## `attach`\n{how}", tables.attach(records, spread=True)]
 
 
-def layernorm_line(record: Record) -> str:
-    """The models with LayerNorm as one sentence: the page has no space for another table."""
-    found: dict[str, list[str]] = {}
-    for row in (row for row in record["rows"] if row["contender"] in ("graph", "graph-layers")):
-        found.setdefault(tables.model_name(row), []).append(tables.layernorm_cell(row, spread=True))
-    cells = "; ".join(f"{model} {' → '.join(both)}" for model, both in found.items())
-    how = f"(low to high of {record['trials']} trials; first call)"
-    return f'Models with LayerNorm, `GraphDecoder()` → `GraphDecoder("layers")`, tokens/s {how}: {cells}.'
+def sampling_section(records: list[Record]) -> list[str]:
+    """Nothing where there is no record."""
+    how = "In one process, in turns, from the second call on. T: temperature 0.8."
+    return [f"## Sampling\n{how}", tables.sampling(records, spread=True)] if records else []
 
 
 def records_table(records: Records) -> str:
@@ -172,8 +172,7 @@ def records_table(records: Records) -> str:
         if model := re.search(r"--model (\S+)", command):
             command = command.replace(model[0], "--model MODEL")
         named = model[1] if model else record.get("workload", {}).get("model", "")
-        command = f"`{command}` (one-off script)" if "kind" in record else f"`{command}`"
-        models.setdefault((command, *ran), []).append(named)
+        models.setdefault((f"`{command}`", *ran), []).append(named)
     head = ["command", "MODEL", "hardware", "torch", "transformers", "commit"]
     rows = [[command, ", ".join(dict.fromkeys(names)), *ran] for (command, *ran), names in models.items()]
     return tables.table(head, rows)

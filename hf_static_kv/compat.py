@@ -213,29 +213,6 @@ def is_fullgraph(wrapper: Any) -> bool:
     return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
 
 
-def many_compilations(limit: int) -> AbstractContextManager[Any]:
-    """Let dynamo compile up to `limit` variants and raise beyond. Without it: dynamo's own limit holds."""
-    limits = {"recompile_limit": limit, "accumulated_recompile_limit": limit, "fail_on_recompile_limit_hit": True}
-    with suppress(ImportError):
-        config = import_module("torch._dynamo.config")
-        if all(hasattr(config, name) for name in limits):
-            return config.patch(limits)  # type: ignore[no-any-return]
-    return nullcontext()
-
-
-def inductor_options() -> dict[str, Any]:
-    """Options of `torch.compile` for PDL in Inductor's kernels. Without it: no PDL there."""
-    with suppress(ImportError):
-        if hasattr(import_module("torch._inductor.config").triton, "enable_pdl"):
-            return {"options": {"triton.enable_pdl": True}}
-    return {}
-
-
-def load_inductor() -> None:
-    """Import Inductor and start its compile processes. Without it: they start at the first compilation."""
-    import_module("torch._inductor.async_compile").AsyncCompile.use_process_pool()
-
-
 # --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
 
 

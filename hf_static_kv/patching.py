@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from threading import Lock
@@ -60,15 +60,15 @@ def original_function(module: str, name: str) -> Any:
     return _ORIGINALS.get((module, name), (getattr(sys.modules[module], name, None), 0))[0]
 
 
-class Replaceable:
-    """Base of replacements that may be replaced again: a linear layer of `exact` is fused once more for a capture."""
-
-
 def is_unmodified(module: Module) -> bool:
     """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate puts one there)."""
-    forward = module.__dict__.get("forward")
-    is_own = forward is None or isinstance(getattr(forward, "__self__", None), Replaceable)
-    return is_own and not compat.forward_hooks(module)
+    return "forward" not in module.__dict__ and not compat.forward_hooks(module)
+
+
+def pass_context(model: Module) -> AbstractContextManager[object]:
+    """What the operations of a pass run in, which `exact` sets on the `forward` that it replaces; else nothing."""
+    context: Any = getattr(model.__dict__.get("forward"), "pass_context", nullcontext)
+    return context()  # type: ignore[no-any-return]
 
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:

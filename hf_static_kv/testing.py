@@ -21,13 +21,14 @@ class Source(NamedTuple):
 
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
 DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
+FAMILIES: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["families"].items()}  # only measured
 MINIATURES = ("llama", "qwen3", "gemma3")
 Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model."""
-    return _config(name, "dev_models")
+    """The true shape of a dev model, or of one of the `FAMILIES`."""
+    return _config(name, "families" if name in FAMILIES else "dev_models")
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:

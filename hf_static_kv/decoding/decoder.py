@@ -5,6 +5,7 @@ differently. What cannot be captured falls back to transformers' loop, with one 
 """
 
 import logging
+from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from threading import RLock
 from typing import Any, NamedTuple
@@ -25,10 +26,12 @@ from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
+from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.verification import verify
 from hf_static_kv.patching import attention_implementation
-from hf_static_kv.program.preload import INDUCTOR, TRITON, load
-from hf_static_kv.program.step import COMPILE, DecodeStep, GreedyStep
+from hf_static_kv.program.preload import TRITON, load
+from hf_static_kv.program.rules import RULES
+from hf_static_kv.program.step import DecodeStep, SelectingStep
 
 logger = logging.getLogger(__name__)
 _MAX_STEPS = 8  # captured for one cache
@@ -45,10 +48,8 @@ class _Failure(NamedTuple):
 class GraphDecoder:
     """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
 
-    `compile="none"` captures the step with our own kernels for the parts that are known. `compile="layers"` compiles
-    the decoder layers with `torch.compile` first: faster for LayerNorm families (GPT-2, OPT, Phi), slower for others.
-    `streamer` serves calls that bring none. `fallback_reason` says why the last call ran in transformers' loop; None
-    when it did not.
+    `streamer` serves calls that bring none. `without` names rewrite rules of the step to leave out (`program.rules`).
+    `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -62,10 +63,10 @@ class GraphDecoder:
     True
     """
 
-    def __init__(self, compile: str = "none", streamer: BaseStreamer | None = None) -> None:
-        if compile not in COMPILE:
-            raise ValueError(f"compile must be one of {', '.join(map(repr, COMPILE))}, got {compile!r}.")
-        self.compile, self.streamer = compile, streamer
+    def __init__(self, streamer: BaseStreamer | None = None, *, without: Collection[str] = ()) -> None:
+        if unknown := sorted(set(without) - set(RULES)):
+            raise ValueError(f"There is no rule {', '.join(unknown)}: choose among {', '.join(RULES)}.")
+        self.streamer, self.without = streamer, frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
@@ -99,10 +100,8 @@ class GraphDecoder:
             )
         if isinstance(call.cache, StaticContiguousCache):
             call.cache.begin_call(call.request)
-        if call.own_attention == EXACT_ATTENTION_NAME and self.compile != "none":
-            raise ValueError(f'GraphDecoder("{self.compile}") is not exact: inside exact use GraphDecoder().')
         if call.device.type == "cuda" and not self._steps:
-            load(TRITON if self.compile == "none" else TRITON + INDUCTOR)
+            load(TRITON)
         if call.streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
             call.streamer = self.streamer
             call.streamer.put(call.input_ids.cpu())
@@ -142,31 +141,31 @@ class GraphDecoder:
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        steps, is_greedy = self._steps.setdefault(call.cache, {}), call.is_plain_greedy()
-        key = (is_greedy, *call.fingerprint)
+        steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
+        key = (selection and selection.kinds, selection is None, *call.fingerprint)
         known = steps.pop(key, None)
         if known is None:
             self._evict(steps)
-        step = known if isinstance(known, DecodeStep) else self._new_step(call, is_greedy, known)
+        step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
         steps[key] = step  # the newest now
         if isinstance(step, _Failure):
             raise NotCaptured(step.reason)
+        if isinstance(step, SelectingStep) and selection is not None:
+            step.set_numbers(selection.numbers)
         age, kind = "known" if step is known else "new", "a captured graph" if step.graph else "without a graph"
         debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
         return step
 
-    def _new_step(self, call: Call, is_greedy: bool, failed: _Failure | None) -> DecodeStep | _Failure:
+    def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
-        kind = GreedyStep if is_greedy else DecodeStep
+        devices = [call.device] if call.device.type == "cuda" else []
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
-            with torch.inference_mode(False), torch.no_grad(), attention_implementation(call.model, call.own_attention):
-                step = kind(call.model, call.cache, len(call.seq_start))
-                # A trace records weights in Python, so its step runs without a graph.
-                if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
-                    step.capture(call.cache.seq_len, call.seq_start.to(call.device), self.compile)
-                verify(step, call)
-            return step
+            with (
+                torch.inference_mode(False), torch.no_grad(), attention_implementation(call.model, call.own_attention),
+                torch.random.fork_rng(devices),  # a step that samples draws in each of its first runs
+            ):  # fmt: skip
+                return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
             first_line = next(iter(str(error).splitlines()), "")
@@ -174,6 +173,29 @@ class GraphDecoder:
             if isinstance(error, torch.OutOfMemoryError):
                 raise NotCaptured(reason) from error  # always tried again
             return _Failure(reason, failed.attempts + 1 if failed else 1)
+
+    def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
+        """A step that runs a program; None where the model itself must run."""
+        # A trace records weights in Python, and hooks are called.
+        if call.own_attention == TRACED_ATTENTION_NAME or compat.has_hooks(call.modules):
+            return None
+        try:
+            return self._verified_step(call, selection, is_recorded=True)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # such as a kernel that torch does not see
+            debug.logger.debug("A pass could not be recorded, so the step runs the model itself.", exc_info=True)
+            return None
+
+    def _verified_step(self, call: Call, selection: Selection | None, is_recorded: bool = False) -> DecodeStep:
+        what, at = (call.model, call.cache, len(call.seq_start)), (call.cache.seq_len, call.seq_start.to(call.device))
+        step = DecodeStep(*what) if selection is None else SelectingStep(*what, selection.kinds)
+        if is_recorded:
+            step.record(*at, call.own_attention == EXACT_ATTENTION_NAME, self.without)
+        if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+            step.capture(*at)
+        verify(step, call)
+        return step
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many: graphs take memory."""
@@ -190,7 +212,7 @@ class GraphDecoder:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache, {})
         # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
-        failures = {key[1:]: step for key, step in steps.items() if isinstance(step, _Failure)}
+        failures = {key[2:]: step for key, step in steps.items() if isinstance(step, _Failure)}
         failure = failures.get(call.fingerprint) if failures else None
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
@@ -221,8 +243,8 @@ class GraphDecoder:
 def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     """From the newest token to the last one, or until the cache is full."""
     step.set_position(call.cache.seq_len, call.seq_start)
-    if isinstance(step, GreedyStep):
-        _run_greedily(step, sampling, call)
+    if isinstance(step, SelectingStep):
+        _run_on_device(step, sampling, call)
         return
     is_over = False
     while not is_over:
@@ -231,15 +253,16 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
         is_over = sampling.append(logits)
 
 
-def _run_greedily(step: GreedyStep, sampling: Sampling, call: Call) -> None:
+def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    step.set_state(sampling.last_tokens, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
     start, position = sampling.length, call.cache.seq_len + 1  # of the next token, in `ids` and in `sequences`
+    step.set_state(sampling.ids[:, :start], position, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
     is_over = False
     while not is_over:
+        sampling.before_draw()
         flag = step.replay()
         _mark_written(call)
-        is_over = sampling.count_token(flag)
+        is_over = sampling.count_token(flag, step.token)
     sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
     sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
 

@@ -35,9 +35,15 @@ class Sampling:
         is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
         self.finished = StopFlag(deferred=is_known and not is_watched)
         self.overrun = 0  # tokens selected after the end
-        self.rng_state: Tensor | None = None  # before the newest token was drawn
+        self.drawn: int | None = None  # of the generator, before the newest token
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+
+    @property
+    def generator(self) -> torch.Generator:
+        """The one that `torch.multinomial` draws from, on a GPU."""
+        index = self.ids.device.index
+        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
 
     def set_limit(self, asked: int, fitting: int) -> None:
         """How long the sequences may become: what the call asks for, what fits into the cache."""
@@ -62,8 +68,7 @@ class Sampling:
         if self.config.return_dict_in_generate and self.config.output_logits:
             self.logits.append(logits.clone())
         if self.config.do_sample:
-            if self.finished.deferred and self.ids.is_cuda:
-                self.rng_state = torch.cuda.get_rng_state(self.ids.device)
+            self.before_draw()
             tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
         else:
             tokens = scores.argmax(dim=-1)
@@ -78,16 +83,23 @@ class Sampling:
         self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
         return self._is_over(self.unfinished.max() == 0)
 
-    def count_token(self, all_ended: Tensor) -> bool:
-        """Count one more token, selected on the device; whether the call is over."""
+    def before_draw(self) -> None:
+        """Note where the generator stands: where a call is over, one token too many may have been drawn."""
+        if self.config.do_sample and self.finished.deferred and self.ids.is_cuda:
+            self.drawn = self.generator.get_offset()
+
+    def count_token(self, all_ended: Tensor, token: Tensor) -> bool:
+        """Count one more token [B, 1], selected on the device; whether the call is over."""
         self.length += 1
+        if self.streamer is not None:
+            self.streamer.put(token[:, 0].cpu())
         return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
     def _is_over(self, all_ended: Tensor) -> bool:
         if self.finished.push(all_ended):  # deferred: one token too many was selected
             self.overrun = 1
-            if self.rng_state is not None:  # undo the draw of that token
-                torch.cuda.set_rng_state(self.rng_state, self.ids.device)
+            if self.drawn is not None:  # undo the draw of that token
+                self.generator.set_offset(self.drawn)
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
     def is_cut_short(self) -> bool:

@@ -95,7 +95,9 @@ def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
             return original(*args, **kwargs)
 
     # Dynamo would trace through the dispatch mode and compile other kernels.
-    return patching.replaced("forward", {model: torch.compiler.disable(forward)})  # type: ignore[no-untyped-call]
+    invariant: Any = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
+    invariant.pass_context = _BatchInvariantMode
+    return patching.replaced("forward", {model: invariant})
 
 
 class _BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]

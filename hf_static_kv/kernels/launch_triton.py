@@ -25,15 +25,17 @@ from hf_static_kv import compat
 # 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 16
 pdl_wait, pdl_launch_next = compat.pdl_instructions()
-_COMPILE_ONLY: ContextVar[bool] = ContextVar("compile_only", default=False)
+_MODE: ContextVar[str] = ContextVar("launches", default="run")  # "run", "compile" or "skip"
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """Run `kernel`, which has a constexpr `PDL`, on the device of its first argument."""
     on: torch.Tensor = args[0]
+    if _MODE.get() == "skip":
+        return
     pdl = on.is_cuda and _supports_pdl(on.device)
     options |= {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-    run = partial(kernel.warmup, grid=grid) if _COMPILE_ONLY.get() else kernel[grid]
+    run = partial(kernel.warmup, grid=grid) if _MODE.get() == "compile" else kernel[grid]
     is_current = not on.is_cuda or on.device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(on.device):
         run(*args, **options)
@@ -42,12 +44,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 @contextmanager
 def compile_only() -> Iterator[None]:
     """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
-    token = _COMPILE_ONLY.set(True)
+    token = _MODE.set("compile")
     try:
         with _CompileAndLoad(torch.cuda.current_device()) as pool, compat.parallel_compiling(pool):
             yield
     finally:
-        _COMPILE_ONLY.reset(token)
+        _MODE.reset(token)
+
+
+@contextmanager
+def skipped_launches() -> Iterator[None]:
+    """Inside the context nothing is launched: for a pass whose values nobody reads."""
+    token = _MODE.set("skip")
+    try:
+        yield
+    finally:
+        _MODE.reset(token)
 
 
 class _CompileAndLoad(ThreadPoolExecutor):

@@ -2,12 +2,18 @@
 
     linears(x, [q, k, v], biases)           x q^T, x k^T, x v^T side by side in one output
     gated_linear(x, gate, up, activation)   activation(x gate^T) * (x up^T)
+    fused_linears(x, weights, biases, ...)  residual + activation(norm(x) w^T + b), side by side as in `linears`; gated:
+                                            residual + activation(norm(x) gate^T + b_gate) * (norm(x) up^T + b_up)
 
-    x: [..., K]   weights: [N_i, K]   biases: [N_i]   output: [..., sum of N_i]
+    x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
 
 With few tokens a linear layer is limited by the reading of its weights. Libraries that are tuned for many tokens read a
-small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to MAX_TOKENS run in our kernels. Both are
-registered with torch, so that `exact` can replace them by their batch-invariant forms.
+small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to MAX_TOKENS run in our kernels. The first
+two are registered with torch, so that `exact` can replace them by their batch-invariant forms.
+
+`fused_linears` is one launch for one token. It rounds to the dtype where the operations of a model round, except that
+the output of the norm is not rounded: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32.
+With transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
 """
 
 from collections.abc import Sequence
@@ -16,15 +22,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_static_kv.kernels import norm as norms
+from hf_static_kv.kernels.norm import Norm, norm_plain
+
 MAX_TOKENS, MAX_WEIGHTS = 16, 3
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
+ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
 
-def is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these: few tokens on a GPU, contiguous weights, one dtype."""
+def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
+    """Whether the kernels take these: few tokens on a GPU, one dtype; weights contiguous, or transposed.
+
+    Transposed weights only for one token and without a gate.
+    """
     tokens, is_half = x.numel() // x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
     has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
-    return x.is_cuda and has_few_tokens and all(w.dtype == x.dtype and w.is_contiguous() for w in weights)
+    if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
+        return False
+    if _are_contiguous(weights):
+        return True
+    return tokens == 1 and not is_gated and all(weight.t().is_contiguous() for weight in weights)
+
+
+def _are_contiguous(weights: Sequence[Tensor]) -> bool:
+    return all(weight.is_contiguous() for weight in weights)
+
+
+def fuses(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
+    """Whether `fused_linears` of these runs in a kernel: one token, and what `is_supported` says."""
+    return x.numel() == x.shape[-1] and is_supported(x, weights, is_gated)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -66,7 +91,7 @@ def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(x gate^T) * (x up^T), with one of `ACTIVATIONS`; both products and the activation are rounded."""
     check_gated(x, gate, up, activation)
-    if is_supported(x, [gate, up]):
+    if is_supported(x, [gate, up], is_gated=True):
         return linears_kernel(x, [gate, up], [], activation)
     return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
@@ -88,4 +113,74 @@ def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """One of `ACTIVATIONS` in plain PyTorch."""
+    if activation == "relu":
+        return F.relu(x)
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")
+
+
+def fused_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    *,
+    norm: Norm | None = None,
+    activation: str = "",
+    is_gated: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Linear layers with the RMS norm before them, and the activation and the sum after them."""
+    check_fused(x, weights, biases, norm, activation, is_gated, residual)
+    if not fuses(x, weights, is_gated):
+        return fused_linears_plain(x, weights, biases, norm, activation, is_gated, residual)
+    if norm is not None and not _are_contiguous(weights):
+        x, norm = norms.norm(x, norm), None
+    from hf_static_kv.kernels.linear_triton import fused_linears_triton
+
+    parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
+    return fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+
+
+def check_fused(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    norm: Norm | None,
+    activation: str,
+    is_gated: bool,
+    residual: Tensor | None,
+) -> None:
+    """Raise ValueError where activation, norm, shapes or dtypes do not fit."""
+    if activation not in ("", *ACTIVATIONS):
+        raise ValueError(f"activation must be empty or one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    check_linears(x, weights, biases)
+    sizes = [weight.shape[0] for weight in weights]
+    if is_gated and (len(sizes) != 2 or sizes[0] != sizes[1]):
+        raise ValueError(f"A gated layer takes two weights of one shape, got {[tuple(w.shape) for w in weights]}.")
+    if biases and [tuple(bias.shape) for bias in biases] != [(size,) for size in sizes]:
+        raise ValueError(f"biases {[tuple(bias.shape) for bias in biases]} and weights of {sizes} rows do not fit.")
+    if norm is not None and tuple(norm.weight.shape) != x.shape[-1:]:
+        raise ValueError(f"x {tuple(x.shape)} and norm {tuple(norm.weight.shape)} do not fit: [..., K] and [K].")
+    if norm is not None and (norm.style.is_centred):
+        raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
+    shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
+    if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
+        got = f"{tuple(residual.shape)} {residual.dtype}"
+        raise ValueError(f"residual must be as the output, {tuple(shape)} {x.dtype}, got {got}.")
+
+
+def fused_linears_plain(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    norm: Norm | None,
+    activation: str,
+    is_gated: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    if norm is not None:
+        x = norm_plain(x, norm)
+    y = linears_plain(x, weights, biases)
+    y, up = y.chunk(2, dim=-1) if is_gated else (y, None)
+    y = activate(y, activation) if activation else y
+    y = y if up is None else y * up
+    return y if residual is None else residual + y

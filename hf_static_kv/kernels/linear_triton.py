@@ -1,12 +1,25 @@
-"""Linear layers of one token in Triton: a GEMV. Formulas and shapes are in linear.py.
+"""Linear layers of one token in Triton: a GEMV, and what is before and after it. Formulas and shapes are in linear.py.
 
-A program computes TILE_N output features with float32 FMAs, without tensor cores. It loads its first tile of the weight
-before it waits for the kernel that writes x. More tokens are in invariant_linear_triton.py.
+All sums are float32 FMAs, without tensor cores. More tokens are in invariant_linear_triton.py.
+
+`_linears`, weights [N, K]: a program computes TILE_N output features. It loads its first tile [TILE_N, TILE_K] before
+it waits for the kernel that writes x, and each further tile before it uses the one at hand; where K fits into a tile
+(IS_WHOLE) it loads all at once. The factor 1 / sqrt(mean(x^2) + eps) of a norm is one number: the loop sums x^2 beside
+the products with x times the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and
+nothing is rounded before the end.
+
+`_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before it waits for x, and
+so computes a part of the sums of TILE_N output features. The program that comes last for these features adds the parts.
+
+Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is loaded, so the
+program would wait for it before it lets the next kernel start. Not in the loop of `_linears`: there ptxas would load
+the next tile only after the products of the one at hand.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,15 +27,107 @@ from torch import Tensor
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
+_COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
 
 
 @triton.jit
-def _load_weight(w, n, k, N, K, EVEN: tl.constexpr):
-    """The tile [n, k] of a weight [N, K], with zeros outside of it."""
-    mask = n[:, None] < N
-    if not EVEN:
-        mask &= k[None, :] < K
-    return tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=mask, other=0.0)
+def _linears(
+    x, y, norm_weight, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_WHOLE: tl.constexpr, IS_PAIRED: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if IS_GATED:  # w0 is the gate and w1 is up
+        w, b, N, n_start, y_start = w0, b0, n0, tl.program_id(0) * TILE_N, 0
+    else:
+        w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    dtype = y.dtype.element_ty
+    if IS_PAIRED:
+        w, w1 = w.to(tl.pointer_type(tl.int32)), w1.to(tl.pointer_type(tl.int32))
+    tile = _load_weight(w, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
+    if IS_GATED:
+        up_tile = _load_weight(w1, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
+    if HAS_NORM:
+        norm_tile = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
+    up_bias = tl.load(b1 + n, mask=n < N, other=0.0) if HAS_BIAS and IS_GATED else 0.0
+    pdl_sync(PDL)
+    if HAS_RESIDUAL:
+        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
+    total, up = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
+    squares = tl.zeros((TILE_K,), tl.float32)
+    for k_start in tl.range(0, 0 if IS_WHOLE else K - TILE_K, TILE_K):
+        next_tile = _load_weight(w, n, k_start + TILE_K, N, K, TILE_K, EVEN, IS_PAIRED)
+        if IS_GATED:
+            next_up_tile = _load_weight(w1, n, k_start + TILE_K, N, K, TILE_K, EVEN, IS_PAIRED)
+        x_tile = tl.load(x + k_start + k).to(tl.float32)
+        if HAS_NORM:
+            squares += x_tile * x_tile
+            x_tile *= offset + norm_tile.to(tl.float32)
+            next_k = k_start + TILE_K + k
+            norm_tile = tl.load(norm_weight + next_k, mask=next_k < K, other=0.0)  # here it takes fewer registers
+        total, tile = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :], next_tile
+        if IS_GATED:
+            up, up_tile = up + _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :], next_up_tile
+    k += 0 if IS_WHOLE else (K - 1) // TILE_K * TILE_K
+    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    scale = 1.0
+    if HAS_NORM:
+        scale = tl.rsqrt(tl.sum(squares + x_tile * x_tile) / K + eps)
+        x_tile *= offset + norm_tile.to(tl.float32)
+    total += _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :]
+    if IS_GATED:
+        up += _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :]
+    result = _finish_sum(tl.sum(total, 1), scale, bias, HAS_NORM, HAS_BIAS)
+    if ACTIVATION != "":
+        result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
+    if IS_GATED:
+        factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS)
+        result = result.to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
+    if HAS_RESIDUAL:
+        result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
+    tl.store(y + y_start + n, result.to(dtype), mask=n < N)
+
+
+@triton.jit
+def _transposed(
+    x, y, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, sums, counters, parts,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    block, part = tl.program_id(0), tl.program_id(1)
+    w, b, N, n_start, y_start = pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    n, k = n_start + tl.arange(0, TILE_N), part * TILE_K + tl.arange(0, TILE_K)
+    dtype = y.dtype.element_ty
+    if IS_PAIRED:
+        pairs = n_start // 2 + tl.arange(0, TILE_N // 2)
+        tile = _load_transposed(w.to(tl.pointer_type(tl.int32)), pairs, k, N // 2, K, EVEN)
+    else:
+        tile = _load_transposed(w, n, k, N, K, EVEN)
+    bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
+    pdl_sync(PDL)
+    if HAS_RESIDUAL:
+        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
+    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    result = tl.sum(_unpack(tile, dtype, IS_PAIRED) * x_tile[:, None], 0)
+    is_last = True
+    if IS_SPLIT:
+        size = n0 + n1 + n2
+        tl.store(sums + part * size + y_start + n, result, mask=n < N)
+        tl.debug_barrier()  # the sums of all threads are stored before one thread counts the program
+        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if is_last:
+        if IS_SPLIT:
+            tl.store(counters + block, 0)  # for the next launch
+            result = _add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
+        result = _finish_sum(result, 1.0, bias, False, HAS_BIAS)
+        if ACTIVATION != "":
+            result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
+        if HAS_RESIDUAL:
+            result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
+        tl.store(y + y_start + n, result.to(dtype), mask=n < N)
 
 
 @triton.jit
@@ -39,54 +144,69 @@ def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr)
 
 
 @triton.jit
-def _linear(
-    x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, K,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
-    n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    tile = _load_weight(w, n, k, N, K, EVEN)
-    pdl_sync(PDL)
-    total = tl.zeros((TILE_N, TILE_K), tl.float32)
-    for k_start in range(0, K - TILE_K, TILE_K):
-        next_tile = _load_weight(w, n, k_start + TILE_K + k, N, K, EVEN)
-        total += tile.to(tl.float32) * tl.load(x + k_start + k).to(tl.float32)[None, :]
-        tile = next_tile
-    k += (K - 1) // TILE_K * TILE_K
-    total += tile.to(tl.float32) * tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    result = tl.sum(total, 1)
-    if HAS_BIAS:
-        result += tl.load(b + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(y + y_start + n, result.to(y.dtype.element_ty), mask=n < N)
+def _load_weight(w, n, k_start, N, K, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """The tile [n, TILE_K] of a weight [N, K] from `k_start` on, with zeros outside of it."""
+    width: tl.constexpr = 2 if IS_PAIRED else 1
+    k, K = k_start // width + tl.arange(0, TILE_K // width), K // width
+    mask = n[:, None] < N
+    if not EVEN:
+        mask &= k[None, :] < K
+    return tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def _gated_linear(
-    x, y, gate, up, N, K,
-    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    n, k = tl.program_id(0) * TILE_N + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
-    g_tile, u_tile = _load_weight(gate, n, k, N, K, EVEN), _load_weight(up, n, k, N, K, EVEN)
-    pdl_sync(PDL)
-    g, u = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
-    for k_start in range(0, K - TILE_K, TILE_K):
-        next_g_tile = _load_weight(gate, n, k_start + TILE_K + k, N, K, EVEN)
-        next_u_tile = _load_weight(up, n, k_start + TILE_K + k, N, K, EVEN)
-        x_tile = tl.load(x + k_start + k).to(tl.float32)[None, :]
-        g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
-        g_tile, u_tile = next_g_tile, next_u_tile
-    k += (K - 1) // TILE_K * TILE_K
-    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :]
-    g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
-    dtype = y.dtype.element_ty
-    a = activate(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
-    tl.store(y + n, (a * tl.sum(u, 1).to(dtype).to(tl.float32)).to(dtype), mask=n < N)
+def _load_transposed(w, n, k, N, K, EVEN: tl.constexpr):
+    """The tile [k, n] of a weight that is [K, N] in memory, with zeros outside of it."""
+    mask = n[None, :] < N
+    if not EVEN:
+        mask &= k[:, None] < K
+    return tl.load(w + k[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """The tile in float32; of a pair the lower half is the first number."""
+    if IS_PAIRED:
+        if dtype == tl.bfloat16:  # the upper half of a float32
+            both = tl.join(tile << 16, tile & -65536).to(tl.float32, bitcast=True)
+        else:
+            both = tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16)).to(dtype, bitcast=True).to(tl.float32)
+        tile = tl.reshape(both, (tile.shape[0], 2 * tile.shape[1]))
+    return tile.to(tl.float32)
+
+
+@triton.jit
+def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.constexpr):
+    """The sum of [parts, n], in an order that does not depend on which part came when."""
+    part = tl.arange(0, TILE_PARTS)
+    total = _load_parts(sums, part, n, N, size, parts)
+    for start in tl.range(TILE_PARTS, parts, TILE_PARTS):
+        total += _load_parts(sums, start + part, n, N, size, parts)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _load_parts(sums, part, n, N, size, parts):
+    mask = (part[:, None] < parts) & (n[None, :] < N)
+    return tl.load(sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg")  # not from L1
+
+
+@triton.jit
+def _finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The sum over K, scaled and with the bias: [TILE_N] in float32."""
+    if HAS_NORM:
+        total *= scale
+    if HAS_BIAS:
+        total += bias.to(tl.float32)
+    return total
 
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
+    if ACTIVATION == "relu":
+        return tl.where(x < 0.0, 0.0, x)  # keeps a NaN
     if ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
@@ -95,17 +215,97 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
     """`linears`, or with an activation `gated_linear` of the weights gate and up."""
-    x, dim, sizes = x.contiguous(), x.shape[-1], output_sizes(weights, activation)
+    return fused_linears_triton(x, weights, biases, None, activation, bool(activation), None)
+
+
+def fused_linears_triton(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    norm: tuple[Tensor, float, float] | None,
+    activation: str,
+    is_gated: bool,
+    residual: Tensor | None,
+) -> Tensor:
+    """`fused_linears` of one token; weights are all contiguous or all transposed. `norm`: weight, eps, offset."""
+    if not all(weight.is_contiguous() for weight in weights):
+        if norm is not None or is_gated:
+            raise ValueError("Transposed weights are multiplied without norm and without gate: run these apart.")
+        return _transposed_linears(x, weights, biases, activation, residual)
+    x, dim = x.contiguous(), x.shape[-1]
+    sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    tile_n, tile_k, warps = _tiles(sum(sizes), dim, activation)
-    grid = (sum(triton.cdiv(size, tile_n) for size in sizes),)
-    tiles = {"TILE_N": tile_n, "TILE_K": tile_k, "EVEN": dim % tile_k == 0, "num_warps": warps}
-    if activation:
-        launch(_gated_linear, grid, x, y, *weights, *sizes, dim, ACTIVATION=activation, **tiles)
-    else:
-        arguments = *padded(x, weights), *padded(x, biases), *padded(0, sizes)
-        launch(_linear, grid, x, y, *arguments, dim, HAS_BIAS=bool(biases), **tiles)
+    norm_weight, eps, offset = norm or (x, 0.0, 0.0)
+    tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
+    launch(
+        _linears, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y, norm_weight.contiguous(),
+        x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases), *padded(0, sizes),
+        dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
+        IS_WHOLE=dim <= tile_k, IS_PAIRED=dim <= tile_k and _is_paired(weights, [dim]),
+        HAS_NORM=norm is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
+        HAS_RESIDUAL=residual is not None, num_warps=warps,
+    )  # fmt: skip
     return y
+
+
+def _transposed_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str, residual: Tensor | None
+) -> Tensor:
+    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
+    y = x.new_empty(*x.shape[:-1], sum(sizes))
+    tile_n, tile_k, warps = _transposed_tiles(x.element_size())
+    blocks, parts = sum(triton.cdiv(size, tile_n) for size in sizes), triton.cdiv(dim, tile_k)
+    sums, counters = x, x
+    if parts > 1:
+        sums, counters = x.new_empty(parts, sum(sizes), dtype=torch.float32), _counters(x, blocks)
+    launch(
+        _transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
+        *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
+        TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)), EVEN=dim % tile_k == 0,
+        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_BIAS=bool(biases), ACTIVATION=activation,
+        HAS_RESIDUAL=residual is not None, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _is_paired(weights: Sequence[Tensor], lengths: Sequence[int]) -> bool:
+    """Whether two numbers of these weights make an int32, with rows in memory of these lengths."""
+    is_half = all(weight.element_size() == 2 and weight.data_ptr() % 4 == 0 for weight in weights)
+    return is_half and all(length % 2 == 0 for length in lengths)
+
+
+class _Pool:
+    """Zeros of one device, of which each captured launch gets its own.
+
+    After the last one it begins again. Launches that share counters must not run at the same time, so two graphs may
+    run at once unless a million counters were captured between them.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.zeros, self.used = zeros, 0
+
+    def take(self, number: int) -> Tensor:
+        start = self.used if self.used + number <= len(self.zeros) else 0
+        self.used = start + triton.cdiv(number, 4) * 4  # 16-byte aligned, so that Triton compiles one variant
+        return self.zeros[start : start + number]
+
+
+_POOLS: dict[torch.device, _Pool] = {}
+
+
+def _counters(x: Tensor, number: int) -> Tensor:
+    """Zeros on the device of x, which a launch leaves as zeros.
+
+    In a graph they would be zeroed at each replay, which costs a launch. So a captured launch takes them from a pool
+    that was zeroed before, by the first launch outside of a capture.
+    """
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured and x.device in _POOLS:
+        return _POOLS[x.device].take(number)
+    if x.is_cuda and not is_captured and x.device not in _POOLS:
+        _POOLS.setdefault(x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32)))  # kept: graphs point to it
+        torch.cuda.current_stream(x.device).synchronize()  # captures run on other streams
+    return x.new_zeros(number, dtype=torch.int32)
 
 
 def output_sizes(weights: Sequence[Tensor], activation: str) -> list[int]:
@@ -118,13 +318,27 @@ def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
     return [*given, *[absent] * (WEIGHT_ARGUMENTS - len(given))]
 
 
-def _tiles(size: int, dim: int, activation: str) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps: among the fastest of a dozen for each shape of the dev models (H200, 2026-11-15).
+def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
+    """TILE_N, TILE_K and warps: the fastest of a dozen for the shapes of the dev models, or nearly (H200, 2026-11-16).
 
-    A large weight is read by many small programs. A small one has few programs, so each keeps more loads in flight.
+    Up to 2048 wide, a program reads whole rows at once. Wider ones are read in parts; so is a head of a large
+    vocabulary, whose many programs keep enough loads in flight.
     """
-    if activation:
-        return (1, 1024, 2) if dim >= 2048 else (4, 128, 2)
+    whole = max(128, triton.next_power_of_2(dim))
+    if is_gated and dim <= 2048:
+        return (1, whole, 4 if dim > 1536 else 2) if whole == 2048 else (2, whole, 2)
+    if is_gated:
+        return 1, 1024, 2
     if size >= 8192:
         return 8, 128, 2
-    return (2, 2048, 8) if size < 2048 and dim >= 4096 else (4, 1024, 4)
+    if dim <= 2048:
+        return 2, whole, 4 if whole == 2048 else 2
+    return (2, 8192, 8) if whole == 8192 else (4, 1024, 4)
+
+
+def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
+    """TILE_N, TILE_K and warps of transposed weights: the fastest, or nearly, for GPT-2 XL (H200, 2026-11-16).
+
+    A row of a tile is one cache line, 128 bytes.
+    """
+    return 128 // element_size, 128, 2

@@ -1,17 +1,30 @@
-"""Rotary position embedding of queries and keys.
+"""Rotary position embedding of queries and keys, and all that a new token's heads need before attention.
 
-y = x * cos + rotate_half(x) * sin      rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
+rotary              of queries and keys
+    y = x * cos + rotate_half(x) * sin      rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
 
-query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or [1, q, D] for all batch rows
+    query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or [1, q, D] for all batch rows
+
+rotate_and_write    of one token, with optional RMS norms over the head dim
+    query, key = rotary(query_norm(query), key_norm(key), cos, sin)
+    keys[:, :, cache_position] = key      values[:, :, cache_position] = value
+
+    query, key, cos, sin: as above with q = 1   value: [B, H, 1, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]
+    cache_position: [1], int64, read on the device
 """
 
 import torch
 from torch import Tensor
+from torch.overrides import wrap_torch_function
+
+from hf_static_kv.kernels.norm import Norm, check_norm, norm
+from hf_static_kv.kernels.step_state import write_token
 
 
+@wrap_torch_function(lambda query, *args, **kwargs: (query,))  # one call for a TorchFunctionMode
 def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotated query and key; both products and their sum are rounded to the dtype of x."""
-    if is_supported(query, key, cos, sin):
+    if query.is_cuda and is_supported(query, key, cos, sin):
         from hf_static_kv.kernels.rotary_triton import rotary_triton
 
         return rotary_triton(query, key, cos, sin)
@@ -19,8 +32,8 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 
 def is_supported(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether the kernel takes these: on a GPU, one dtype, all dims of a head rotated."""
-    if not query.is_cuda or query.ndim != 4:
+    """Whether the kernel takes these: one dtype, all dims of a head rotated."""
+    if query.ndim != 4:
         return False
     batch, _, length, dim = query.shape
     has_angles = cos.shape == sin.shape and cos.shape in ((batch, length, dim), (1, length, dim))
@@ -36,3 +49,81 @@ def rotary_plain(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[
 def _rotate_half(x: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.cat((-second, first), dim=-1)
+
+
+@wrap_torch_function(lambda query, *args, **kwargs: (query,))
+def rotate_and_write(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
+    keys: Tensor, values: Tensor, cache_position: Tensor,
+    query_norm: Norm | None = None, key_norm: Norm | None = None, *, angles_ready: bool = False,
+) -> Tensor:  # fmt: skip
+    """The rotated query, contiguous; the rotated key and the value are written in place.
+
+    cos, sin      None: no rotary embedding
+    angles_ready  they were written at least two kernels ago: read them before the wait of PDL
+
+    On a GPU it is one kernel, with the bits of one kernel for each part: `norm`, `rotary` and `write_token`. Norms of
+    different styles, or a norm of only one of query and key, run as these separate kernels. A position beyond the
+    capacity S is not written.
+    """
+    _check(query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm)
+    if query.is_cuda and _style(query_norm) == _style(key_norm):
+        from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
+
+        return rotate_and_write_triton(
+            query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm, angles_ready
+        )
+    return rotate_and_write_plain(query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm)
+
+
+def rotate_and_write_plain(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
+    keys: Tensor, values: Tensor, cache_position: Tensor,
+    query_norm: Norm | None = None, key_norm: Norm | None = None,
+) -> Tensor:  # fmt: skip
+    """One part after the other."""
+    if query_norm is not None:
+        query = norm(query, query_norm)
+    if key_norm is not None:
+        key = norm(key, key_norm)
+    if cos is not None and sin is not None:
+        query, key = rotary(query, key, cos, sin)
+    write_token(keys, values, key, value, cache_position)
+    return query.contiguous()
+
+
+def _style(norm: Norm | None) -> object:
+    return None if norm is None else norm.style
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
+    keys: Tensor, values: Tensor, cache_position: Tensor, query_norm: Norm | None, key_norm: Norm | None,
+) -> None:  # fmt: skip
+    shapes = [list(tensor.shape) for tensor in (query, key, value, keys, values)]
+    batch, heads, dim, value_dim = len(query), key.shape[1], query.shape[-1], value.shape[-1]
+    storage = [batch, heads, *keys.shape[2:3]]
+    fitting = [[batch, *query.shape[1:2], 1, dim], [batch, heads, 1, dim], [batch, heads, 1, value_dim]]
+    if shapes != [*fitting, [*storage, dim], [*storage, value_dim]]:
+        given = "query {}, key {}, value {}, keys {} and values {}".format(*shapes)
+        raise ValueError(
+            f"{given} do not fit: they must be [B, Hq, 1, D], [B, H, 1, D], [B, H, 1, Dv], [B, H, S, D], [B, H, S, Dv]."
+        )
+    angles = [tensor for tensor in (cos, sin) if tensor is not None]
+    if len(angles) == 1 or any(x.shape not in ((batch, 1, dim), (1, 1, dim)) for x in angles):
+        given = " and ".join("None" if x is None else str(list(x.shape)) for x in (cos, sin))
+        raise ValueError(f"cos and sin must be [{batch}, 1, {dim}] or [1, 1, {dim}], or both None, got {given}.")
+    if angles and dim % 2:
+        raise ValueError(f"Rotary embedding needs an even head dim, got {dim}.")
+    dtypes = [tensor.dtype for tensor in (query, key, value, keys, values, *angles)]
+    if len(set(dtypes)) > 1:
+        raise ValueError(f"Heads, storage, cos and sin must have one dtype, got {', '.join(map(str, dtypes))}.")
+    if cache_position.shape != (1,) or cache_position.dtype != torch.int64:
+        raise ValueError(
+            f"cache_position must be [1], torch.int64, got {list(cache_position.shape)}, {cache_position.dtype}."
+        )
+    for x, its_norm in ((query, query_norm), (key, key_norm)):
+        if its_norm is not None:
+            check_norm(x, its_norm)
+            if its_norm.style.is_centred:
+                raise ValueError("rotate_and_write takes RMS norms, got a LayerNorm: compute it before.")

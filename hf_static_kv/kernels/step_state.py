@@ -85,7 +85,12 @@ def select_greedy(logits: Tensor, cache_position: Tensor, state: GreedyState) ->
 
 
 def select_greedy_plain(logits: Tensor, cache_position: Tensor, state: GreedyState) -> None:
-    tokens = torch.where(state.unfinished, logits.argmax(dim=-1, keepdim=True), state.pad)
+    select_plain(logits.argmax(dim=-1, keepdim=True), cache_position, state)
+
+
+def select_plain(tokens: Tensor, cache_position: Tensor, state: GreedyState) -> None:
+    """Select `tokens` [B, 1]."""
+    tokens = torch.where(state.unfinished, tokens, state.pad)
     state.sequences.index_copy_(1, cache_position + 1, tokens)
     state.unfinished.logical_and_((tokens != state.eos).all(dim=1, keepdim=True))
     state.is_over.copy_(~state.unfinished.any())

@@ -112,7 +112,6 @@ def _select(
 
 def select_greedy_triton(logits: Tensor, cache_position: Tensor, *state: Tensor) -> None:
     """`state`: the fields of `GreedyState`, in their order."""
-    sequences, _, _, eos, _, _ = state
     batch, vocabulary = logits.shape
     maxima, tokens = (logits.new_empty(batch, _NUM_CHUNKS, dtype=dtype) for dtype in (torch.float32, torch.int32))
     chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
@@ -120,7 +119,14 @@ def select_greedy_triton(logits: Tensor, cache_position: Tensor, *state: Tensor)
         _argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
         CHUNK=chunk, TILE=triton.next_power_of_2(chunk), num_warps=4,
     )  # fmt: skip
+    select_triton(maxima, tokens, vocabulary, cache_position, *state)
+
+
+def select_triton(maxima: Tensor, tokens: Tensor, vocabulary: int, cache_position: Tensor, *state: Tensor) -> None:
+    """Select the token of the largest maximum of each row; maxima, tokens: [B, chunks], float32 and int32."""
+    sequences, _, _, eos, _, _ = state
+    batch, num_chunks = maxima.shape
     launch(
         _select, (1,), maxima, tokens, cache_position, *state, sequences.stride(0), batch, vocabulary,
-        TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=_NUM_CHUNKS, NUM_EOS=eos.shape[1], num_warps=4,
+        TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=num_chunks, NUM_EOS=eos.shape[1], num_warps=4,
     )  # fmt: skip

@@ -1,43 +1,27 @@
-"""Linear layers and gated MLPs as kernels."""
+"""Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for a recording."""
 
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from itertools import groupby
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeGuard
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
+from transformers import activations
 
 from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
-from hf_static_kv.patching import Replaceable, is_unmodified, replaced
-
-
-@contextmanager
-def fused_linears(model: Module, run: Callable[[], object]) -> Iterator[list[list[Linear]]]:
-    """The model with its gated MLPs and linear layers as kernels for few tokens; yields the groups of linear layers.
-
-    `run` is one pass of the model, in which consecutive linear layers with the same input are found.
-    """
-    with gated_mlps(model):
-        owners = [getattr(module.forward, "__self__", None) for module in model.modules()]
-        mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]  # also of a context around this one
-        fused = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
-        groups = _groups_by_input([m for m in model.modules() if _is_plain(m) and m not in fused], run)
-        shared = [_SharedInput(group) for group in groups]
-        members: dict[Module, Any] = {layer: _GroupMember(s, i) for s in shared for i, layer in enumerate(s.group)}
-        with replaced("forward", {layer: member.forward for layer, member in members.items()}):
-            yield groups
+from hf_static_kv.patching import is_unmodified, replaced
 
 
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
     """The model with each linear layer as one operation, for any number of tokens; yields these layers."""
+    owners = [getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()]
+    mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]
+    inside = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}  # of an operation already
     # A layer that is shared with another model may be replaced already.
-    layers = [module for module in model.modules() if _is_plain(module) and "forward" not in module.__dict__]
+    layers = [module for module in model.modules() if _is_plain(module) and module not in inside]
     with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
         yield layers
 
@@ -77,8 +61,7 @@ def _is_plain(module: object) -> TypeGuard[Linear]:
     return type(module) is Linear and type(module.weight) is Parameter and is_unmodified(module)
 
 
-# Methods, not partials: `torch.compile` takes a partial for a constant and compiles every layer anew.
-class _SingleLinear(Replaceable):
+class _SingleLinear:
     def __init__(self, module: Linear) -> None:
         self.module = module
 
@@ -98,48 +81,36 @@ class _GatedMLP:
         return self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))  # type: ignore[no-any-return]
 
 
-def _groups_by_input(layers: list[Linear], run: Callable[[], object]) -> list[list[Linear]]:
-    """The layers that `run` calls once, in groups of consecutive calls with the same input tensor."""
-    calls: list[tuple[Any, Tensor]] = []  # inputs are kept, so that each has its own identity
-    with ExitStack() as hooks:
-        for layer in layers:
-            hooks.enter_context(layer.register_forward_pre_hook(lambda layer, args: calls.append((layer, args[0]))))
-        run()
-    counts, groups, size = Counter(layer for layer, _ in calls), [], linear.MAX_WEIGHTS
-
-    def kind(call: tuple[Any, Tensor]) -> tuple[bool, int, bool, torch.dtype]:  # equal for layers that share a launch
-        layer, x = call
-        return counts[layer] == 1, id(x), layer.bias is None, layer.weight.dtype
-
-    for (is_called_once, *_), same in groupby(calls, kind):
-        group = [layer for layer, _ in same]
-        if is_called_once:
-            groups += [group[i : i + size] for i in range(0, len(group), size)]
-    return groups
+@contextmanager
+def named_activations(model: Module) -> Iterator[None]:
+    """The model with each activation that has a formula of its own as one operation (GPT-2's GELU is eight)."""
+    modules = [module for module in model.modules() if type(module).__module__ == activations.__name__]
+    found = {type(module): _activation_name(module) for module in modules}
+    forwards = {m: Activation(m, found[type(m)]).forward for m in modules if found[type(m)] and is_unmodified(m)}
+    with replaced("forward", forwards):
+        yield
 
 
-class _SharedInput:
-    """A group of linear layers with the same input: the first one computes the outputs of all."""
+class Activation:
+    """An activation and its name among `linear.ACTIVATIONS`."""
 
-    def __init__(self, group: list[Linear]) -> None:
-        self.group = group
-        self.x: Tensor | None = None
-        self.outputs: tuple[Tensor, ...] = ()
-
-
-class _GroupMember:
-    def __init__(self, shared: _SharedInput, i: int) -> None:
-        self.shared, self.i = shared, i
+    def __init__(self, module: Module, name: str) -> None:
+        self.original, self.name = module.forward, name
 
     def forward(self, x: Tensor) -> Tensor:
-        shared, group, module = self.shared, self.shared.group, self.shared.group[self.i]
-        if self.i == 0 and x.numel() <= linear.MAX_TOKENS * x.shape[-1]:
-            biases = [] if module.bias is None else [member.bias for member in group]
-            outputs = linear.linears(x, [member.weight for member in group], biases)
-            shared.x, shared.outputs = x, outputs.split([member.out_features for member in group], dim=-1)
-        if shared.x is not x:  # too many tokens, or another input than in `run`
-            return F.linear(x, module.weight, module.bias)
-        output = shared.outputs[self.i]
-        if self.i == len(group) - 1:
-            shared.x, shared.outputs = None, ()
-        return output
+        return activated(x, self)
+
+
+@torch.overrides.wrap_torch_function(lambda x, activation: (x,))
+def activated(x: Tensor, activation: Activation) -> Tensor:
+    """The model's own operations, with its own roundings."""
+    return activation.original(x)  # type: ignore[no-any-return]
+
+
+def _activation_name(module: Module) -> str:
+    """The activation that this module computes, found in float64; "" if it is none of the known ones."""
+    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
+    with suppress(Exception):  # it takes other arguments
+        expected = ((name, linear.activate(x, name)) for name in linear.ACTIVATIONS)
+        return next((name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), "")
+    return ""

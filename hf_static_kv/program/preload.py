@@ -1,4 +1,4 @@
-"""Starts the compilers in threads while the prompt is computed. That saves one to three seconds of the first call."""
+"""Starts Triton in threads while the prompt is computed. That saves one to three seconds of the first call."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -8,7 +8,6 @@ from threading import Thread
 from hf_static_kv import compat
 
 TRITON = (compat.load_triton_driver, compat.hash_triton, compat.load_gluon)
-INDUCTOR = (compat.load_inductor,)
 
 
 def load(parts: tuple[Callable[[], None], ...]) -> None:

@@ -30,48 +30,53 @@ def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
 
 
 @contextmanager
-def angles_from_tables(model: Module, length: int) -> Iterator[list[Tensor]]:
-    """The model with its cosines and sines read from tables of `length` positions; yields the tables.
-
-    The first pass fills them. A graph that was captured inside needs them as long as it lives.
-    """
+def one_operation_angles(model: Module) -> Iterator[None]:
+    """The model with the cosines and sines of each of its rotary modules as one operation."""
     modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
-    tables: list[Tensor] = []
     attention = attention_name(getattr(model, "config", None))  # angles have other bits inside `exact`
-    with replaced("forward", {module: _Angles(module, length, attention, tables).forward for module in modules}):
-        yield tables
+    with replaced("forward", {module: Rotary(module, attention).forward for module in modules}):
+        yield
 
 
-class _Angles:
-    def __init__(self, module: Module, length: int, attention: str | None, tables: list[Tensor]) -> None:
-        self.module, self.length, self.attention, self.tables = module, length, attention, tables
-        self.original = module.forward
-        self.by_arguments: dict[tuple[Any, ...], Tensor | None] = {}
+class Rotary:
+    """Computes the angles of one rotary module."""
+
+    def __init__(self, module: Module, attention: str | None) -> None:
+        self.module, self.attention, self.original = module, attention, module.forward
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        key = (*args, *kwargs.items())
-        if key not in self.by_arguments:
-            self.by_arguments[key] = self._table(x, position_ids, *args, **kwargs)
-        if (table := self.by_arguments[key]) is None:
-            return self.original(x, position_ids, *args, **kwargs)
-        return F.embedding(position_ids, table).chunk(2, dim=-1)
+        return angles(position_ids, x, self, *args, **kwargs)
 
-    def _table(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Cosines and sines, [length, 2 D]; None if the module's output is not a lookup by position."""
-        last = torch.full_like(position_ids[:, :1], self.length - 1)  # at position 0 all angles are 0
-        expected = [(at, self.original(x, at, *args, **kwargs)) for at in (position_ids, last)]
-        key = (self.length, self.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
-        table = _TABLES.setdefault(self.module, WeakValueDictionary()).get(key)
+
+@torch.overrides.wrap_torch_function(lambda position_ids, *args, **kwargs: (position_ids,))
+def angles(position_ids: Tensor, x: Tensor, rotary: Rotary, *args: Any, **kwargs: Any) -> Any:
+    """Cosines and sines of these positions, as the model's own module computes them."""
+    return rotary.original(x, position_ids, *args, **kwargs)
+
+
+def angle_table(
+    length: int, position_ids: Tensor, x: Tensor, rotary: Rotary, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    """Cosines and sines of `length` positions, [length, 2 D]; None if the output is not a lookup by position."""
+    module, original = rotary.module, rotary.original
+    last = torch.full_like(position_ids[:, :1], length - 1)  # at position 0 all angles are 0
+    expected = [(at, original(x, at, *args, **kwargs)) for at in (position_ids, last)]
+    key = (length, rotary.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
+    table = _TABLES.setdefault(module, WeakValueDictionary()).get(key)
+    if table is None or not _holds(table, expected):
+        made = original(x, torch.arange(length, device=position_ids.device)[None], *args, **kwargs)
+        is_pair = len(made) == 2 and all(isinstance(part, Tensor) and part.ndim == 3 for part in made)
+        table = torch.cat(made, dim=-1)[0] if is_pair else None
         if table is None or not _holds(table, expected):
-            positions = torch.arange(self.length, device=position_ids.device)[None]
-            made = self.original(x, positions, *args, **kwargs)
-            is_pair = len(made) == 2 and all(isinstance(part, Tensor) and part.ndim == 3 for part in made)
-            table = torch.cat(made, dim=-1)[0] if is_pair else None
-            if table is None or not _holds(table, expected):
-                return None
-            _TABLES[self.module][key] = table
-        self.tables.append(table)
-        return table
+            return None
+        _TABLES[module][key] = table
+    return table
+
+
+def lookup(position_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines from a table of `angle_table`."""
+    cos, sin = F.embedding(position_ids, table).chunk(2, dim=-1)
+    return cos, sin
 
 
 def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:

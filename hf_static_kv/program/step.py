@@ -1,37 +1,45 @@
 """One decode step with every input at a fixed address, so that a CUDA graph can hold it.
 
-    token -> model -> logits      each layer writes its keys and values straight into the storage
-    cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
+record     one pass of the model, written down as a list of operations (record.py)
+rewrite    operations that belong together become one (rules.py)
+capture    the list, as a CUDA graph; on a CPU the list runs as it is
 
-On a CPU there is no graph and nothing is fused: the model's own modules run, with the step's cache and attention.
+token -> list -> logits      each layer writes its keys and values straight into the storage
+cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
 """
 
 import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import Lock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_static_kv import compat
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import GreedyState, advance, select_greedy, write_token
-from hf_static_kv.patching import replaced
-from hf_static_kv.program.linears import fused_linears
-from hf_static_kv.program.norms import FusedSums, fused_norms
-from hf_static_kv.program.preload import INDUCTOR, TRITON, wait_for
-from hf_static_kv.program.rotary import angles_from_tables, fused_rotary
+from hf_static_kv.patching import pass_context, replaced
+from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
+from hf_static_kv.program.linears import named_activations
+from hf_static_kv.program.norms import fused_norms
+from hf_static_kv.program.preload import TRITON, wait_for
+from hf_static_kv.program.record import Recorder
+from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
+from hf_static_kv.program.rules import rewrite
 
-COMPILE = ("none", "layers")
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
+# The programs of each model, which hold its weights: a step may outlive the model.
+_PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Callable[[], Tensor]]] = (
+    WeakKeyDictionary()
+)
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -62,8 +70,7 @@ class DecodeStep:
         self.cache = _StepCache(self.cache_position, cache.max_cache_len)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
-        self._around_a_pass: AbstractContextManager[object] = nullcontext()
-        self._tables: list[Tensor] = []  # which the graph reads
+        self._tables: list[Tensor] = []  # which the program reads
 
     @property
     def is_orphan(self) -> bool:
@@ -79,6 +86,11 @@ class DecodeStep:
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
         return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether it runs a program, not the model itself."""
+        return self in _PROGRAMS.get(self.model, ())
 
     def set_position(self, length: int, seq_start: Tensor) -> None:
         """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
@@ -98,24 +110,36 @@ class DecodeStep:
         self.graph.replay()
         return self.logits
 
-    def capture(self, length: int, seq_start: Tensor, compile: str = "none") -> None:
-        """Capture the step as a graph, and put the model back. The first `run` overwrites position `length`."""
+    def record(self, length: int, seq_start: Tensor, is_exact: bool = False, without: Collection[str] = ()) -> None:
+        """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip."""
+        model = self.model
+        self.set_position(length, seq_start)
+        self._advance()  # the pass writes at position `length`
+        with ExitStack() as changes:
+            if not is_exact and changes.enter_context(one_operation_experts(model)):
+                changes.enter_context(one_operation_routers(model))  # skipped, a router gives no valid index to others
+            for change in (fused_norms, fused_rotary, one_operation_angles, named_activations):
+                changes.enter_context(change(model))
+            if self.token.is_cuda:
+                from hf_static_kv.kernels.launch_triton import skipped_launches
+
+                changes.enter_context(skipped_launches())
+            with Recorder() as recorder:
+                logits = self._pass_of_model()
+        program = recorder.program(logits)
+        with pass_context(model):
+            rewrite(program, without, keeps_bits=is_exact)
+        self._tables = [call.args[1] for call in program if call.func is lookup]
+        _PROGRAMS.setdefault(model, WeakKeyDictionary())[self] = program.compiled()
+
+    def capture(self, length: int, seq_start: Tensor) -> None:
+        """Capture the step as a graph. The first `run` overwrites position `length`."""
         wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
-        with _CAPTURING, torch.cuda.device(self.token.device), ExitStack() as changes:
-            if compile == "none":  # Inductor fuses these itself
-                changes.enter_context(fused_norms(self.model))
-                changes.enter_context(fused_rotary(self.model))
-                self._around_a_pass = FusedSums()
+        with _CAPTURING, torch.cuda.device(self.token.device):
             with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
-                changes.enter_context(fused_linears(self.model, run=lambda: self._run_once(length, seq_start)))
                 self._run_once(length, seq_start)
-            # Kernels must run to fill a table, so not inside `compile_only`.
-            self._tables = changes.enter_context(angles_from_tables(self.model, self.max_cache_len))
-            if compile == "layers":
-                wait_for(INDUCTOR)
-                changes.enter_context(compiled_layers(self.model, num_layers=len(self.layers)))
             self._warm_up(length, seq_start)
             self.set_position(length, seq_start)
             # `stream`: a failed capture leaves its own one current. "thread_local": other threads may use the device.
@@ -123,7 +147,6 @@ class DecodeStep:
             with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
-        self._around_a_pass = nullcontext()  # it holds norms of the model
 
     def _run_once(self, length: int, seq_start: Tensor) -> None:
         self.set_position(length, seq_start)
@@ -140,16 +163,25 @@ class DecodeStep:
         torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
+        """Advance by one position and compute the logits [B, V], by the program where there is one."""
+        self._advance()
+        programs = _PROGRAMS.get(self.model)
+        program = None if programs is None else programs.get(self)
+        if program is None:
+            return self._pass_of_model()
+        with pass_context(self.model):
+            return program()
+
+    def _advance(self) -> None:
+        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
+
+    def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
         layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
-        with replaced("layer_idx", layers), self._around_a_pass:
-            return self._advance_and_run()
-
-    def _advance_and_run(self) -> Tensor:
-        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
-        return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+        with replaced("layer_idx", layers):
+            return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
 
 
 @cache
@@ -158,12 +190,17 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-class GreedyStep(DecodeStep):
-    """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph."""
+class SelectingStep(DecodeStep):
+    """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph.
+
+    It selects the most likely token, or samples with the processors of `kinds`.
+    """
 
     MAX_EOS = 16
 
-    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int, kinds: Kinds | None = None
+    ) -> None:
         super().__init__(model, cache, batch_size)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position more.
@@ -174,14 +211,21 @@ class GreedyStep(DecodeStep):
             pad=self.token.new_zeros(1),
             is_over=self.token.new_zeros((), dtype=torch.bool),
         )
+        real, whole = (self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64))
+        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, whole.clone())
+        self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
 
     @property
     def buffers(self) -> list[Tensor]:
         return [*super().buffers, *self.state]
 
-    def set_state(self, tokens: Tensor, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
-        """Set the state after the first tokens [B]: unfinished rows [B], end tokens, the token after an end."""
-        self.token.copy_(tokens[:, None])
+    def set_state(self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
+        """Set the state before the token at `position` is selected, where `ids` [B, n] are the tokens before it.
+
+        `unfinished` rows [B] go on; `eos` are the end tokens, `pad` is the token after an end.
+        """
+        self.token.copy_(ids[:, -1:])
+        self.state.sequences[:, position - ids.shape[1] : position].copy_(ids)
         self.state.unfinished.copy_(unfinished[:, None])
         self.state.eos.fill_(-1)
         if eos is not None:
@@ -189,33 +233,23 @@ class GreedyStep(DecodeStep):
         if pad is not None:
             self.state.pad.copy_(pad.reshape(1))
 
+    def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
+        """Set numbers of the `SampleState` by name."""
+        for name, number in numbers:
+            getattr(self.sampling, name).fill_(number)
+
     def replay(self) -> Tensor:
         """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
         self._replay_or_forward()
         return self.state.is_over
 
-    def _advance_and_run(self) -> Tensor:
-        logits = super()._advance_and_run()
-        select_greedy(logits, self.cache_position, self.state)
+    def _forward(self) -> Tensor:
+        logits = super()._forward()
+        if self.sampling is None:
+            select_greedy(logits, self.cache_position, self.state)
+        else:
+            select_sampled(logits, self.cache_position, self.sampling)
         return logits
-
-
-@contextmanager
-def compiled_layers(model: PreTrainedModel, num_layers: int, **options: Any) -> Iterator[None]:
-    """The model with its decoder layers compiled. Equal layers share one compilation: seconds, not a minute."""
-    options = {"dynamic": False, **(options or compat.inductor_options())}
-    forwards = {layer: torch.compile(layer.forward, **options) for layer in _decoder_layers(model, num_layers)}
-    with compat.many_compilations(256), replaced("forward", forwards):  # dynamo's limit of 8 silently ends compiling
-        yield
-
-
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> list[Module]:
-    """The layers that write to the cache: as many as it has, each with a `layer_idx`. A vision tower may be as deep."""
-    numbered = {module for module in model.modules() if getattr(module, "layer_idx", None) is not None}
-    for layers in (module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
-        if len(layers) == num_layers and all(numbered.intersection(layer.modules()) for layer in layers):
-            return list(layers)
-    raise ValueError(f"no list of {num_layers} decoder layers was found in {type(model).__name__} to compile")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from threading import Lock
@@ -17,15 +16,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-from hf_static_kv.testing import random_model, tiny_config
+from hf_static_kv.testing import FAMILIES, random_model, tiny_config
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 BENCHMARKS = ROOT / "benchmarks"
 RECORDS = sorted((BENCHMARKS / "results").glob("*.json"))
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
-ONE_OFF = {"layernorm-h200"}  # measured by a script that is not in the repository
 PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
 
 
@@ -333,6 +331,186 @@ class TestAttach:
         assert "| `attach(model)`: per token; first token | 1.01; 20.5 | 1.01; 20.5 |" in BLOCKS["attach"](records)
 
 
+def tiny_family(name):
+    """Another family at toy size: LayerNorm and Conv1D, or a mixture of experts."""
+    sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    if name == "gpt2-xl":
+        return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, **sizes)
+    sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    return Qwen3MoeConfig(head_dim=16, intermediate_size=32, **sizes, **experts)
+
+
+def step_record(model="llama-3.2-1b", **changes):
+    """A record of `bench_step.py` in which each rule but `gate` saves a tenth of the step."""
+    rows = [{"words": "all rules", "without": [], "step_ms": [1.0], "replay_ms": [1.0, 0.9, 1.2], "kernels": 100.0}]
+    rows += [rows[0] | {"words": f"without `{name}`", "without": [name], "replay_ms": [1.1]} for name in ("a", "b")]
+    rows += [{"words": "without `gate`", "without": ["gate"], "same_list": True}]
+    rows = [row if "same_list" in row else row | {"tokens_per_s": 900.0} for row in rows]
+    shared = {key: value for key, value in generation_record().items() if key not in ("contenders", "trials")}
+    shared |= {"command": f"python benchmarks/bench_step.py --model {model}", "threads": 16}
+    shared["workload"] = {**shared["workload"], "model": model}
+    attention = [{"seq_len": 1024, "us": 5.0, "bytes": 1 << 20}]
+    record = {**shared, "bandwidth_gb_per_s": 4000.0, "rules": ["a", "b", "gate"], "variants": rows}
+    return {**record, "attention": attention, **changes}
+
+
+class TestStep:
+    def test_a_row_for_each_rule_and_the_same_list_is_said(self):
+        import tables
+
+        record, other = step_record(), step_record("gemma-3-1b")
+        other["variants"][2] = {"words": "without `b`", "without": ["b"], "same_list": True}
+        lines = tables.step([record, other]).splitlines()
+        assert lines[0] == "| ms per step (kernels) | Llama-3.2-1B | gemma-3-1b |"
+        assert lines[2:] == [
+            "| all rules | 1.000 (100) | 1.000 (100) |",
+            "| without `a` | 1.100 (100) | 1.100 (100) |",
+            "| without `b` | 1.100 (100) | same list |",
+            "| without `gate` | same list | same list |",
+        ]
+        lines = tables.step([record], spread=True).splitlines()
+        assert "| all rules | 1.000 (0.900 to 1.200); 100; 900 |" in lines
+        assert "| without `a` | 1.100 (1.100 to 1.100), +10.0 %; 100; 900 |" in lines
+
+    def test_a_variant_that_fell_back(self):
+        import tables
+        from bench_step import fell_back
+
+        record = step_record()
+        assert fell_back(record) == []
+        record["variants"][1] = {"words": "without `a`", "without": ["a"], "fallback_reason": "out of memory"}
+        assert len(fell_back(record)) == 1
+        assert "| without `a` | fell back |" in tables.step([record])
+
+    def test_older_records_have_their_own_table(self):
+        """Until the rules are measured on a GPU the page shows one change after the other."""
+        import tables
+
+        row = {"words": "captured", "tokens_per_s": 464.0, "step_ms": [2.1], "replay_ms": 2.1, "kernels": 679.2}
+        old = {key: value for key, value in step_record(variants=[row]).items() if key != "rules"}
+        assert "| captured | 464 (679) |" in tables.step([old])
+        assert tables.step_caption([old]) == tables.STEP_BY_CHANGE
+        assert tables.step_caption([old, step_record()]) == tables.STEP_BY_RULE
+        assert "captured" not in tables.step([old, step_record()])
+
+    @pytest.mark.parametrize(
+        ("name", "used", "unused"),
+        [("gpt2-xl", "conv1d", "write_rotated"), ("qwen3-30b-a3b", "write_rotated", "conv1d")],
+    )
+    def test_the_rules_of_a_family(self, run, tmp_path, monkeypatch, name, used, unused):
+        import bench_step
+        import workload
+
+        from hf_static_kv.program.rules import RULES
+
+        for size, number in (("REPLAYS", 2), ("REPLAY_TRIALS", 1), ("TRIALS", 1)):
+            monkeypatch.setattr(bench_step, size, number)
+        monkeypatch.setattr(workload, "dev_config", tiny_family)
+        path = tmp_path / "report.json"
+        result = run("bench_step", "--model", name, "--device", "cpu", *TINY["bench_step"], "--json", path)
+        assert result.returncode == 0, result.stderr
+        rows = json.loads(path.read_text())["variants"]
+        assert [row["without"] for row in rows] == [[], *([rule] for rule in RULES), list(RULES)]
+        same = [row["without"][0] for row in rows if row.get("same_list")]
+        assert unused in same
+        assert used not in same
+
+    def test_what_switches_pdl_off_exists(self):
+        """A name that is gone would leave PDL on, and two rows would be one."""
+        pytest.importorskip("triton", reason="triton is not installed")
+        from bench_step import REWRITE, SUPPORTS_PDL, variants
+
+        for name in (REWRITE, SUPPORTS_PDL):
+            home, _, attribute = name.rpartition(".")
+            assert hasattr(importlib.import_module(home), attribute)
+        assert [variant.words for variant in variants(on_gpu=True) if not variant.has_pdl] == ["without PDL"]
+
+
+def sampling_record(model="llama-3.2-1b", **changes):
+    """A record of `bench_sampling.py` in which sampling takes a tenth more than greedy decoding."""
+    from bench_sampling import CASES, CONTENDERS
+
+    rows = []
+    for contender in CONTENDERS:
+        for case in CASES:
+            ms = 1.0 if case == "greedy" else 1.1
+            figures = {"trials_s": [[0.5, 0.8]], "ms": {"median": ms, "min": ms, "max": ms}}
+            ran = {"fallback_reason": None, "on_device": True} if contender == "graph" else {}
+            rows.append({"contender": contender, "case": case, "new_tokens": 4, **figures, **ran})
+    shared = {key: value for key, value in generation_record().items() if key != "contenders"}
+    shared |= {"command": f"python benchmarks/bench_sampling.py --model {model}", "threads": 16}
+    shared["workload"] = {**shared["workload"], "model": model}
+    return {**shared, "rows": rows, **changes}
+
+
+class TestSampling:
+    def test_the_cases_are_selected_in_the_step(self, run, tmp_path):
+        """Each case is another step; the warm-up shows that the step itself selects."""
+        from bench_sampling import CASES
+
+        path = tmp_path / "report.json"
+        result = run("bench_sampling", "--model", "llama", "--device", "cpu", *TINY["bench_sampling"], "--json", path)
+        assert result.returncode == 0, result.stderr
+        rows = json.loads(path.read_text())["rows"]
+        assert [(row["contender"], row["case"]) for row in rows] == list(product(["graph", "dynamic"], CASES))
+        assert all(row["on_device"] and row["fallback_reason"] is None for row in rows if row["contender"] == "graph")
+
+    def test_what_did_not_run_as_its_name_says(self):
+        from bench_sampling import problems
+
+        record = sampling_record()
+        assert problems(record) == []
+        record["rows"][0]["fallback_reason"] = "out of memory"
+        for row in record["rows"][2:6]:  # of the same decoder, after the first step that does not select
+            row["on_device"] = False
+        assert problems(record) == ["greedy fell back: out of memory", "T, top-k 50: the host selected the tokens"]
+
+    def test_the_table(self):
+        import tables
+
+        rows = tables.sampling([sampling_record()]).splitlines()
+        assert rows[0].startswith("| ms per token, over greedy | greedy | T | T, top-k 50 |")
+        assert rows[2].startswith("| Llama-3.2-1B, **`GraphDecoder()`** | 1.00 | 1.10, 1.10x | 1.10, 1.10x |")
+        assert len(rows) == 4
+
+    def test_the_pages_have_room_for_all_records(self):
+        """As many lines as three dev models, four families and all kinds of records need."""
+        import history
+        from write_results import BLOCKS, NOT_MEASURED, load, results_page
+
+        records, models = load(), ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"]
+        assert "## Sampling" not in results_page({**records, "sampling": []}, history.read())
+        for kind in ("sampling", "families"):
+            assert BLOCKS[kind]({**records, kind: []}) == NOT_MEASURED
+        records["step"] = [rules_record(model) for model in models]
+        records["sampling"] = [sampling_record(model) for model in models]
+        records["families"] = [family_record(records, name) for name in FAMILIES]
+        page = results_page(records, history.read())
+        assert len(page.splitlines()) <= 150
+        assert "## Sampling" in page
+        assert "Qwen3-30B-A3B" in page
+        assert "GPT-2 XL" in BLOCKS["families"](records)
+
+
+def rules_record(model):
+    """A record with a row for each rule, none of them without effect."""
+    from bench_step import variants
+
+    row = step_record()["variants"][0]
+    rows = [row | {"words": one.words, "without": list(one.without)} for one in variants(on_gpu=True)]
+    return step_record(model, variants=rows)
+
+
+def family_record(records, name):
+    record = records["generation"][0]
+    return {
+        **record,
+        "workload": {**record["workload"], "model": name},
+        "command": f"bench_generation.py --model {name}",
+    }
+
+
 class TestHistory:
     def test_a_new_run_is_added_once_and_the_old_one_stays(self, tmp_path):
         import history
@@ -349,9 +527,38 @@ class TestHistory:
         import history
         import tables
 
-        record = generation_record(graph=1.0, graph_layers=2.0, turbo=3.0)
-        assert list(tables.measured(record)) == ["graph", "graph-layers"]
-        assert {row["contender"] for row in history.rows(record)} == {"graph", "graph-layers", "turbo"}
+        record = generation_record(graph=1.0, turbo=3.0)
+        assert list(tables.measured(record)) == ["graph"]
+        assert {row["contender"] for row in history.rows(record)} == {"graph", "turbo"}
+
+
+class TestFamilies:
+    """Shapes of other families: measured under their names, apart from the dev models."""
+
+    def test_a_family_by_name(self, run, tmp_path, monkeypatch):
+        import workload
+
+        monkeypatch.setattr(workload, "dev_config", tiny_family)
+        path = tmp_path / "report.json"
+        sizes = ["--contenders", "dynamic,contiguous", "--prompt-len", 8, "--new-tokens", 3, "--trials", 1]
+        result = run("bench_generation", "--model", "qwen3-30b-a3b", "--device", "cpu", *sizes, "--json", path)
+        assert result.returncode == 0, result.stderr
+        record = json.loads(path.read_text())
+        assert record["random_weights"]
+        assert [row["bytes_per_step"] for row in record["contenders"]] == [None, None]  # a mixture of experts
+
+    def test_their_records_are_no_dev_models(self, monkeypatch, tmp_path):
+        """The headline is that of the dev models."""
+        import write_results
+
+        records = write_results.load()
+        for i, record in enumerate([*records["generation"], family_record(records, "gpt2-xl")]):
+            (tmp_path / f"generation-{i}.json").write_text(json.dumps(record))
+        monkeypatch.setattr(write_results, "RESULTS", tmp_path)
+        again = write_results.load()
+        assert [record["workload"]["model"] for record in again["families"]] == ["gpt2-xl"]
+        assert len(again["generation"]) == len(records["generation"])
+        assert write_results.headline(again) == write_results.headline(records)
 
 
 class TestBlocks:
@@ -389,9 +596,6 @@ class TestRecords:
         record = json.loads(path.read_text())
         assert record.keys() >= PROVENANCE
         assert record["commit"] != "unknown"
-        if path.stem in ONE_OFF:
-            assert "one-off script" in record["note"]
-            return
         assert record["command"].startswith("python benchmarks/bench_")
         assert f"--json benchmarks/results/{path.name}" in record["command"]
 
@@ -469,7 +673,8 @@ TINY = {
     "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
     "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
-    "bench_layernorm": ["--prompt-len", 8, "--new-tokens", 4, "--trials", 2],
+    "bench_sampling": ["--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2],
+    "bench_step": ["--prompt-len", 8, "--new-tokens", 8],
     "bench_speedup": ["--tokens", 3, 6, "--trials", 2],
     "bench_update": ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5],
 }
@@ -479,15 +684,17 @@ class TestScripts:
     @pytest.mark.parametrize("script", TINY)
     def test_a_tiny_run(self, run, tmp_path, monkeypatch, script):
         import bench_exact
+        import bench_step
         import history
 
         monkeypatch.setattr(bench_exact, "TRIALS", 1)
         monkeypatch.setattr(bench_exact, "ROWS", 2)
+        for name, size in (("REPLAYS", 4), ("REPLAY_TRIALS", 2), ("TRIALS", 1)):
+            monkeypatch.setattr(bench_step, name, size)
         model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
         files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
-        plot = (
-            [] if script in ("bench_attach", "bench_exact", "bench_layernorm") else ["--plot", tmp_path / "report.png"]
-        )
+        has_no_plot = script in ("bench_attach", "bench_exact", "bench_sampling", "bench_step")
+        plot = [] if has_no_plot else ["--plot", tmp_path / "report.png"]
         outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
         result = run(script, *model, *TINY[script], *outputs, *plot)
         assert result.returncode == 0, result.stderr
@@ -500,30 +707,6 @@ class TestScripts:
         assert min(figures) > 0
         if plot:
             assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
-
-    @pytest.mark.parametrize("fallback", [None, "the step cannot be captured"])
-    def test_bench_layernorm_runs_both_decoders_and_tells_of_a_fallback(self, run, tmp_path, monkeypatch, fallback):
-        """On a CPU the decoders run without a graph; what the scripts refuse there is allowed for this test."""
-        import bench_generation
-        from contenders import CONTENDERS
-
-        state = bench_generation.Runner.state
-
-        def state_of_this_test(runner):
-            return state(runner) | {"fallback_reason": fallback}
-
-        monkeypatch.setattr(bench_generation.Runner, "state", state_of_this_test)
-        for name in ("graph", "graph-layers"):
-            monkeypatch.setitem(CONTENDERS, name, replace(CONTENDERS[name], gpu_only=""))
-        path = tmp_path / "report.json"
-        models = ["--model", "llama,qwen3", "--device", "cpu", "--json", path]
-        result = run("bench_layernorm", *models, *TINY["bench_layernorm"])
-        assert result.returncode == (1 if fallback else 0), result.stderr
-        assert ("qwen3, graph-layers fell back: the step cannot be captured" in result.stdout) == bool(fallback)
-        rows = json.loads(path.read_text())["rows"]
-        names = ["dynamic", "graph", "graph-layers"]
-        assert [(row["model"], row["contender"]) for row in rows] == list(product(["llama", "qwen3"], names))
-        assert all(0 < row["tokens_per_s"]["low"] <= row["tokens_per_s"]["high"] for row in rows)
 
     @pytest.mark.parametrize("script", SCRIPTS)
     def test_help(self, run, script):
@@ -554,7 +737,8 @@ class TestScripts:
             ("bench_attach", ["--histories", 0, 64], "--histories 0 is no chat: pass it alone"),
             ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
             ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
-            ("bench_step", ["--device", "cpu"], "--device cpu: a captured step needs a GPU"),
+            ("bench_step", ["--new-tokens", 49], "--new-tokens must be at least 50, got 49"),
+            ("bench_sampling", ["--plain-tokens", 2], "--plain-tokens must be at least 3, got 2"),
             ("bench_update", ["--capacities", 64], "--capacities must be at least 194, got 64"),
         ],
     )
@@ -582,17 +766,6 @@ class TestScripts:
         assert result.returncode == 1
         assert "- static FAILED: OutOfMemoryError: no memory" in result.stdout
         assert "| `StaticContiguousCache` |" in result.stdout
-
-    def test_every_change_of_bench_step_is_switched_off_by_a_name_that_exists(self):
-        """A name that is gone would leave the change on, and two rows would be one."""
-        from bench_step import CHANGES, variants
-
-        for name in (name for substitutes in CHANGES.values() for name in substitutes):
-            home, _, attribute = name.rpartition(".")
-            if "triton" in home:
-                pytest.importorskip("triton", reason="triton is not installed")
-            assert hasattr(importlib.import_module(home), attribute)
-        assert [len(missing) for _, missing in variants()] == list(range(len(CHANGES), -1, -1))
 
     def test_the_scripts_import_no_extras_but_tqdm(self):
         """Pictures import matplotlib when they are drawn; `datasets` and `evaluate` are not on every machine."""

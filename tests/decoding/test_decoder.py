@@ -12,6 +12,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, cache_bytes
+from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
 from tests.decoding.conftest import (
@@ -87,14 +88,28 @@ class TestStops:
         assert torch.equal(got, run(model, BATCH, stopping_criteria=stops, pad_token_id=0))
         assert got.shape[1] == 17
 
-    def test_a_greedy_run_is_chosen_in_the_step_and_others_are_not(self, model):
-        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+    def test_where_tokens_are_selected(self, model):
+        """Greedily and by sampling with known processors: in the step. Otherwise on the host."""
+        decoder, cache, sampled = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), {"do_sample": True}
         kinds = []
-        for kwargs in ({}, {"eos_token_id": [5, 6, 7]}, {"do_sample": True}, {"repetition_penalty": 1.2}):
+        for kwargs in (
+            {},
+            {"eos_token_id": [5, 6, 7]},
+            sampled,
+            {**sampled, "temperature": 0.7, "top_k": 9},
+            {**sampled, "temperature": 0.9, "top_k": 8},
+            {"repetition_penalty": 1.2},
+            {**sampled, "no_repeat_ngram_size": 2},
+        ):
             cache.reset()
             run(model, decoder=decoder, cache=cache, **kwargs)
-            kinds.append([type(step).__name__ for step in decoder._steps[cache].values()])
-        assert kinds == [["GreedyStep"], ["GreedyStep"], ["GreedyStep", "DecodeStep"], ["GreedyStep", "DecodeStep"]]
+            steps = list(decoder._steps[cache].values())
+            kinds.append((len(steps), type(steps[-1]).__name__))
+        on_device, on_host = "SelectingStep", "DecodeStep"
+        assert kinds == [
+            *((1, on_device), (1, on_device), (2, on_device), (3, on_device), (3, on_device)),
+            *((4, on_host), (4, on_host)),
+        ]
 
     @pytest.mark.parametrize("at", range(1, NEW_TOKENS + 1))
     def test_an_end_at_every_length(self, at):
@@ -189,7 +204,7 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.GreedyStep", int)  # a new one could not be made
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)  # a new one could not be made
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -380,18 +395,16 @@ class TestFaults:
 
     @needs_no_graph
     def test_in_the_middle_of_a_step(self, model):
-        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
-        expected = run(model, decoder=decoder, cache=cache)
-        cache.reset()
-        calls = 0
+        decoder, cache, fails = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), False
 
         def fail(*args):
-            nonlocal calls
-            calls += 1
-            if calls == 4:  # the prompt, then two whole steps
+            if fails and cache.seq_len == PROMPT.shape[1] + 2:  # after two whole steps
                 raise RuntimeError("out of something")
 
-        hook = model.model.layers[2].mlp.register_forward_hook(fail)
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)  # so the step runs the model itself
+        expected = run(model, decoder=decoder, cache=cache)
+        cache.reset()
+        fails = True
         with pytest.raises(RuntimeError, match="out of something"):
             run(model, decoder=decoder, cache=cache)
         hook.remove()
@@ -399,32 +412,82 @@ class TestFaults:
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
 
 
+class TestPrograms:
+    def steps(self, decoder):
+        return [step for steps in decoder._steps.values() for step in steps.values()]
+
+    @pytest.mark.parametrize("name", ARCHITECTURES)
+    def test_the_pass_of_a_model_is_recorded(self, name):
+        if name == "llama4":
+            pytest.skip("it attends in chunks, which no step serves")
+        decoder, model = GraphDecoder(), toy_model(name, OWN_ATTENTION[name])
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+        assert [step.is_recorded for step in self.steps(decoder)] == [True]
+
+    def test_what_cannot_be_recorded_runs_the_model(self, model, monkeypatch):
+        """A function that torch does not see, as a kernel of another library is."""
+        mlp = type(model.model.layers[0].mlp)
+        own = mlp.forward
+
+        def unseen(self, x):
+            with torch._C.DisableTorchFunction():  # modes are off, too
+                return own(self, x)
+
+        monkeypatch.setattr(mlp, "forward", unseen)
+        decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+        got = run(model, decoder=decoder, cache=cache)
+        assert torch.equal(got, run(model))
+        assert decoder.fallback_reason is None
+        assert [step.is_recorded for step in self.steps(decoder)] == [False]
+
+    def test_rules_are_left_out(self, model):
+        decoder, cache = GraphDecoder(without=RULES), StaticContiguousCache(model.config, CAPACITY)
+        assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
+        with pytest.raises(ValueError, match="There is no rule speed: choose among angles_from_table, "):
+            GraphDecoder(without=["speed"])
+
+
 @needs_no_graph
 def test_the_kernels_serve_a_whole_generation(monkeypatch):
     """On a CPU in Triton's interpreter: the path that a GPU takes, but for the graph."""
-    write = triton_module("hf_static_kv.kernels.step_state_triton")
-    attend = triton_module("hf_static_kv.kernels.decode_attention_triton")
+    attention, norms, rotation, linears = (
+        triton_module(f"hf_static_kv.kernels.{name}_triton")
+        for name in ("decode_attention", "norm", "rotary", "linear")
+    )
     calls = []
 
-    def write_token(*args):
-        calls.append("write")
-        write.write_token_triton(*args)
+    def note(name, kernel):
+        return lambda *args, **kwargs: calls.append(name) or kernel(*args, **kwargs)
 
     def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, spans_ready):
-        calls.append("attend")
-        return attend.decode_attention_triton(
-            query, keys, values, spans, None, scale, max_span, softcap, sinks, None, spans_ready
+        seen = weights = None
+        return attention.decode_attention_triton(
+            query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
         )
 
-    monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", decode)
-    monkeypatch.setattr("hf_static_kv.program.step.write_token", write_token)
-    for name in ("gemma3", "gpt_oss"):  # windows and one KV head; sinks
+    def fused(x, weights, biases, *, norm, activation, is_gated, residual):
+        parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
+        return linears.fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+
+    def add_norm(x, other, norm, before=None):
+        return norms.norm_triton(x, other, norm, before)
+
+    def rotate(*args):
+        return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
+
+    monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode))
+    for name, kernel in (("fused_linears", fused), ("add_norm", add_norm), ("rotate_and_write", rotate)):
+        monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))
+    for name in ("llama", "gemma3"):  # norms before linear layers; norms around sums, windows, one KV head
         model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
-        assert torch.equal(run(model, decoder=decoder, **padded(), **few), run(model, **padded(), **few))
+        assert torch.equal(run(model, decoder=decoder, **few), run(model, **few))
         assert decoder.fallback_reason is None
         layers = model.config.num_hidden_layers
-        # Two tokens are written and attended to, and three more where the step is compared with an ordinary one.
-        assert calls.count("write") == calls.count("attend") == 5 * layers
+        # Two tokens, and two or three more where the step is compared with an ordinary one.
+        assert calls.count("rotate_and_write") == (5 if name == "gemma3" else 4) * layers
+        assert calls.count("attend") == calls.count("rotate_and_write") + layers  # the recorded pass attends, too
+        assert (calls.count("fused_linears") > 0, calls.count("add_norm") > 0) == (True, name == "gemma3")
         calls.clear()
 
 

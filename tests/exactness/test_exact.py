@@ -478,12 +478,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"the model is torch.float64"), exact(model):
             pass
 
-    def test_compiled_layers(self):
-        model = toy_model("llama", "eager")
-        cache = StaticContiguousCache.from_model(model, 80)
-        with exact(model), pytest.raises(ValueError, match=r"inside exact use GraphDecoder\(\)"):
-            model.generate(tokens(), past_key_values=cache, custom_generate=GraphDecoder("layers"), max_new_tokens=2)
-
     def test_a_mask_of_ones_own(self):
         model = toy_model("llama", "eager")
         mask = torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool).tril()

@@ -14,16 +14,21 @@ from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
     decode_attention_triton,
+    experts_triton,
     invariant_linear_triton,
     linear_triton,
-    rms_norm_triton,
+    norm_triton,
     rotary_triton,
+    sample_triton,
     step_state_triton,
 )
+from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
+from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.step_state import GreedyState
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
-POINTERS |= {torch.bool: "*i1", torch.int32: "*i32"}
+POINTERS |= {torch.bool: "*i1", torch.int32: "*i32", torch.float64: "*fp64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
@@ -57,10 +62,26 @@ def launch_linears(dtype):
     large, bias = torch.empty(5000, 512, dtype=dtype), torch.empty(300, dtype=dtype)
     linear_triton.linears_triton(x, [gate, up], [bias, bias])
     linear_triton.linears_triton(x, [gate, up], [], "gelu_tanh")
+    norm, output = (x[0], 1e-5, 0.0), torch.empty(1, 300, dtype=dtype)
+    linear_triton.fused_linears_triton(x, [gate], [bias], norm, "relu", False, output)
+    linear_triton.fused_linears_triton(x, [gate, up], [bias, bias], norm, "gelu", True, output)
+    transposed = [weight.t().contiguous().t() for weight in (gate, up, large)]
+    linear_triton.fused_linears_triton(x, transposed[:1], [bias], None, "relu", False, output)
+    linear_triton.linears_triton(x, transposed, [])
+    linear_triton.linears_triton(x[:, :50], [weight[:, :50] for weight in transposed[:1]], [bias])
+    long = torch.empty(1, 2048, dtype=dtype)
+    linear_triton.linears_triton(long, [long], [])  # more than one tile
     for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
+
+
+def launch_experts(dtype, k):
+    x, logits = torch.empty(1, 512, dtype=dtype), torch.empty(1, 60, dtype=dtype)
+    weights, index = experts_triton.route_triton(logits, k, (k > 4, k > 4, False))
+    gate_up, down = torch.empty(4, 2 * 96, 512, dtype=dtype), torch.empty(4, 512, 96, dtype=dtype)
+    experts_triton.experts_triton(x, index, weights, gate_up, down, "silu")
 
 
 def launch_attention(dtype, dim, heads):
@@ -76,16 +97,40 @@ def launch_attention(dtype, dim, heads):
 
 def launch_small(dtype):
     x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
-    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), None)
-    rms_norm_triton.rms_norm_triton(x, x, (x[0], 1e-5, (0.0, True)), (x[0], 1e-6, (1.0, False)))
+    norms = [Norm(x[0], 1e-5, style) for style in STYLES]
+    norm_triton.norm_triton(x, x, norms[0], None)
+    norm_triton.norm_triton(x, x, norms[0], norms[2])
+    norm_triton.norm_triton(x, x, Norm(x[0], 1e-5, LAYER_NORM, x[0]), None)
     invariant_linear_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
     step_state_triton.write_token_triton(keys, keys, new, new, number)
+    launch_rotate_and_write(dtype, 64, None)
+    launch_rotate_and_write(dtype, 128, STYLES[0])
+    launch_rotate_and_write(dtype, 256, STYLES[2])
     column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
     step_state_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
     step_state_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
+    launch_sampling(dtype, state)
+
+
+def launch_sampling(dtype, state):
+    number, real, logits = torch.zeros(1).long(), torch.ones(1).double(), torch.empty(2, 130000, dtype=dtype)
+    numbers = real, number, real, real, real, number
+    for chosen in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
+        noise = torch.empty(2, 130000)
+        sample_triton.select_sampled_triton(logits, noise, number, GreedyState(*state), chosen, *numbers)
+
+
+def launch_rotate_and_write(dtype, dim, style):
+    """The heads of a joint projection of two batch rows; with a norm the angles are ready."""
+    heads = torch.empty(2, 1, 8 * dim, dtype=dtype).unflatten(-1, (8, dim)).transpose(1, 2).split([4, 2, 2], dim=1)
+    angles, keys = torch.empty(1, 1, dim, dtype=dtype), torch.empty(2, 2, 400, dim, dtype=dtype)
+    norm = None if style is None else Norm(angles[0, 0], 1e-6, style)
+    rotary_triton.rotate_and_write_triton(
+        *heads, angles, angles, keys, keys, torch.zeros(1).long(), norm, norm, style is not None
+    )
 
 
 if __name__ == "__main__":
@@ -97,10 +142,12 @@ if __name__ == "__main__":
     for module in LAUNCHERS:
         patch.object(module, "launch", launch).start()
     launch_linears(torch.bfloat16)
+    launch_experts(torch.bfloat16, 8)
     launch_attention(torch.bfloat16, 64, 32)
     if capability >= 90:
         launch_small(torch.bfloat16)
     else:  # what asks most of the shared memory
         launch_linears(torch.float32)
+        launch_experts(torch.float32, 3)
         launch_attention(torch.bfloat16, 256, 4)
         launch_attention(torch.float32, 256, 4)

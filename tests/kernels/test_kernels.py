@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
-from hf_static_kv.kernels.rms_norm import STYLES, Norm, add_rms_norm, rms_norm, rms_norm_plain
 from hf_static_kv.kernels.step_state import write_token
 from tests.conftest import triton_module
 
@@ -254,108 +253,6 @@ def test_the_choice_follows_the_device():
     spans = spans_of([0, 0, 5])
     expected = (kernel if DEVICE == "cuda" else plain)(query, keys, values, spans, 0.25)
     assert torch.equal(decode_attention(query, keys, values, spans, scale=0.25), expected)
-
-
-def norm_in_float64(x, weight, eps, style):
-    x, weight = x.double().cpu(), weight.double().cpu()
-    return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * (style.offset + weight)
-
-
-def norm_kernel(x, weight, eps, style):
-    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
-    skip_bfloat16_on_a_cpu(x)
-    return module.rms_norm_triton(x, None, Norm(weight, eps, style), None)[1]
-
-
-@pytest.mark.parametrize("implementation", [norm_kernel, rms_norm_plain], ids=["triton", "plain"])
-class TestRmsNorm:
-    @pytest.mark.parametrize("style", STYLES, ids=str)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("shape", [(1, 1, 2048), (2, 3, 1152), (1, 4, 1, 128), (5, 48)], ids=str)
-    def test_against_float64(self, implementation, shape, dtype, style):
-        x, weight = torch.randn(shape).to(DEVICE, dtype) * 3, torch.randn(shape[-1]).to(DEVICE, dtype)
-        got, expected = implementation(x, weight, 1e-6, style), norm_in_float64(x, weight, 1e-6, style)
-        assert got.shape == x.shape
-        assert got.dtype == dtype
-        # The mean of D squares in float32 is off by (D + 4) eps32 at most, its root by half of that; then two roundings
-        # to the model's dtype, of y and of the product: half of an eps each, or of the spacing of the least numbers.
-        info = torch.finfo(dtype)
-        relative = (shape[-1] + 8) * torch.finfo(torch.float32).eps + info.eps
-        least = info.smallest_normal * info.eps * (1 + weight.double().abs().max().item())
-        assert ((got.double().cpu() - expected).abs() <= relative * expected.abs() + least).all()
-
-    def test_a_view_that_is_not_contiguous(self, implementation):
-        x, weight = torch.randn(4, 6, 32, device=DEVICE).transpose(0, 1), torch.randn(32, device=DEVICE)
-        expected = implementation(x.contiguous(), weight, 1e-6, STYLES[0])
-        assert torch.equal(implementation(x, weight, 1e-6, STYLES[0]), expected)
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize(("width", "dim"), [(2048, 128), (640, 64), (100, 20), (1000, 64)])  # not all are aligned
-    def test_heads_beside_others_have_the_bits_of_heads_alone(self, implementation, width, dim, dtype):
-        x, weight = torch.randn(3, 2, width).to(DEVICE, dtype), torch.randn(dim).to(DEVICE, dtype)
-        heads = x[..., dim : 5 * dim].unflatten(-1, (4, dim))
-        got = implementation(heads, weight, 1e-6, STYLES[0])
-        assert torch.equal(got, implementation(heads.contiguous(), weight, 1e-6, STYLES[0]))
-
-    def test_a_row_does_not_depend_on_the_others(self, implementation):
-        x, weight = torch.randn(7, 200, device=DEVICE), torch.randn(200, device=DEVICE)
-        together = implementation(x, weight, 1e-6, STYLES[0])
-        assert torch.equal(together[3:4], implementation(x[3:4], weight, 1e-6, STYLES[0]))
-
-
-def test_heads_that_stand_beside_others_are_not_copied(monkeypatch):
-    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
-    projected, read = torch.randn(3, 1, 640, device=DEVICE), []
-    monkeypatch.setattr(module, "launch", lambda kernel, grid, x, *args, **options: read.append(x))
-    heads = projected[..., 256:512].unflatten(-1, (4, 64))
-    norm_kernel(heads, torch.ones(64, device=DEVICE), 1e-6, STYLES[0])
-    assert read[0].data_ptr() == heads.data_ptr()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_norm_of_a_sum_is_that_of_the_rounded_sum(dtype):
-    x, other, weight = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 1, 96), (2, 1, 96), (96,)))
-    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
-    skip_bfloat16_on_a_cpu(x)
-    total, normed = module.rms_norm_triton(x, other, Norm(weight, 1e-6, STYLES[0]), None)
-    assert torch.equal(total, x + other)
-    assert torch.equal(normed, norm_kernel(x + other, weight, 1e-6, STYLES[0]))
-    plain = add_rms_norm(x.cpu(), other.cpu(), weight.cpu(), 1e-6, STYLES[0])
-    assert torch.equal(plain[0], total.cpu())
-    assert torch.equal(plain[1], rms_norm_plain(total.cpu(), weight.cpu(), 1e-6, STYLES[0]))
-
-
-@pytest.mark.parametrize("style", STYLES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [96, 1152])
-def test_a_norm_before_the_sum_has_the_bits_of_one_by_itself(dtype, style, dim):
-    x, other, *weights = (torch.randn(shape).to(DEVICE, dtype) for shape in ((2, 3, dim), (2, 3, dim), (dim,), (dim,)))
-    module = triton_module("hf_static_kv.kernels.rms_norm_triton")
-    skip_bfloat16_on_a_cpu(x)
-    pre_norm = Norm(weights[1], 1e-5, style)
-    expected = x + norm_kernel(other, *pre_norm)
-    total, normed = module.rms_norm_triton(x, other, Norm(weights[0], 1e-6, STYLES[0]), pre_norm)
-    assert torch.equal(total, expected)
-    assert torch.equal(normed, norm_kernel(expected, weights[0], 1e-6, STYLES[0]))
-    plain = add_rms_norm(
-        x.cpu(), other.cpu(), weights[0].cpu(), 1e-6, STYLES[0], Norm(pre_norm.weight.cpu(), *pre_norm[1:])
-    )
-    assert torch.equal(plain[0], x.cpu() + rms_norm_plain(other.cpu(), pre_norm.weight.cpu(), *pre_norm[1:]))
-    assert torch.equal(plain[1], rms_norm_plain(plain[0], weights[0].cpu(), 1e-6, STYLES[0]))
-
-
-def test_a_sum_of_unlike_tensors_is_refused():
-    with pytest.raises(ValueError, match=r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"):
-        add_rms_norm(torch.ones(2, 8), torch.ones(1, 8), torch.ones(8), 1e-6, STYLES[0])
-
-
-def test_a_norm_of_another_dim_is_refused():
-    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
-        add_rms_norm(
-            torch.ones(2, 8), torch.ones(2, 8), torch.ones(8), 1e-6, STYLES[0], Norm(torch.ones(4), 1e-6, STYLES[0])
-        )
-    with pytest.raises(ValueError, match=r"x \(2, 8\) and weight \(4,\) do not fit"):
-        rms_norm(torch.ones(2, 8), torch.ones(4), 1e-6, STYLES[0])
 
 
 class TestWriteToken:

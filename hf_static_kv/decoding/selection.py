@@ -1,0 +1,73 @@
+"""Which calls select their tokens on the device, in the captured step itself, and the numbers that they select with."""
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.generation import logits_process as processors
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.program.step import SelectingStep
+
+
+class Selection(NamedTuple):
+    """How a step selects: the most likely token (no kinds), or by sampling with these numbers."""
+
+    kinds: Kinds | None = None
+    numbers: tuple[tuple[str, float], ...] = ()  # of a `SampleState`, by name
+
+
+def selection_of(call: Call) -> Selection | None:
+    """How a step can select the tokens of this call; None where the host must, since it is asked for more."""
+    config, ends = call.config, call.ends
+    keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    others = [c for c in call.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    has_few_ends = len(ends) <= 1 and sum(map(len, ends)) <= SelectingStep.MAX_EOS
+    if keeps or others or not has_few_ends:
+        return None
+    if not config.do_sample:
+        return None if call.processors else Selection()
+    found = [_kind_and_number(processor, call) for processor in call.processors]
+    order = [Kinds._fields.index(kind) for kind, _, _ in filter(None, found)]
+    if None in found or order != sorted(order):  # an unknown one, or another order than `generate` has
+        return None
+    numbers: dict[str, float] = {}
+    for _, name, number in filter(None, found):
+        numbers[name] = max(number, numbers.get(name, number))  # a least length may be given in two ways
+    return Selection(Kinds(**{kind: True for kind, _, _ in filter(None, found)}), tuple(numbers.items()))
+
+
+def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | None:
+    """The kind of a processor, the name and the value of its number; None where it does more than the step knows."""
+    keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1
+    removes = getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    before = call.request.prompt_length - call.input_ids.shape[1]  # positions that are not part of `input_ids`
+    match type(processor):
+        case processors.TemperatureLogitsWarper:
+            return "temperature", "temperature", processor.temperature
+        case processors.TopKLogitsWarper if removes:
+            return "top_k", "top_k", processor.top_k
+        case processors.TopPLogitsWarper if removes and keeps_one:
+            return "top_p", "top_p", processor.top_p
+        case processors.MinPLogitsWarper if removes and keeps_one:
+            return "min_p", "min_p", processor.min_p
+        case processors.RepetitionPenaltyLogitsProcessor if before == 0 and _is_plain_penalty(processor):
+            return "repetition", "repetition_penalty", processor.penalty
+        case processors.MinLengthLogitsProcessor if _has_ends_of(call, processor):
+            return "min_length", "min_length", before + processor.min_length
+        case processors.MinNewTokensLengthLogitsProcessor if _has_ends_of(call, processor):
+            least = processor.prompt_length_to_skip + processor.min_new_tokens
+            return "min_length", "min_length", before + least
+    return None
+
+
+def _is_plain_penalty(processor: Any) -> bool:
+    """Whether it counts all tokens: newer versions of transformers can leave out the prompt, or pack sequences."""
+    return all(getattr(processor, name, None) is None for name in ("prompt_ignore_length", "logits_indices"))
+
+
+def _has_ends_of(call: Call, processor: Any) -> bool:
+    """Whether it holds back the very end tokens that the step knows."""
+    ends = {int(token) for tokens in call.ends for token in tokens}
+    return ends == {int(token) for token in processor.eos_token_id.reshape(-1)}

@@ -1,0 +1,127 @@
+"""Sampling of the next token in a captured step, as `generate` samples it. Each line is there if `Kinds` says so.
+
+    repetition    score = score * penalty where score < 0, else score / penalty      of tokens in the sequence
+    min_length    score = -inf                                 of end tokens while the sequence is shorter than that
+    temperature   score = score / temperature
+    top_k         keep scores >= the k-th largest
+    top_p         keep scores s with mass(scores > s) < p * mass(all)                 mass: the sum of exp(score)
+    min_p         keep exp(score - max) >= min_p
+    token = argmax(exp(score - max) / noise) of what is kept, then as `select_greedy`; noise is exponential
+
+    logits: [B, V] of any float dtype, computed in float32   noise: [B, V] float32   cache_position: [1]
+
+`torch.multinomial` draws one token by the same formula, so the tokens and the generator's state are those of `generate`
+under the same seed. The kernels differ from it in three ways:
+
+- Sums and exp are rounded differently: a token at the very edge of top_p or min_p may be kept or not, and of two
+  quotients that agree in 6 digits the other one may be the larger.
+- Of equal scores at the edge of top_p they keep all; `generate` keeps as many as the mass needs, the highest tokens.
+- A row of NaN or of -inf alone gives some token of the vocabulary; `generate` raises an error.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.kernels.step_state import GreedyState, select_plain
+
+_MAX_BATCH_SIZE = 64  # of the kernels: one program holds all batch rows
+_MAX_KERNEL_VOCABULARY = 2**19  # one program holds a 128th of it in registers
+_MAX_VOCABULARY = 2**24  # of torch.multinomial
+
+
+class Kinds(NamedTuple):
+    """Which processors run. Fixed in a captured graph: one that is absent costs nothing."""
+
+    repetition: bool = False
+    min_length: bool = False
+    temperature: bool = False
+    top_k: bool = False
+    top_p: bool = False
+    min_p: bool = False
+
+
+class SampleState(NamedTuple):
+    """The tensors of sampling. The numbers are float64, as Python's, so that 1 - top_p and 1 / temperature are too."""
+
+    selection: GreedyState
+    kinds: Kinds
+    temperature: Tensor  # [1]
+    top_k: Tensor  # [1], int64; the vocabulary or more: off
+    top_p: Tensor  # [1], 1: off
+    min_p: Tensor  # [1], 0: off
+    repetition_penalty: Tensor  # [1], 1: off
+    min_length: Tensor  # [1], int64, in positions of `sequences`; 0: off
+
+
+def select_sampled(logits: Tensor, cache_position: Tensor, state: SampleState) -> None:
+    """Sample the token at `cache_position` [1] + 1 of each batch row from `logits` [B, V]."""
+    _check(logits, state)
+    # First, so that no kernel of torch, which has no PDL, stands between ours.
+    noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(1)
+    if logits.is_cuda and len(logits) <= _MAX_BATCH_SIZE and logits.shape[1] <= _MAX_KERNEL_VOCABULARY:
+        from hf_static_kv.kernels.sample_triton import select_sampled_triton
+
+        return select_sampled_triton(logits, noise, cache_position, state.selection, state.kinds, *state[2:])
+    return select_sampled_plain(logits, noise, cache_position, state)
+
+
+def select_sampled_plain(logits: Tensor, noise: Tensor, cache_position: Tensor, state: SampleState) -> None:
+    probabilities = process_plain(logits, cache_position, state).softmax(dim=-1)
+    select_plain((probabilities / noise).argmax(dim=-1, keepdim=True), cache_position, state.selection)
+
+
+def process_plain(logits: Tensor, cache_position: Tensor, state: SampleState) -> Tensor:
+    """The scores, -inf where a token is not kept, by the formulas of transformers' processors."""
+    scores, kinds = logits.float(), state.kinds
+    if kinds.repetition:
+        scores = _penalize(scores, cache_position, state.selection.sequences, state.repetition_penalty)
+    if kinds.min_length:
+        is_eos = torch.isin(torch.arange(scores.shape[-1], device=scores.device), state.selection.eos)
+        scores = scores.masked_fill(is_eos & (cache_position + 1 < state.min_length), -torch.inf)
+    if kinds.temperature:
+        scores = _divide(scores, state.temperature)
+    if kinds.top_k:
+        last = state.top_k.clamp(max=scores.shape[-1]) - 1
+        smallest = scores.sort(dim=-1, descending=True).values.index_select(-1, last)
+        scores = scores.masked_fill(scores < smallest, -torch.inf)
+    if kinds.top_p:
+        ascending, order = scores.sort(dim=-1)
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - state.top_p).float()
+        is_removed[:, -1] = False
+        scores = scores.masked_fill(is_removed.scatter(1, order, is_removed), -torch.inf)
+    if kinds.min_p:
+        probabilities = scores.softmax(dim=-1)
+        is_removed = probabilities < state.min_p.float() * probabilities.amax(dim=-1, keepdim=True)
+        scores = scores.masked_fill(is_removed, -torch.inf)
+    return scores
+
+
+def _penalize(scores: Tensor, cache_position: Tensor, sequences: Tensor, penalty: Tensor) -> Tensor:
+    is_past = torch.arange(sequences.shape[1], device=sequences.device) <= cache_position
+    # The first token stands in for positions that have none yet. One column more takes tokens that have no logit.
+    tokens = torch.where(is_past, sequences, sequences[:, :1]).clamp(max=scores.shape[-1])
+    padded = torch.nn.functional.pad(scores, (0, 1))
+    seen = padded.gather(1, tokens)
+    seen = torch.where(seen < 0, seen * penalty.float(), _divide(seen, penalty))
+    return padded.scatter(1, tokens, seen)[:, :-1]
+
+
+def _divide(x: Tensor, number: Tensor) -> Tensor:
+    """As torch divides by a number of Python: on a GPU it multiplies by the reciprocal, rounded from float64."""
+    return x * number.reciprocal().float() if x.is_cuda else x / number.float()
+
+
+def _check(logits: Tensor, state: SampleState) -> None:
+    sequences = state.selection.sequences
+    if logits.ndim != 2 or len(logits) != len(sequences):
+        raise ValueError(
+            f"logits {tuple(logits.shape)} and sequences {tuple(sequences.shape)} do not fit: [B, V], [B, S]."
+        )
+    if not 0 < logits.shape[1] <= _MAX_VOCABULARY:
+        raise ValueError(f"Sampling takes 1 to {_MAX_VOCABULARY} tokens, got logits of {logits.shape[1]}.")
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"):
+        number, dtype = getattr(state, name), torch.int64 if name in ("top_k", "min_length") else torch.float64
+        if number.shape != (1,) or number.dtype != dtype:
+            raise ValueError(f"{name} must be (1,) {dtype}, got {tuple(number.shape)} {number.dtype}.")

@@ -1,0 +1,245 @@
+"""Sampling in Triton. Formulas and shapes are in sample.py.
+
+top_k and top_p each ask for a threshold: the largest t for which the scores >= t reach a target, in number (k) or in
+mass (p of the whole mass). A sort of the vocabulary would take longer than all the rest. Instead a score becomes an
+int32 key of the same order, and 8 passes find 4 bits of t each: a pass measures what reaches each of 16 candidates,
+chunk by chunk of the vocabulary, and the next kernel sums up the chunks and goes on from the largest candidate that
+reaches the target. Sums run in a fixed order, so the tokens are the same in every run. Rounding keeps order, so a
+larger candidate never measures more.
+
+    scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]   N chunks
+    lows[i]: the largest candidate of pass i - 1; lows[8] and lows[16] are thresholds, as the next search starts anew
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_static_kv.kernels.launch_triton import launch, pdl_sync
+from hf_static_kv.kernels.step_state_triton import select_triton
+
+_NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
+_PENALIZED = 1024  # positions of a sequence in one program
+_PASSES, _CANDIDATES = tl.constexpr(8), tl.constexpr(16)  # 8 times 4 bits
+_LOWEST = tl.constexpr(-(2**31))
+
+
+@triton.jit
+def _penalize(
+    scores, logits, sequences, cache_position, penalty, logits_b, sequences_b, S, V,
+    TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A token that is there twice is written twice, with one value: it is computed from the logits."""
+    b, position = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (position < S) & (position <= tl.load(cache_position))
+    token = tl.load(sequences + b * sequences_b + position, mask=mask, other=-1)
+    factor = tl.load(penalty)
+    mask = mask & (token >= 0) & (token < V)
+    pdl_sync(PDL)
+    logit = tl.load(logits + b * logits_b + token, mask=mask, other=0.0).to(tl.float32)
+    # torch divides by a number on a GPU as it multiplies by the reciprocal, rounded from float64.
+    penalized = logit * tl.where(logit < 0, factor.to(tl.float32), (1.0 / factor).to(tl.float32))
+    tl.store(scores + b * V + token, penalized, mask=mask)
+
+
+@triton.jit
+def _scale(
+    logits, scores, maxima, cache_position, min_length, eos, temperature, logits_b, V,
+    MIN_LENGTH: tl.constexpr, TEMPERATURE: tl.constexpr, NUM_EOS: tl.constexpr,
+    CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Logits to scores, which may be one tensor, and the maximum of each chunk."""
+    b, chunk, v = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
+    token = chunk * CHUNK + v
+    mask = (v < CHUNK) & (token < V)
+    pdl_sync(PDL)
+    score = tl.load(logits + b.to(tl.int64) * logits_b + token, mask=mask, other=-float("inf")).to(tl.float32)
+    if MIN_LENGTH:
+        is_short = tl.load(cache_position) + 1 < tl.load(min_length)
+        end = tl.load(eos + tl.arange(0, NUM_EOS))
+        is_end = tl.max((end[:, None] == token[None, :]).to(tl.int32), 0) != 0
+        score = tl.where(is_end & is_short, -float("inf"), score)
+    if TEMPERATURE:
+        score *= (1.0 / tl.load(temperature)).to(tl.float32)
+    score = tl.where(score == 0, 0.0, score)  # -0.0 equals 0.0, its key would be another
+    tl.store(scores + b * V + token, score, mask=mask)
+    tl.store(maxima + b * tl.num_programs(1) + chunk, tl.max(score, 0))
+
+
+@triton.jit
+def _load_chunk(scores, maxima, b, V, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
+    """Which elements are tokens, their scores, their weights and the largest score of the row."""
+    v = tl.arange(0, TILE)
+    token = tl.program_id(1) * CHUNK + v
+    mask = (v < CHUNK) & (token < V)
+    score = tl.load(scores + b * V + token, mask=mask, other=-float("inf"))
+    maximum = tl.max(tl.load(maxima + b * NUM_CHUNKS + tl.arange(0, NUM_CHUNKS)), 0)
+    return mask, score, tl.exp(score - maximum), maximum
+
+
+@triton.jit
+def _key(score):
+    """An integer that is larger where the score is."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    """An integer that is larger where the score is, and equal where it is equal: 0.0 and -0.0 have the key 0."""
+    bits = score.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, _LOWEST - bits, bits)
+
+
+@triton.jit
+def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl.constexpr):
+    """lows[i], from pass i - 1, which measured `MEASURE`."""
+    candidate, chunk = tl.arange(0, _CANDIDATES), tl.arange(0, NUM_CHUNKS)
+    number = (i - 1) % _PASSES  # of that pass in its search
+    row = partials + ((i - 1) * B + b) * _CANDIDATES * NUM_CHUNKS
+    first = partials + ((i - 1 - number) * B + b) * _CANDIDATES * NUM_CHUNKS
+    # All loads before the first sum: the sums have barriers, which no load moves across.
+    parts = tl.load(row + candidate[:, None] * NUM_CHUNKS + chunk[None, :])
+    whole = tl.load(first + chunk)
+    before = tl.load(lows + (i - 1) * B + b, mask=number > 0, other=_LOWEST)
+    if MEASURE == "number":
+        target = tl.minimum(k, V).to(tl.float32)
+    else:
+        target = tl.where(p < 1, p.to(tl.float32) * tl.sum(whole, 0), float("inf"))
+    reached = tl.sum((tl.sum(parts, 1) >= target).to(tl.int32), 0)
+    return before + (tl.maximum(reached - 1, 0) << (28 - 4 * number))
+
+
+@triton.jit
+def _measure(key, weight, low, bits, IS_FIRST: tl.constexpr):
+    """The weight of the keys >= each candidate; candidates: low + j * 2^bits."""
+    candidate = tl.arange(0, _CANDIDATES)
+    is_divided = IS_FIRST
+    if not IS_FIRST:  # in late passes few chunks have a key between the candidates
+        is_divided = tl.max(tl.where((key ^ low) >> (bits + 4) == 0, weight, 0.0), 0) > 0
+    if is_divided:
+        # Candidates first: a thread then holds all of them for its scores, and adds up before threads exchange sums.
+        threshold = low + (candidate << bits)
+        measure = tl.sum(tl.where(key[None, :] >= threshold[:, None], weight[None, :], 0.0), 1)
+    else:
+        measure = tl.sum(tl.where(key >= low, weight, 0.0), 0) + tl.zeros_like(candidate).to(tl.float32)
+    return measure
+
+
+@triton.jit(do_not_specialize=["i"])
+def _narrow(
+    scores, maxima, partials, lows, top_k, top_p, i, B, V,
+    BEFORE: tl.constexpr, MEASURE: tl.constexpr, TOP_K: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Pass i, which measures `MEASURE`, after one that measured `BEFORE`."""
+    b, chunk = tl.program_id(0), tl.program_id(1)
+    if BEFORE == "nothing":
+        pdl_sync(PDL)  # the previous kernel wrote the scores
+    mask, score, weight, _ = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
+    key = _key(score)
+    if MEASURE == "number":
+        weight = mask.to(tl.float32)
+    low = _LOWEST
+    if BEFORE != "nothing":
+        k, p = tl.load(top_k), tl.load(top_p)
+        pdl_sync(PDL)
+        if BEFORE == "mass" and TOP_K:  # what top_k does not keep has no mass
+            weight = tl.where(key >= tl.load(lows + _PASSES * B + b), weight, 0.0)
+        low = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
+        if chunk == 0:
+            tl.store(lows + i * B + b, low)
+        if BEFORE == "number" and MEASURE == "mass":  # the other search begins
+            weight = tl.where(key >= low, weight, 0.0)
+            low = _LOWEST
+    measure = _measure(key, weight, low, 28 - 4 * (i % _PASSES), BEFORE != MEASURE)
+    row = partials + (i * B + b) * _CANDIDATES * NUM_CHUNKS
+    tl.store(row + tl.arange(0, _CANDIDATES) * NUM_CHUNKS + chunk, measure)
+
+
+@triton.jit(do_not_specialize=["i"])
+def _draw(
+    scores, maxima, noise, partials, lows, top_k, top_p, min_p, quotients, tokens, i, B, V,
+    BEFORE: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr,
+    NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b, chunk, v = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
+    # Before the wait: torch wrote it, at least two kernels ago.
+    q = tl.load(noise + b * V + chunk * CHUNK + v, mask=(v < CHUNK) & (chunk * CHUNK + v < V), other=1.0)
+    if BEFORE == "nothing":
+        pdl_sync(PDL)  # the previous kernel wrote the scores
+    mask, score, weight, maximum = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
+    keep = mask
+    if BEFORE != "nothing":
+        k, p = tl.load(top_k), tl.load(top_p)
+        pdl_sync(PDL)
+        if BEFORE == "mass" and TOP_K:
+            keep = keep & (_key(score) >= tl.load(lows + _PASSES * B + b))
+        low = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
+        keep = keep & ((_key(score) >= low) | (score == maximum))
+    if MIN_P:
+        keep = keep & (weight >= tl.load(min_p).to(tl.float32))
+    quotient = tl.div_rn(weight, q)
+    # Below every quotient: what is not kept and NaN, and lower yet what is no token.
+    quotient = tl.where(keep & (quotient >= 0), quotient, tl.where(mask, -1.0, -2.0))
+    largest, index = tl.max(quotient, 0, return_indices=True)
+    tl.store(quotients + b * NUM_CHUNKS + chunk, largest)
+    tl.store(tokens + b * NUM_CHUNKS + chunk, chunk * CHUNK + index)
+
+
+def select_sampled_triton(
+    logits: Tensor, noise: Tensor, cache_position: Tensor, selection: Any, kinds: Any,
+    temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, penalty: Tensor, min_length: Tensor,
+) -> None:  # fmt: skip
+    """The arguments from `selection` on: the fields of `SampleState`, in their order."""
+    if logits.stride(1) != 1:
+        raise ValueError(f"Sampling needs logits whose last dim has stride 1, got strides {logits.stride()}.")
+    batch, vocabulary = logits.shape
+    searches = [measure for measure, asked in (("number", kinds.top_k), ("mass", kinds.top_p)) if asked]
+    passes = [measure for measure in searches for _ in range(_PASSES.value)]
+    scores, partials, maxima, quotients, tokens, lows = _buffers(logits, len(passes))
+    chunk = 8 * triton.cdiv(vocabulary, 8 * _NUM_CHUNKS)  # so that a thread loads 16 bytes of bfloat16 at once
+    tile = triton.next_power_of_2(chunk)
+    tiles = {"CHUNK": chunk, "TILE": tile, "num_warps": min(max(tile // 256, 1), 16)}  # 8 scores a thread
+    grid, ends = (batch, _NUM_CHUNKS), {"NUM_EOS": selection.eos.shape[1], **tiles}
+    numbers = cache_position, min_length, selection.eos, temperature
+    if kinds.repetition:  # on a copy in float32
+        launch(
+            _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), vocabulary,
+            MIN_LENGTH=False, TEMPERATURE=False, **ends,
+        )  # fmt: skip
+        penalize_triton(scores, logits, selection.sequences, cache_position, penalty)
+        logits = scores
+    launch(
+        _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), vocabulary,
+        MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
+    )  # fmt: skip
+    chunks, before = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}, "nothing"
+    for i, measure in enumerate(passes):
+        launch(
+            _narrow, grid, scores, maxima, partials, lows, top_k, top_p, i, batch, vocabulary,
+            BEFORE=before, MEASURE=measure, **chunks,
+        )  # fmt: skip
+        before = measure
+    launch(
+        _draw, grid, scores, maxima, noise, partials, lows, top_k, top_p, min_p, quotients, tokens,
+        len(passes), batch, vocabulary, BEFORE=before, MIN_P=kinds.min_p, **chunks,
+    )  # fmt: skip
+    select_triton(quotients, tokens, vocabulary, cache_position, *selection)
+
+
+def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
+    """scores, partials, maxima, quotients, tokens, lows."""
+    batch, chunks = len(logits), (len(logits), _NUM_CHUNKS)
+    shapes = logits.shape, (passes, batch, _CANDIDATES.value, _NUM_CHUNKS), chunks, chunks
+    floats = [logits.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    integers = [logits.new_empty(shape, dtype=torch.int32) for shape in (chunks, (passes + 1, batch))]
+    return *floats, *integers
+
+
+def penalize_triton(scores: Tensor, logits: Tensor, sequences: Tensor, cache_position: Tensor, penalty: Tensor) -> None:
+    """Write the penalized logits of the tokens that stand in a sequence up to `cache_position` into `scores`."""
+    (batch, vocabulary), length = logits.shape, sequences.shape[1]
+    launch(
+        _penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences, cache_position, penalty,
+        logits.stride(0), sequences.stride(0), length, vocabulary, TILE=_PENALIZED, num_warps=4,
+    )  # fmt: skip

@@ -1,0 +1,232 @@
+"""A pass of a model as data: the flat list of the operations that it calls, which can be rewritten and run.
+
+    h = embedding(token, W)             Call(embedding, (token, W))        -> Value 0
+    q = linear(h, Wq)                   Call(linear, (Value 0, Wq))        -> Value 1
+    q, k = rotary(q, k, cos, sin)       Call(rotary, (Value 1, ...))       -> Value 7, Value 8
+
+A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held by reference, and a
+shape or a setting is a constant of the recording. A module or function that is decorated with torch's
+`wrap_torch_function` is one call, whatever it calls inside.
+
+    with Recorder() as recorder:
+        logits = model(token).logits
+    program = recorder.program(logits)
+    run = program.compiled()            # run() gives the logits for what is in `token` now
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from hf_static_kv.compat import write_count
+
+# What tells the host a value, or makes a tensor whose shape depends on values. On a GPU each of them synchronizes.
+_READS = {
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "cpu",
+    "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique", "unique_consecutive",
+}  # fmt: skip
+
+
+class Value:
+    """The tensor that a call gave: its number, and what is known of it before it is computed again."""
+
+    def __init__(self, number: int, tensor: Tensor) -> None:
+        self.number, self.shape, self.dtype, self.device = number, tensor.shape, tensor.dtype, tensor.device
+
+    def __repr__(self) -> str:
+        return f"%{self.number}"
+
+
+class Call:
+    """One operation. `order` says where in the list it stands."""
+
+    def __init__(
+        self, order: int, func: Callable[..., Any], args: Any, kwargs: Any, results: list[Value | None], writes: bool
+    ) -> None:
+        self.order, self.func, self.args, self.kwargs, self.results = order, func, args, kwargs, results
+        self.writes = writes  # into a tensor that was there before
+
+    @property
+    def name(self) -> str:
+        return getattr(self.func, "__name__", str(self.func))
+
+    @property
+    def values(self) -> list[Value]:
+        """The values that it takes, in the order of its arguments."""
+        return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+
+    def __repr__(self) -> str:
+        inputs = [str(leaf) if isinstance(leaf, Value) else _brief(leaf) for leaf in leaves((self.args, self.kwargs))]
+        return f"{', '.join(map(str, self.results))} = {self.name}({', '.join(inputs)})"
+
+
+class Program:
+    """The calls of a pass, by their order, and its output. `fuse` puts one call in the place of several."""
+
+    def __init__(self, calls: Sequence[Call], output: Value) -> None:
+        self.calls, self.output = {call.order: call for call in calls}, output
+        self.made_by = {value: call for call in calls for value in call.results if value is not None}
+        self.used_by: defaultdict[Value, list[Call]] = defaultdict(list)
+        for call in calls:
+            self._note_uses(call)
+
+    def __iter__(self) -> Iterator[Call]:
+        return iter([self.calls[order] for order in sorted(self.calls)])
+
+    def maker(self, value: object) -> Call | None:
+        """The call that gives this value; None for a tensor from outside."""
+        return self.made_by.get(value) if isinstance(value, Value) else None
+
+    def only_user(self, value: object) -> Call | None:
+        """The one call that takes this value; None where there are more, or where it is the output."""
+        users = self.used_by[value] if isinstance(value, Value) else []
+        return users[0] if len(users) == 1 and value is not self.output else None
+
+    def fuse(
+        self,
+        parts: Sequence[Call],
+        func: Callable[..., Any],
+        *args: Any,
+        results: Sequence[Value | None],
+        **kwargs: Any,
+    ) -> bool:
+        """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change, where that is unsafe.
+
+        It is safe where its arguments are there, its results are not needed yet, nothing else is taken from the parts,
+        and nobody else writes in between.
+        """
+        orders = {part.order for part in parts}
+        first, last = min(orders), max(orders)
+        new = Call(last, func, args, kwargs, list(results), any(part.writes for part in parts))
+        ready = max((self.made_by[value].order for value in new.values), default=-1)
+        needed = min(
+            (order for value in results for order in self._uses(value) if order not in orders), default=last + 1
+        )
+        new.order = max((order for order in orders if ready < order < needed), default=-1)
+        lost = {value for part in parts for value in part.results} - set(results)
+        is_taken = any(order not in orders for value in lost for order in self._uses(value))
+        is_taken = is_taken or not lost.isdisjoint(new.values)
+        others = (call for order, call in self.calls.items() if first < order < last and order not in orders)
+        if new.order < 0 or is_taken or any(call.writes for call in others):
+            return False
+        if any(part.writes and part.order != new.order for part in parts):
+            return False
+        for part in parts:
+            del self.calls[part.order]
+            for value in part.values:
+                self.used_by[value] = [call for call in self.used_by[value] if call is not part]
+        self.calls[new.order] = new
+        self.made_by |= {value: new for value in results if value is not None}
+        self._note_uses(new)
+        return True
+
+    def _note_uses(self, call: Call) -> None:
+        for value in call.values:
+            self.used_by[value].append(call)
+
+    def _uses(self, value: Value | None) -> list[int]:
+        """The orders of the calls that take this value; the output is used at the end."""
+        at_the_end = [sys.maxsize] if value is self.output else []
+        return at_the_end + ([] if value is None else [call.order for call in self.used_by[value]])
+
+    def compiled(self) -> Callable[[], Tensor]:
+        """A function that runs the calls. It drops each value after its last use."""
+        calls, output = list(self), self.output
+        last_use = {value: call for call in calls for value in (*call.results, *call.values)}
+        dropped = [[value for value in (*call.results, *call.values) if last_use[value] is call] for call in calls]
+
+        def run() -> Tensor:
+            values: dict[Any, Any] = {}
+            for call, unused in zip(calls, dropped, strict=True):
+                args, kwargs = map_leaves(
+                    lambda leaf: values.get(leaf, leaf) if type(leaf) is Value else leaf, (call.args, call.kwargs)
+                )
+                values.update(zip(call.results, leaves(call.func(*args, **kwargs)), strict=True))
+                for value in unused:
+                    if value is not output:
+                        values.pop(value, None)
+            return values[output]  # type: ignore[no-any-return]
+
+        return run
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down the calls of a pass. Raises where the pass asks for a value, since another step has another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+        self.known: dict[int, Value | Tensor] = {}  # by the id of a tensor: its value, or the tensor that it is all of
+        self.kept: list[Tensor] = []  # so that no id is used twice
+        self.constants: set[Value] = set()  # the same in every step
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_constant = all(self.known.get(id(tensor)) in self.constants for tensor in inputs)
+        name = getattr(func, "__name__", "")
+        is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
+        if is_read and inputs and not is_constant:
+            raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
+        before = [write_count(tensor) for tensor in inputs]
+        result = func(*args, **kwargs)
+        writes = before != [write_count(tensor) for tensor in inputs]
+        # Of what was there before: numbered now, since the result may be one of the arguments.
+        arguments = map_leaves(lambda leaf: self.known.get(id(leaf), leaf), (args, kwargs))
+        results = [self._new_value(output, inputs, is_constant and not writes) for output in leaves(result)]
+        if writes or any(results):
+            args, kwargs = arguments
+            self.calls.append(Call(len(self.calls), func, args, kwargs, results, writes))
+        return result
+
+    def _new_value(self, output: Any, inputs: Sequence[Tensor], is_constant: bool) -> Value | None:
+        """A number for this result; None where it is one of the arguments, or a view of all of one."""
+        if not isinstance(output, Tensor) or id(output) in self.known:
+            return None
+        self.kept.append(output)
+        if (same := next((tensor for tensor in inputs if _is_same(tensor, output)), None)) is not None:
+            self.known[id(output)] = self.known.get(id(same), same)
+            return None
+        value = self.known[id(output)] = Value(len(self.kept), output)
+        if is_constant:
+            self.constants.add(value)
+        return value
+
+    def program(self, output: Tensor) -> Program:
+        value = self.known.get(id(output))
+        if not isinstance(value, Value):
+            raise RuntimeError("the pass gave its logits by no operation of torch")
+        return Program(self.calls, value)
+
+
+def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """`function` of every leaf of nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return {key: map_leaves(function, item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [map_leaves(function, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
+    return function(value)
+
+
+def leaves(value: Any) -> list[Any]:
+    """Every leaf of nested lists, tuples and dicts."""
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in leaves(item)]
+    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same memory in the same shape."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.numel():
+        return False
+    return type(one) is type(other) is Tensor and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+
+
+def _brief(leaf: Any) -> str:
+    return f"{type(leaf).__name__}{list(leaf.shape)}" if isinstance(leaf, Tensor) else repr(leaf)

@@ -1,0 +1,368 @@
+"""Rewrite rules of a recorded pass: each puts one call in the place of several, and its docstring is the picture.
+
+A rule says what belongs together. `Program.fuse` looks whether it is safe, and leaves the list as it is where it is
+not: where a value in between goes somewhere else, too, or someone writes in between.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, fused_linears, gated_linear, linears
+from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
+from hf_static_kv.kernels.rotary import rotary, rotate_and_write
+from hf_static_kv.program.linears import activated
+from hf_static_kv.program.record import Call, Program, Value
+from hf_static_kv.program.rotary import angle_table, angles, lookup
+
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
+_PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
+_LINEARS, _GATED_LINEAR = torch.ops.hf_static_kv.linears.default, torch.ops.hf_static_kv.gated_linear.default
+_WRITE_TOKEN = torch.ops.hf_static_kv.write_token.default
+
+# Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14 % of a step, and
+# Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
+_MAX_NORMED = 1 << 22
+
+
+class Rule(NamedTuple):
+    """A rewrite, and whether it keeps the bits of the list without it. Inside `exact` only such rules apply."""
+
+    apply: Callable[[Program], None]
+    keeps_bits: bool
+
+
+RULES: dict[str, Rule] = {}  # in the order in which they apply
+
+
+def rule(keeps_bits: bool) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+    """Register a function of a program as a rule under its name."""
+
+    def register(function: Callable[[Program], None]) -> Callable[[Program], None]:
+        RULES[function.__name__] = Rule(function, keeps_bits)
+        return function
+
+    return register
+
+
+def rewrite(program: Program, without: Collection[str] = (), keeps_bits: bool = False) -> None:
+    """Apply all rules but those named in `without`; only those that keep the bits, where that is asked for."""
+    for name, (apply, keeps) in RULES.items():
+        if name not in without and (keeps or not keeps_bits):
+            apply(program)
+
+
+# --- angles, rotations, and the write into the storage
+
+
+@rule(keeps_bits=True)
+def angles_from_table(program: Program) -> None:
+    """
+    cos, sin = angles(position_ids)         ->   cos, sin = lookup(position_ids, table)
+    """
+    lengths = {call.args[0].shape[2] for call in program if call.func is _WRITE_TOKEN}
+    for call in [call for call in program if call.func is angles and len(lengths) == 1]:
+        positions, x, *others = call.args
+        if len(positions.shape) == 2:
+            like = None if x is None else torch.empty(1, dtype=x.dtype, device=x.device)
+            first = torch.zeros(positions.shape, dtype=torch.int64, device=positions.device)
+            table = angle_table(*lengths, first, like, *others, **call.kwargs)
+            if table is not None:
+                program.fuse([call], lookup, positions, table, results=call.results)
+
+
+@rule(keeps_bits=True)
+def transpose_first(program: Program) -> None:
+    """
+    y = transpose(norm(x), 1, 2)            ->   y = norm(transpose(x, 1, 2))        next to the rotation of y
+    """
+    for call in program:
+        before = program.maker(call.args[0]) if call.func is Tensor.transpose and call.args[1:] == (1, 2) else None
+        if before is not None and before.func is norm and program.only_user(call.args[0]) is call:
+            (x, its_norm), between = before.args, call.args[0]
+            before.func, before.args, call.func, call.args = call.func, (x, 1, 2), norm, (between, its_norm)
+            between.shape = call.results[0].shape  # type: ignore[union-attr]
+
+
+@rule(keeps_bits=True)
+def write_rotated(program: Program) -> None:
+    """
+    q, k = norm(q), norm(k)  (some models)  ->   q = rotate_and_write(q, k, v, cos, sin, storage, position, norms)
+    q, k = rotary(q, k, cos, sin)
+    write_token(storage, k, v, position)
+    """
+    for call in [call for call in program if call.func is _WRITE_TOKEN]:
+        keys, values, rotated_key, value, position = call.args
+        rotation = program.maker(rotated_key)
+        if rotation is None or rotation.func is not rotary or rotated_key is not rotation.results[1]:
+            continue
+        parts, states, norms = [rotation, call], [], []
+        for x in rotation.args[:2]:
+            before = program.maker(x)
+            is_normed = before is not None and before.func is norm and program.only_user(x) is rotation
+            parts += [before] if before is not None and is_normed else []
+            states.append(before.args[0] if before is not None and is_normed else x)
+            norms.append(before.args[1] if before is not None and is_normed else None)
+        arguments = *states, value, *rotation.args[2:], keys, values, position, *norms
+        program.fuse(parts, rotate_and_write, *arguments, results=rotation.results[:1])
+
+
+# --- linear layers
+
+
+class Linear(NamedTuple):
+    """Linear layers with one input, and what is computed with them.
+
+    y = residual + activation(norm(x) W^T + b)      gated: residual + activation(norm(x) gate^T) * (norm(x) up^T)
+    """
+
+    weights: list[Tensor]  # [N_i, K]
+    biases: list[Tensor]  # as many, or none
+    norm: Norm | None = None
+    activation: str = ""
+    is_gated: bool = False
+    residual: Any = None
+
+
+def run_linear(x: Tensor, layer: Linear) -> Any:
+    """The output; where several weights share the input, a tuple of outputs."""
+    weights, biases, norm_before, activation_after, is_gated, to_add = layer
+    if norm_before is None and to_add is None and (is_gated or not activation_after):  # as inside `exact`
+        y = gated_linear(x, *weights, activation_after) if is_gated else linears(x, weights, biases)
+    else:
+        around = {"norm": norm_before, "activation": activation_after, "is_gated": is_gated, "residual": to_add}
+        y = fused_linears(x, weights, biases, **around)
+    return y if is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
+
+
+class Found(NamedTuple):
+    """Linear layers in a list."""
+
+    call: Call
+    x: Any
+    layer: Linear
+
+    @property
+    def tokens(self) -> int:
+        return int(self.x.shape.numel() // self.x.shape[-1])
+
+    @property
+    def takes_more(self) -> bool:
+        """Whether one token goes through one weight, or a gate, and nothing is added yet."""
+        return (
+            self.tokens == 1 and self.layer.residual is None and (len(self.layer.weights) == 1 or self.layer.is_gated)
+        )
+
+
+def _found(call: Call | None) -> Found | None:
+    if call is None or call.func not in (run_linear, _LINEARS, _GATED_LINEAR):
+        return None
+    x, *rest = call.args
+    if call.func is run_linear:
+        return Found(call, x, rest[0])
+    return Found(call, x, Linear(*rest) if call.func is _LINEARS else Linear(rest[:2], [], None, rest[2], True))
+
+
+@rule(keeps_bits=False)
+def few_tokens(program: Program) -> None:
+    """
+    y = linear(x, w, b)                     ->   y = run_linear(x, [w], [b])
+    """
+    for call in program:
+        if call.func is F.linear and not call.kwargs:
+            x, weight, bias = (*call.args, None)[:3]
+            if _is_plain(x, weight, bias):
+                layer = Linear([weight], [] if bias is None else [bias])
+                program.fuse([call], run_linear, x, layer, results=call.results)
+
+
+@rule(keeps_bits=False)
+def conv1d(program: Program) -> None:
+    """
+    y = view(addmm(b, view(x), w))          ->   y = run_linear(x, [w^T], [b])       (GPT-2's Conv1D)
+    """
+    for call in [call for call in program if call.func is torch.addmm and not call.kwargs]:
+        bias, x, weight = call.args
+        before, after = program.maker(x), program.only_user(call.results[0])
+        if before is None or after is None or not (before.func is after.func is Tensor.view):
+            continue
+        parts = [before, call, after] if program.only_user(x) is call else [call, after]
+        is_same = before.args[0].shape[:-1] == after.results[0].shape[:-1]  # type: ignore[union-attr]
+        if is_same and before.args[0].shape[-1] == x.shape[-1] and _is_plain(x, weight, bias):
+            layer = Linear([weight.t()], [bias])
+            program.fuse(parts, run_linear, before.args[0], layer, results=after.results)
+
+
+def _is_plain(x: Any, weight: Any, bias: Any) -> bool:
+    """Few tokens, and weights of torch itself in one dtype: not quantised, not computed."""
+    tensors = [weight] if bias is None else [weight, bias]
+    is_own = all(type(tensor) in (Tensor, Parameter) and tensor.dtype == x.dtype for tensor in tensors)
+    tokens = x.shape.numel() // max(1, x.shape[-1])
+    return is_own and weight.ndim == 2 and x.dtype.is_floating_point and 1 <= tokens <= MAX_TOKENS
+
+
+def _activation(call: Call | None) -> str:
+    """The name of the activation that a call computes; "" for any other call."""
+    if call is None or call.func not in (F.silu, F.gelu, F.relu, activated):
+        return ""
+    if call.func is F.gelu:
+        return "gelu_tanh" if "tanh" in (*call.args[1:], *call.kwargs.values()) else "gelu"
+    return call.args[1].name if call.func is activated else call.name
+
+
+@rule(keeps_bits=False)
+def gate(program: Program) -> None:
+    """
+    g, u = run_linear(x, [gate]), run_linear(x, [up])   ->   y = run_linear(x, [gate, up], activation, is_gated)
+    y = activation(g) * u
+    """
+    for call in [call for call in program if call.func in _PRODUCTS and len(call.args) == 2]:
+        for active, up in (call.args, call.args[::-1]):
+            activates = program.maker(active)
+            if activates is None or not (name := _activation(activates)):
+                continue
+            gates = _found(program.maker(activates.args[0])), _found(program.maker(up))
+            if (found := _gate_and_up(*gates) or _halves(program, activates.args[0], up)) is not None:
+                x, weights, parts = found
+                layer = Linear(weights, [], None, name, True)
+                program.fuse([*parts, activates, call], run_linear, x, layer, results=call.results)
+                break
+
+
+def _gate_and_up(gate: Found | None, up: Found | None) -> tuple[Any, list[Tensor], list[Call]] | None:
+    """Input, weights and calls where these are two linear layers without biases that fit each other."""
+    if gate is None or up is None or gate.call is up.call or gate.x is not up.x:
+        return None
+    if any(one.layer[1:] != Linear([], [])[1:] for one in (gate, up)):
+        return None
+    weights = [*gate.layer.weights, *up.layer.weights]
+    kinds = {(weight.shape, weight.stride()) for weight in weights}
+    return (gate.x, weights, [gate.call, up.call]) if len(weights) == 2 and len(kinds) == 1 else None
+
+
+def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Tensor], list[Call]] | None:
+    """The same where gate and up are the halves of the output of one linear layer (Phi 3, GLM 4)."""
+    split = program.maker(gate)
+    if split is None or split.func not in (Tensor.chunk, torch.chunk) or split.results != [gate, up]:
+        return None
+    found, dims = _found(program.maker(split.args[0])), (*split.args[1:], *split.kwargs.values())
+    if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
+        return None
+    return None if found.layer.biases else (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
+
+
+@rule(keeps_bits=False)
+def activation(program: Program) -> None:
+    """
+    y = activation(run_linear(x, [w], [b])) ->   y = run_linear(x, [w], [b], activation)          one token
+    """
+    for call in [call for call in program if _activation(call)]:
+        found = _found(program.maker(call.args[0]))
+        if found is not None and found.takes_more and not found.layer.activation:
+            layer = found.layer._replace(activation=_activation(call))
+            program.fuse([found.call, call], run_linear, found.x, layer, results=call.results)
+
+
+@rule(keeps_bits=False)
+def residual(program: Program) -> None:
+    """
+    h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          one token
+    """
+    for call in [call for call in program if _is_sum(call)]:
+        for x, output in (call.args, call.args[::-1]):
+            found = _found(program.maker(output))
+            if found is not None and found.takes_more and not found.layer.is_gated:
+                layer = found.layer._replace(residual=x)
+                if program.fuse([found.call, call], run_linear, found.x, layer, results=call.results):
+                    break
+
+
+def _is_sum(call: Call) -> bool:
+    """Whether it adds two tensors of one shape and dtype."""
+    if call.func not in _SUMS or call.kwargs or not all(isinstance(x, Value | Tensor) for x in call.args):
+        return False
+    kinds = {(x.shape, x.dtype, x.device) for x in call.args}
+    return len(kinds) == 1 and len(call.args) == 2 and call.args[0].dtype.is_floating_point
+
+
+@rule(keeps_bits=True)
+def shared_input(program: Program) -> None:
+    """
+    q = run_linear(x, [wq])                 ->   q, k, v = run_linear(x, [wq, wk, wv])
+    k = run_linear(x, [wk])
+    v = run_linear(x, [wv])
+    """
+    groups: dict[Any, list[Found]] = {}
+    for found in filter(None, map(_found, program)):
+        weights, biases, *around = found.layer
+        if len(weights) == 1 and around == [None, "", False, None] and found.tokens <= MAX_TOKENS:
+            kind = id(found.x), len(biases), weights[0].dtype, weights[0].is_contiguous()
+            groups.setdefault(kind, []).append(found)
+    for group in groups.values():
+        for i in range(0, len(group), MAX_WEIGHTS):
+            some = group[i : i + MAX_WEIGHTS]
+            layer = Linear([one.layer.weights[0] for one in some], [b for one in some for b in one.layer.biases])
+            results = [value for one in some for value in one.call.results]
+            if len(some) > 1:
+                program.fuse([one.call for one in some], run_linear, some[0].x, layer, results=results)
+
+
+# --- norms
+
+
+@rule(keeps_bits=False)
+def layer_norm(program: Program) -> None:
+    """
+    y = layer_norm(x, [D], weight, bias)    ->   y = norm(x, norm)
+    """
+    names = ("input", "normalized_shape", "weight", "bias", "eps")
+    for call in [call for call in program if call.func is F.layer_norm]:
+        given = {"bias": None, "eps": 1e-5, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+        x, weight = given["input"], given.get("weight")
+        if len(given["normalized_shape"]) == 1 and weight is not None and weight.dtype == x.dtype:
+            its_norm = Norm(weight, given["eps"], LAYER_NORM, given["bias"])
+            program.fuse([call], norm, x, its_norm, results=call.results)
+
+
+@rule(keeps_bits=True)
+def norm_of_sum(program: Program) -> None:
+    """
+    h = x + y                               ->   h, z = add_norm(x, y, norm)
+    z = norm(h)
+
+    h = x + inner(y)                        ->   h, z = add_norm(x, y, norm, inner)               (Gemma)
+    z = norm(h)
+    """
+    for call in [call for call in program if call.func is norm]:
+        h, its_norm = call.args
+        total, results = program.maker(h), [h, *call.results]
+        if total is None or not _is_sum(total) or its_norm.weight.dtype != h.dtype:
+            continue
+        inner = next((one for one in map(program.maker, total.args) if one is not None and one.func is norm), None)
+        if inner is not None and inner.args[0].shape == h.shape:
+            x = total.args[1] if inner.results[0] is total.args[0] else total.args[0]
+            arguments = x, inner.args[0], its_norm, inner.args[1]
+            if program.fuse([inner, total, call], add_norm, *arguments, results=results):
+                continue
+        program.fuse([total, call], add_norm, *total.args, its_norm, results=results)
+
+
+@rule(keeps_bits=False)
+def norm_before(program: Program) -> None:
+    """
+    y = run_linear(norm(x), ...)            ->   y = run_linear(x, ..., norm)        one token, RMS norm, small weights
+
+    Every program of the linear layer computes the norm again: with many of them a launch of its own is faster.
+    """
+    for call in [call for call in program if call.func is norm]:
+        found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
+        if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
+            continue
+        size = sum(weight.numel() for weight in found.layer.weights)
+        if its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED:
+            layer = found.layer._replace(norm=its_norm)
+            program.fuse([call, found.call], run_linear, x, layer, results=found.call.results)

@@ -1,0 +1,121 @@
+"""Sampling in the step itself: tokens and random state are those of plain `generate` under the same seed."""
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.program.step import DecodeStep, SelectingStep
+from tests.conftest import Collect
+from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run, toy_model
+
+SETTINGS = {
+    "plain": {"top_k": 0},
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_k": 0, "top_p": 0.6},
+    "both": {"temperature": 1.3, "top_k": 20, "top_p": 0.9},
+    "min-p": {"top_k": 0, "min_p": 0.2},
+    "repetition": {"repetition_penalty": 1.5, "temperature": 0.8, "top_p": 0.95},
+    "least length": {"min_length": 20, "eos_token_id": list(range(3, 60)), "pad_token_id": 0},
+    "least new tokens": {"min_new_tokens": 9, "eos_token_id": list(range(3, 19)), "pad_token_id": 0},
+    "ends": {"eos_token_id": list(range(3, 15)), "pad_token_id": 0, "temperature": 2.0},
+    "everything": {
+        "repetition_penalty": 1.2, "min_new_tokens": 5, "eos_token_id": list(range(3, 15)), "pad_token_id": 0,
+        "temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.05,
+    },
+}  # fmt: skip
+
+
+def random_state():
+    return torch.cuda.get_rng_state() if DEVICE == "cuda" else torch.get_rng_state()
+
+
+def kinds_of_step(decoder, cache):
+    (step,) = decoder._steps[cache].values()
+    return step.sampling.kinds if isinstance(step, SelectingStep) else type(step)
+
+
+@pytest.mark.parametrize("prompt", [{"ids": PROMPT}, {"ids": BATCH}, padded()], ids=["one", "batch", "padded"])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_tokens_and_random_state(name, prompt):
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **SETTINGS[name]}
+    for seed in range(4):  # the first call makes the step, the others use it
+        expected = run(model, seed=seed, **prompt, **how)
+        state = random_state()
+        assert torch.equal(run(model, decoder=decoder, seed=seed, **prompt, **how), expected)
+        assert torch.equal(random_state(), state)
+    assert decoder.fallback_reason is None
+
+
+def test_other_numbers_use_the_same_step():
+    model, decoder, cache = toy_model("llama"), GraphDecoder(), None
+    for temperature, top_k in ((0.5, 3), (1.5, 50), (0.9, 1)):
+        how = {"do_sample": True, "temperature": temperature, "top_k": top_k}
+        cache = StaticContiguousCache(model.config, CAPACITY) if cache is None else cache
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=1, **how), run(model, seed=1, **how))
+    assert kinds_of_step(decoder, cache) == Kinds(temperature=True, top_k=True)
+
+
+@pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 9}, {}], ids=["sampled", "greedy"])
+def test_a_streamer_gets_every_token_once(how):
+    model, streamer = toy_model("llama"), Collect()
+    expected = run(model, seed=3, **how)
+    assert torch.equal(run(model, decoder=GraphDecoder(streamer=streamer), seed=3, **how), expected)
+    assert streamer.tokens == expected[0].tolist()
+    assert streamer.ended
+
+
+OUTSIDE = {
+    "an n-gram": {"no_repeat_ngram_size": 2},
+    "a processor of one's own": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores / 2])},
+    "another order": {"temperature": 0.5, "logits_processor": LogitsProcessorList([lambda ids, scores: scores + 0])},
+    "typical p": {"typical_p": 0.9},
+    "scores": {"return_dict_in_generate": True, "output_scores": True},
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_the_host_selects(name):
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **OUTSIDE[name]}
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    got, expected = run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how)
+    got, expected = (x if isinstance(x, torch.Tensor) else x.sequences for x in (got, expected))
+    assert torch.equal(got, expected)
+    assert kinds_of_step(decoder, cache) is DecodeStep
+
+
+def test_the_repetition_penalty_of_embedded_prompts_is_left_to_the_host():
+    """The tokens of such a prompt are not known, and their positions are."""
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    embeds = model.get_input_embeddings()(PROMPT).detach()
+    torch.manual_seed(0)
+    expected = model.generate(inputs_embeds=embeds, max_new_tokens=9, use_cache=False, **how)
+    torch.manual_seed(0)
+    got = model.generate(inputs_embeds=embeds, max_new_tokens=9, past_key_values=cache, custom_generate=decoder, **how)
+    assert torch.equal(got, expected)
+    assert kinds_of_step(decoder, cache) is DecodeStep
+
+
+def test_a_chat_goes_on_with_the_penalty():
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    first = run(model, decoder=decoder, cache=cache, seed=0, **how)
+    assert torch.equal(first, run(model, seed=0, **how))
+    longer = torch.cat([first, BATCH[:1, :3]], dim=1)
+    assert torch.equal(run(model, longer, decoder, cache, seed=0, **how), run(model, longer, seed=0, **how))
+
+
+def test_a_cache_that_grows_in_the_middle():
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    cache = StaticContiguousCache.for_calls(model, PROMPT.shape[1] + 2, 1)
+    assert torch.equal(run(model, decoder=decoder, cache=cache, seed=5, **how), run(model, seed=5, **how))
+
+
+def test_making_a_step_draws_nothing():
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "top_p": 0.9}
+    first = run(model, decoder=decoder, seed=7, **how)
+    assert torch.equal(run(model, decoder=GraphDecoder(), seed=7, **how), first)

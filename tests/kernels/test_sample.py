@@ -1,0 +1,312 @@
+"""Sampling in a captured step: plainly as transformers samples, and the kernels as the plain formula."""
+
+import pytest
+import torch
+from transformers.generation import logits_process as processors
+
+from hf_static_kv.kernels.sample import Kinds, SampleState, process_plain, select_sampled, select_sampled_plain
+from hf_static_kv.kernels.step_state import GreedyState
+from tests.conftest import given, settings, st, triton_module
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ALL = Kinds(*[True] * 6)
+POSITION, LENGTH = 3, 8  # of the newest token, of the token buffer
+
+
+def make_state(batch, kinds, **numbers):
+    numbers = {
+        "temperature": 1.0, "top_k": 7, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 2.0, "min_length": 0,
+    } | numbers  # fmt: skip
+    # Tokens after the newest one must not count: token 4 is none of the past.
+    sequences = torch.tensor([[2, 0, 1, 2, 4, 4, 4, 4]], device=DEVICE).repeat(batch, 1)
+    selection = GreedyState(
+        sequences=sequences,
+        token=torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE),
+        unfinished=torch.ones(batch, 1, dtype=torch.bool, device=DEVICE),
+        eos=torch.tensor([[1, 3] + [-1] * 14], device=DEVICE),
+        pad=torch.tensor([9], device=DEVICE),
+        is_over=torch.tensor(False, device=DEVICE),
+    )
+    tensors = {
+        name: torch.tensor([number], dtype=torch.float64 if isinstance(number, float) else None, device=DEVICE)
+        for name, number in numbers.items()
+    }
+    return SampleState(selection, kinds, **tensors)
+
+
+def position():
+    return torch.tensor([POSITION], device=DEVICE)
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE) * scale
+
+
+def exponential(*shape, seed=0):
+    return torch.empty(shape).exponential_(1, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def of_transformers(logits, state):
+    """Tokens [B] and processed scores as `generate` computes them."""
+    number = {name: getattr(state, name).item() for name in SampleState._fields[2:]}
+    made = (
+        ("repetition", lambda: processors.RepetitionPenaltyLogitsProcessor(number["repetition_penalty"])),
+        ("min_length", lambda: processors.MinLengthLogitsProcessor(number["min_length"], [1, 3], device=DEVICE)),
+        ("temperature", lambda: processors.TemperatureLogitsWarper(number["temperature"])),
+        ("top_k", lambda: processors.TopKLogitsWarper(number["top_k"])),
+        ("top_p", lambda: processors.TopPLogitsWarper(number["top_p"])),
+        ("min_p", lambda: processors.MinPLogitsWarper(number["min_p"])),
+    )
+    scores, past = logits.float(), state.selection.sequences[:, : POSITION + 1]
+    for kind, make in made:
+        if getattr(state.kinds, kind):
+            scores = make()(past, scores)
+    return torch.multinomial(scores.softmax(dim=-1), 1)[:, 0], scores
+
+
+def rng_state():
+    return torch.cuda.get_rng_state() if DEVICE == "cuda" else torch.get_rng_state()
+
+
+class TestPlain:
+    """On a CPU `select_sampled` is the plain formula; a GPU runs it for more rows than the kernels take."""
+
+    @given(
+        kinds=st.builds(Kinds, *[st.booleans()] * 6),
+        seed=st.integers(0, 1 << 30),
+        batch=st.sampled_from([1, 3]),
+        vocabulary=st.sampled_from([5, 37, 300, 1000]),
+        scale=st.sampled_from([0.1, 1.0, 8.0]),
+        temperature=st.sampled_from([0.3, 0.7, 1.3]),
+        top_k=st.sampled_from([1, 2, 50, 4000]),
+        top_p=st.sampled_from([0.0, 0.1, 0.9, 0.999, 1.0]),
+        min_p=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+        min_length=st.sampled_from([0, POSITION + 1, POSITION + 2]),
+    )
+    @settings(max_examples=150, deadline=None)
+    def test_scores_tokens_and_generator_are_those_of_transformers(
+        self, kinds, seed, batch, vocabulary, scale, temperature, top_k, top_p, min_p, min_length
+    ):
+        batch = batch if DEVICE == "cpu" else batch + 64
+        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "min_length": min_length}
+        logits = normal(batch, vocabulary, seed=seed, scale=scale)
+        logits = logits.bfloat16() if seed % 2 else logits  # many ties
+        expected, got = (make_state(batch, kinds, repetition_penalty=1.3, **numbers) for _ in range(2))
+        torch.manual_seed(seed)
+        tokens, scores = of_transformers(logits, expected)
+        after = rng_state()
+        torch.manual_seed(seed)
+        select_sampled(logits, position(), got)
+        assert torch.equal(rng_state(), after)
+        assert got.selection.token[:, 0].tolist() == tokens.tolist()
+        assert torch.equal(process_plain(logits, position(), got), scores)
+        assert got.selection.sequences[:, POSITION + 1].tolist() == tokens.tolist()
+
+    @pytest.mark.skipif(DEVICE == "cuda", reason="in transformers 5.17 it ends the process's use of the GPU")
+    def test_a_token_without_a_logit_is_not_penalized(self):
+        state = make_state(1, Kinds(repetition=True))
+        state.selection.sequences[0, 1] = 10
+        logits = normal(1, 10)
+        assert torch.equal(process_plain(logits, position(), state), of_transformers(logits, state)[1])
+
+    def test_rows_that_have_ended_and_rows_that_end(self):
+        state = make_state(3, Kinds())
+        state.selection.unfinished[0] = False
+        logits = torch.full((3, 12), -torch.inf, device=DEVICE)
+        logits[0, 5] = logits[1, 3] = logits[2, 6] = 0
+        select_sampled(logits, position(), state)
+        assert state.selection.token.tolist() == [[9], [3], [6]]
+        assert state.selection.unfinished.tolist() == [[False], [False], [True]]
+        assert not state.selection.is_over
+
+
+def limits(scores, kinds, state):
+    """Masks of the tokens that must be kept and that may be kept, by float64; what is between is within rounding.
+
+    A mass is a sum of V weights, off by V eps. exp is off by an eps or two, on a GPU by |score - max| eps more, where
+    the weight is large that is little: 104 at most, below that a weight is 0.
+    """
+    scores = scores.double()
+    slack = (scores.shape[-1] + 110) * torch.finfo(torch.float32).eps
+    must, may = torch.ones_like(scores, dtype=torch.bool), torch.ones_like(scores, dtype=torch.bool)
+    if kinds.top_k:
+        k = min(state.top_k.item(), scores.shape[-1])
+        must = may = scores >= scores.topk(k).values[:, -1:]
+    weights = (scores - scores.amax(-1, keepdim=True)).exp()
+    is_largest = weights == 1
+    if kinds.top_p and state.top_p.item() < 1:
+        kept = torch.where(must, weights, 0)
+        above = (kept[:, None, :] * (scores[:, None, :] > scores[:, :, None])).sum(-1) / kept.sum(-1, keepdim=True)
+        p = state.top_p.item()
+        must, may = (m & ((above < p + s) | is_largest) for m, s in ((must, -slack), (may, slack)))
+    if kinds.min_p:
+        p = state.min_p.item()
+        must, may = must & (weights >= p * (1 + slack)), may & (weights >= p * (1 - slack))
+    return must, may
+
+
+def probes(scores, must, may):
+    """Noise for two rows each: the lowest token that must be kept would win, so would the highest that may not."""
+    noise = torch.full_like(scores, 1e30).repeat(2, 1)
+    lowest = torch.where(must, scores, torch.inf).argmin(-1)
+    highest = torch.where(may, -torch.inf, scores).argmax(-1)
+    noise.scatter_(1, torch.cat([lowest, highest])[:, None], 1e-37)
+    return noise, lowest, highest
+
+
+def logits_of(shape, vocabulary, seed):
+    logits = normal(1, vocabulary, seed=seed)
+    if shape == "peaked":
+        logits = logits * 12
+    elif shape == "flat":
+        logits = logits * 1e-3
+    elif shape == "ties":
+        logits = (logits * 2).round() / 2  # 0.0 and -0.0 among them
+    elif shape == "infinite":
+        logits = logits.masked_fill(normal(1, vocabulary, seed=seed + 1) > 0.3, -torch.inf)
+    return logits
+
+
+class TestKernels:
+    @pytest.fixture(autouse=True)
+    def _few_chunks(self, monkeypatch):
+        """The interpreter takes 20 ms for a program."""
+        self.kernels = triton_module("hf_static_kv.kernels.sample_triton")
+        if DEVICE == "cpu":
+            monkeypatch.setattr(self.kernels, "_NUM_CHUNKS", 2)
+
+    def select(self, logits, noise, state):
+        self.kernels.select_sampled_triton(logits, noise, position(), *state)
+        return state.selection.token[:, 0]
+
+    @pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "ties", "infinite"])
+    @pytest.mark.parametrize(
+        ("kinds", "numbers"),
+        [
+            (Kinds(top_k=True), {"top_k": 5}),
+            (Kinds(top_p=True), {"top_p": 0.6}),
+            (Kinds(temperature=True, top_k=True, top_p=True), {"temperature": 2.0, "top_k": 20, "top_p": 0.9}),
+            (Kinds(min_p=True), {"min_p": 0.1}),
+        ],
+        ids=["top_k", "top_p", "both", "min_p"],
+    )
+    def test_what_is_kept(self, kinds, numbers, shape):
+        logits = logits_of(shape, 203, seed=len(shape))
+        scores = logits / 2 if kinds.temperature else logits
+        state = make_state(2, kinds, **numbers)
+        must, may = limits(scores, kinds, state)
+        if not (kinds.top_p and shape == "ties"):  # of equal scores transformers keeps some
+            kept = process_plain(logits, position(), make_state(1, kinds, **numbers)) > -torch.inf
+            assert not (must & ~kept & (scores > -torch.inf)).any()
+            assert not (kept & ~may).any()
+        noise, lowest, highest = probes(scores, must & (scores > -torch.inf), may)
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[0] == lowest
+        assert may.all() or tokens[1] != highest
+
+    @given(
+        seed=st.integers(0, 1 << 30),
+        vocabulary=st.integers(2, 300),
+        top_k=st.integers(1, 40),
+        top_p=st.floats(0.01, 0.99),
+        shape=st.sampled_from(["normal", "peaked", "flat", "ties"]),
+    )
+    @settings(max_examples=8 if DEVICE == "cpu" else 50, deadline=None)
+    def test_what_is_kept_under_any_numbers(self, seed, vocabulary, top_k, top_p, shape):
+        logits, kinds = logits_of(shape, vocabulary, seed), Kinds(top_k=True, top_p=True)
+        state = make_state(2, kinds, top_k=top_k, top_p=top_p)
+        must, may = limits(logits, kinds, state)
+        noise, lowest, highest = probes(logits, must, may)
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[0] == lowest
+        assert may.all() or tokens[1] != highest
+
+    @pytest.mark.parametrize("numbers", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1.0}, {"top_k": 500}], ids=str)
+    def test_the_ends_of_the_ranges(self, numbers):
+        kinds = Kinds(top_k="top_k" in numbers, top_p="top_p" in numbers)
+        logits, state = normal(1, 67), make_state(2, kinds, **numbers)
+        noise, lowest, _ = probes(logits, *limits(logits, kinds, state))
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[0] == lowest
+        assert "top_k" not in numbers or numbers["top_k"] > 67 or tokens[1] == lowest
+        assert numbers.get("top_p") != 0.0 or tokens[1] == lowest
+
+    @pytest.mark.parametrize("zeros", [(0.0, -0.0), (-0.0, 0.0)], ids=str)
+    def test_zeros_of_either_sign_are_equal(self, zeros):
+        logits = torch.tensor([[-1.0, zeros[0], 1.0, zeros[1]]], device=DEVICE).repeat(2, 1)
+        noise = torch.full_like(logits, 1e30)
+        noise[0, 1] = noise[1, 3] = 1e-30
+        assert self.select(logits, noise, make_state(2, Kinds(top_k=True), top_k=2)).tolist() == [1, 3]
+
+    @pytest.mark.parametrize(("batch", "vocabulary", "seed"), [(1, 5, 1), (3, 130, 2), (2, 301, 3)])
+    @pytest.mark.parametrize("min_length", [POSITION + 1, POSITION + 2])
+    def test_all_together(self, batch, vocabulary, seed, min_length):
+        """The same tokens as the plain formula. Powers of two: a division by them is exact either way."""
+        logits, noise = normal(batch, vocabulary, seed=seed, scale=2.0), exponential(batch, vocabulary, seed=seed)
+        logits[:, 1] += 20  # an end token, which would win
+        states = [make_state(batch, ALL, temperature=0.5, min_length=min_length, top_p=0.95) for _ in range(2)]
+        states[0].selection.unfinished[0] = states[1].selection.unfinished[0] = batch == 1
+        select_sampled_plain(logits, noise, position(), states[0])
+        self.select(logits, noise, states[1])
+        for a, b in zip(states[0].selection, states[1].selection, strict=True):
+            assert torch.equal(a, b)
+        assert (states[0].selection.token[-1].item() == 1) == (min_length == POSITION + 1)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
+    def test_the_repetition_penalty(self, dtype):
+        """Rows of a wider tensor, and a token that has no logit."""
+        logits, state = normal(2, 50).to(dtype)[:, :40], make_state(2, Kinds(repetition=True))
+        state.selection.sequences[1, 1] = 40
+        scores = logits.float().contiguous()
+        self.kernels.penalize_triton(scores, logits, state.selection.sequences, position(), state.repetition_penalty)
+        assert torch.equal(scores, process_plain(logits, position(), state))
+
+    @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
+    def test_a_row_without_a_distribution_gives_a_token(self, value):
+        logits = torch.full((1, 21), value, device=DEVICE)
+        kinds = Kinds(temperature=True, top_k=True, top_p=True, min_p=True)
+        assert 0 <= self.select(logits, exponential(1, 21), make_state(1, kinds)).item() < 21
+
+    def test_a_stride_in_the_last_dim_is_refused(self):
+        with pytest.raises(ValueError, match=r"last dim has stride 1, got strides \(1, 2\)"):
+            self.select(normal(9, 2).t(), normal(2, 9), make_state(2, Kinds()))
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="captures a graph")
+@pytest.mark.parametrize(
+    "kinds", [Kinds(temperature=True), Kinds(temperature=True, top_k=True, top_p=True), ALL], ids=str
+)
+def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
+    logits = normal(3, 32001, scale=3.0)
+    numbers = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
+    state, graph = make_state(3, kinds), torch.cuda.CUDAGraph()
+    select_sampled(logits, position(), state)  # compiles
+    at = position()
+    with torch.cuda.graph(graph):
+        select_sampled(logits, at, state)
+    for name, number in numbers.items():
+        getattr(state, name).fill_(number)
+    for seed in range(20):
+        torch.manual_seed(seed)
+        expected = of_transformers(logits, state)[0]
+        after = rng_state()
+        torch.manual_seed(seed)
+        graph.replay()
+        assert state.selection.token[:, 0].tolist() == expected.tolist()
+        assert torch.equal(rng_state(), after)
+        state.selection.unfinished.fill_(True)
+
+
+class TestChecks:
+    def test_rows_that_do_not_fit(self):
+        with pytest.raises(ValueError, match=r"logits \(2, 9\) and sequences \(3, 8\) do not fit"):
+            select_sampled(normal(2, 9), position(), make_state(3, Kinds()))
+
+    def test_too_large_a_vocabulary(self):
+        with pytest.raises(ValueError, match="takes 1 to 16777216 tokens, got logits of 16777217"):
+            select_sampled(torch.ones(1, 1).expand(1, 2**24 + 1), position(), make_state(1, Kinds()))
+
+    def test_a_number_of_another_dtype(self):
+        state = make_state(1, Kinds())._replace(top_p=torch.ones(2))
+        with pytest.raises(ValueError, match=r"top_p must be \(1,\) torch.float64, got \(2,\) torch.float32"):
+            select_sampled(normal(1, 9), position(), state)
