@@ -2,8 +2,8 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import product
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from hf_static_kv.program.norms import PROBED_DTYPES
 
 _Found = TypeVar("_Found")
 _EXPERTS_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
+_FEW = 0.02  # of the outputs of a trial
 _TOKENS, _SIZE = 16, 16  # of the trials; 16 numbers of any dtype are as aligned as `grouped_mm` of torch needs
 _STYLES = [
     *(RouteStyle(True, normalize, keep_float32) for normalize, keep_float32 in product((True, False), repeat=2)),
@@ -26,21 +27,19 @@ _STYLES = [
 ]
 
 
-@contextmanager
-def one_operation_experts(model: Module) -> Iterator[list[Module]]:
+def one_operation_experts(model: Module) -> AbstractContextManager[list[Module]]:
     """The model with the experts of each layer as one operation, for few tokens; yields these modules."""
-    found = _find(model, _expert_weights, experts_activation)
-    forwards: dict[Module, Any] = {module: _Experts(module, name).forward for module, name in found.items()}
-    with replaced("forward", forwards):
-        yield list(found)
+    return _replaced(_Experts, _find(model, _expert_weights, experts_activation))
+
+
+def one_operation_routers(model: Module) -> AbstractContextManager[list[Module]]:
+    """The model with its routers as a linear layer and one operation; yields these routers."""
+    return _replaced(_Router, _find(model, _router_weights, router_style))
 
 
 @contextmanager
-def one_operation_routers(model: Module) -> Iterator[list[Module]]:
-    """The model with its routers as a linear layer and one operation; yields these routers."""
-    found = _find(model, _router_weights, router_style)
-    forwards: dict[Module, Any] = {module: _Router(module, style).forward for module, style in found.items()}
-    with replaced("forward", forwards):
+def _replaced(kind: Any, found: Mapping[Module, Any]) -> Iterator[list[Module]]:
+    with replaced("forward", {module: kind(module, how).forward for module, how in found.items()}):
         yield list(found)
 
 
@@ -156,9 +155,11 @@ def _are_equal(a: Tensor, b: Tensor) -> bool:
 def _agree(a: Tensor, b: Tensor) -> bool:
     """Whether they differ by the activation's last bits alone, in which torch's own implementations differ.
 
-    Outputs of `_exact_experts` go up to millions, and those of two activations differ by 0.01 or more.
+    Outputs of `_exact_experts` go up to millions, and those of two activations differ by 0.01 or more. Other last bits
+    of the activation hardly ever round to another bfloat16; rounding at other places does so often.
     """
-    return a.dtype == b.dtype and torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=1e-3)
+    is_close = a.dtype == b.dtype and torch.allclose(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=1e-3)
+    return is_close and (a.dtype != torch.bfloat16 or float((a != b).float().mean()) < _FEW)
 
 
 def _has_only(module: Module, weights: list[Any]) -> bool:

@@ -149,6 +149,11 @@ class UpFirst(Experts):
         return super().gate(up, gate)
 
 
+class RoundedOnce(Experts):
+    def gate(self, gate, up):
+        return super().gate(gate.float(), up.float()).to(gate.dtype)
+
+
 class Scaled(Experts):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         return super().forward(hidden_states, top_k_index, top_k_weights * 0.5)
@@ -204,7 +209,7 @@ def test_experts_of_any_class(activation):
     assert experts_activation(Experts(activation)) == activation
 
 
-OTHERS = [Clamped, ClampedUp, PlusOne, UpFirst, Scaled, Shared, Biased, Corrected, OtherArguments]
+OTHERS = [Clamped, ClampedUp, PlusOne, UpFirst, RoundedOnce, Scaled, Shared, Biased, Corrected, OtherArguments]
 
 
 @pytest.mark.parametrize("make", [*OTHERS, with_hook, with_forward, with_quantised_weight])
