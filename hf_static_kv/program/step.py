@@ -156,11 +156,13 @@ class DecodeStep:
         """Two passes before the capture: they compile kernels and let libraries allocate."""
         stream = _side_stream(self.token.device)
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._run_once(length, seq_start)
-            with _no_synchronization():  # in a capture, one leaves the allocator unusable for the whole process
+        try:
+            with torch.cuda.stream(stream):
                 self._run_once(length, seq_start)
-        torch.cuda.current_stream().wait_stream(stream)
+                with _no_synchronization():  # in a capture, one leaves the allocator unusable for the whole process
+                    self._run_once(length, seq_start)
+        finally:  # a failed step is freed, and what runs next gets the memory that its kernels write
+            torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
         """Advance by one position and compute the logits [B, V], by the program where there is one."""

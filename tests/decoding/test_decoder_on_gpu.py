@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import random_model, tiny_config
 from tests.conftest import COMMON, PROMPT, toy_model
 
@@ -61,6 +62,24 @@ def test_a_model_that_waits_for_the_device_is_not_captured():
     assert "synchronizing CUDA operation" in decoder.fallback_reason
     assert torch.equal(got, model.generate(PROMPT.cuda(), **COMMON, use_cache=False))
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_what_runs_after_a_failed_capture_waits_for_its_kernels():
+    model = toy_model("llama").cuda()
+    step, z = DecodeStep(model, StaticContiguousCache.from_model(model, 40), 1), torch.zeros(1, dtype=torch.int64)
+
+    def fails(length, seq_start):
+        torch.cuda._sleep(100_000_000)  # 0.05 s or more on a GPU of at most 2 GHz
+        raise RuntimeError("no step")
+
+    step._run_once = fails
+    torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="no step"):
+        step._warm_up(8, z.cuda())
+    event = torch.cuda.Event()
+    event.record()
+    assert not event.query()
+    torch.cuda.synchronize()
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="generate wants ids beside the model")
