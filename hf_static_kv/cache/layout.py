@@ -14,8 +14,11 @@ from hf_static_kv.cache.storage import LayerShape
 logger = logging.getLogger(__name__)
 
 # For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where it begins.
-WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-_SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
+WINDOW_FIELDS = {
+    "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}  # fmt: skip
+_EMPTY_LAYER_TYPES = {"mlp", "moe"}  # which keep nothing from token to token
 
 _OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
 _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
@@ -26,6 +29,7 @@ _UNSERVED_TYPES = {
     "reformer": f"keeps hash buckets and hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     "xlnet": f"keeps hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
+    "minimax": f"takes a cache of its own kind only. {_OWN_CACHE}",
     "cpmant": f"prepends tokens of its own at every step, so a cache does not hold the sequence alone. {_NO_CACHE}",
     **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), f"takes no cache. {_NO_CACHE}"),
     "prophetnet": f"computes other logits with a cache than without one. {_NO_CACHE}",
@@ -46,8 +50,10 @@ _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
 class LayerPlan:
     """One layer as the config describes it."""
 
-    shape: LayerShape | None  # None: the config does not tell
+    shape: LayerShape | None  # None: the config does not tell, or there are no keys
     sliding_window: int | None  # keys that a query may see, its own included; None: full attention
+    has_keys: bool = True  # and values
+    num_states: int = 0  # recurrent ones
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -69,8 +75,16 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
     layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
-    windows = [getattr(part, WINDOW_FIELDS[kind]) if kind in WINDOW_FIELDS else None for part, kind in layers]
-    return [LayerPlan(_layer_shape(*layer), window) for layer, window in zip(layers, windows, strict=True)]
+    return [_plan_layer(*layer) for layer in layers]
+
+
+def _plan_layer(layer_config: Any, layer_type: str) -> LayerPlan:
+    window = getattr(layer_config, WINDOW_FIELDS[layer_type]) if layer_type in WINDOW_FIELDS else None
+    has_keys, has_state = compat.kept_by(layer_type)
+    shape = _layer_shape(layer_config, layer_type) if has_keys else None
+    is_empty = layer_type in _EMPTY_LAYER_TYPES or not has_state
+    num_states = 0 if is_empty else getattr(layer_config, "number_of_conv_states", 1)  # transformers' name for it
+    return LayerPlan(shape, window, has_keys, num_states)
 
 
 def cache_bytes(
@@ -91,9 +105,9 @@ def cache_bytes(
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
-    """The plans' shapes, or a `ValueError` where the config does not tell them."""
+    """The shapes of layers that have keys, or a `ValueError` where the config does not tell them."""
     shapes = [plan.shape for plan in plans if plan.shape is not None]
-    if len(shapes) < len(plans):
+    if len(shapes) < sum(plan.has_keys for plan in plans):
         raise ValueError(
             f"The config of {config.model_type!r} does not tell the number of KV heads or their dim. Build "
             "`StaticContiguousCache(config, max_cache_len)`, which learns them from the first forward pass."
@@ -187,15 +201,16 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
     if latent_dim := getattr(layer_config, "kv_lora_rank", None):
         # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary part as values.
         return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
-    num_heads = getattr(layer_config, "num_attention_heads", None)
-    num_kv_heads = getattr(layer_config, "num_key_value_heads", None)
+    has_own = "sliding" in layer_type and hasattr(layer_config, "swa_head_dim")  # Inkling has both in one config
+    prefix, names = "swa_" if has_own else "", ("num_attention_heads", "num_key_value_heads", "head_dim")
+    num_heads, num_kv_heads, head_dim = (getattr(layer_config, f"{prefix}{name}", None) for name in names)
     if getattr(layer_config, "new_decoder_architecture", False):
         num_kv_heads = num_heads  # Falcon caches its KV heads repeated for every query head
     elif num_kv_heads is None:
         num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
     elif getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention":
         num_kv_heads *= 2
-    if (head_dim := getattr(layer_config, "head_dim", None)) is None and num_heads:
+    if head_dim is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
     if not num_kv_heads or not head_dim:
         return None
@@ -218,15 +233,14 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
         return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
         return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
-    unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if stateful := sorted(unserved - {"mlp", "moe"}):  # these two keep nothing from token to token
+    types = set(getattr(text_config, "layer_types", None) or ("full_attention",))
+    if unknown := sorted(kind for kind in types if compat.kept_by(kind) == (False, False)):
         return (
-            f"{name!r} has layers of type {', '.join(stateful)}, whose state is not keys and values by position, or "
-            f"not these alone ({', '.join(sorted(_SERVED_LAYER_TYPES))} can be cached). {_OWN_CACHE}"
+            f"{name!r} has layers of type {', '.join(unknown)}, whose state is not keys and values by position, or "
+            f"not these alone. {_OWN_CACHE}"
         )
-    if unserved:
-        types = ", ".join(sorted(unserved))
-        return f"{name!r} has layers of type {types}, which have no keys and values to cache. {_OWN_CACHE}"
+    if not any(compat.kept_by(kind)[0] for kind in types):
+        return f"{name!r} has no layer with keys and values ({', '.join(sorted(types))}). {_OWN_CACHE}"
     if (num_shared := getattr(text_config, "num_kv_shared_layers", None) or 0) >= num_layers:
         return (
             f"All {num_layers} layers of {name!r} read the keys and values of another model and store none "

@@ -45,7 +45,8 @@ class Lease:
             return 0
         length = min(known.shape[1], ids.shape[1] - 1, self.cache.seq_len)
         is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
-        return int(is_common.cumprod(dim=0).sum())
+        common = int(is_common.cumprod(dim=0).sum())
+        return 0 if self.cache.stateful_layers and common < self.cache.seq_len else common  # states cannot go back
 
 
 class CachePool:
@@ -126,7 +127,7 @@ class CachePool:
             lease
             for lease in self.free
             if lease.kind == kind
-            and rows <= lease.cache.layers[0].max_batch_size
+            and rows <= lease.cache.kv_layers[0].max_batch_size
             and length <= lease.cache.max_cache_len
             and (lease.content is None or len(self.free) >= _MAX_FREE)
         ]
@@ -162,7 +163,7 @@ class CachePool:
             return
         self.free.append(lease)
         has_grown = lease.num_bytes > lease.planned_bytes
-        bound = self._bound(lease.cache.layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
+        bound = self._bound(lease.cache.kv_layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
         self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:

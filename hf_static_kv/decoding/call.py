@@ -15,6 +15,7 @@ from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAM
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
+from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
 
@@ -83,7 +84,8 @@ class Call:
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve."""
         is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, self.cache.storage_groups[0].keys
-        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules)
+        states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
+        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules), states
         return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
 
     @property

@@ -107,12 +107,12 @@ class GraphDecoder:
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
-            before = call.cache.seq_len
+            before = call.cache.moment()
             try:
                 return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
-                call.cache.crop(before - call.cache.seq_len)
+                call.cache.return_to(before)
         self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
         return call.run_eagerly()
 
@@ -158,7 +158,7 @@ class GraphDecoder:
 
     def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
-        devices = [call.device] if call.device.type == "cuda" else []
+        devices, before = [call.device] if call.device.type == "cuda" else [], call.cache.moment()
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
             with (
@@ -173,6 +173,8 @@ class GraphDecoder:
             if isinstance(error, torch.OutOfMemoryError):
                 raise NotCaptured(reason) from error  # always tried again
             return _Failure(reason, failed.attempts + 1 if failed else 1)
+        finally:
+            call.cache.return_to(before)
 
     def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""

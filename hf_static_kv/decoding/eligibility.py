@@ -68,8 +68,8 @@ def _unserved_model(call: Call) -> str | None:
 
 
 def _unserved_prompt(call: Call) -> str | None:
-    windows = [plan.sliding_window for plan in plan_layers(call.model.config)]
-    if windows != [layer.sliding_window for layer in call.cache.layers]:
+    windows = [plan.sliding_window for plan in plan_layers(call.model.config) if plan.has_keys]
+    if windows != [layer.sliding_window for layer in call.cache.kv_layers]:
         return "the windows of the cache are not those of the model"
     if (mask := call.request.mask) is not None:
         position = torch.arange(mask.shape[1], device=mask.device)

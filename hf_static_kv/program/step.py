@@ -54,20 +54,23 @@ class DecodeStep:
             raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
         self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
-        device, storage, unlimited = cache.layers[0].device, cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
-        self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
+        storage, unlimited = cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
+        keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
+        windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
+        self.windows = torch.tensor(windows, device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), torch.zeros_like(self.token)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
         # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
-        self.spans = self.token.new_zeros(batch_size, len(cache.layers), 4)[..., :3]
+        self.spans = self.token.new_zeros(batch_size, len(windows), 4)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
         self._storage = weakref.ref(storage)  # a cache that grows replaces it
-        self.layers = [
-            StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
-            for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
-        ]
-        self.cache = _StepCache(self.cache_position, cache.max_cache_len)
+        pairs = zip(storage.keys, storage.values, strict=True)
+        self.layers = {
+            i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
+            for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
+        }
+        self.cache = _StepCache(self.cache_position, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
@@ -180,7 +183,7 @@ class DecodeStep:
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
-        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
+        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
         with replaced("layer_idx", layers):
             return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
@@ -281,16 +284,19 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    A graph holds no length: `get_seq_length` is 0. Verification refuses a model whose logits depend on it.
+    Recurrent states are those of the cache, which change in place. A graph holds no length: `get_seq_length` is 0.
+    Verification refuses a model whose logits depend on it.
     """
 
-    def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
-        super().__init__(layers=[])
-        self.cache_position, self.capacity = cache_position, max_cache_len
+    def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
+        super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
+        self.cache_position, self.capacity = cache_position, cache.max_cache_len
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not isinstance(layer_idx, StepLayer):
+            raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
         write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
         return layer_idx.keys, layer_idx.values
 

@@ -24,10 +24,11 @@ REFUSED = {
     ),
     "bert": (lambda: CONFIG_MAPPING["bert"](), r"'bert' is an encoder.*is_decoder=True"),
     "roberta": (lambda: CONFIG_MAPPING["roberta"](), r"'roberta' is an encoder.*is_decoder=True"),
-    "nemotron_h": (lambda: CONFIG_MAPPING["nemotron_h"](), r"'nemotron_h' has layers of type linear_attention, whose"),
-    "nemotron_h without mamba": (
-        lambda: CONFIG_MAPPING["nemotron_h"](layer_types=["full_attention", "mlp"]),
-        r"'nemotron_h' has layers of type mlp, which have no keys and values",
+    "minimax": (lambda: CONFIG_MAPPING["minimax"](), r"'minimax' takes a cache of its own kind only.*`generate` then"),
+    "mamba": (lambda: CONFIG_MAPPING["mamba"](), r"'mamba' has no layer with keys and values \(linear_attention\)"),
+    "deepseek_v4": (
+        lambda: CONFIG_MAPPING["deepseek_v4"](),
+        r"'deepseek_v4' has layers of type compressed_sparse_attention, heavily_compressed_attention, whose state",
     ),
     "an encoder as an encoder-decoder's decoder": (
         lambda: CONFIG_MAPPING["vision-encoder-decoder"].from_encoder_decoder_configs(
