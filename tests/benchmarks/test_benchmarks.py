@@ -280,18 +280,18 @@ class TestAttach:
 
     def test_the_sentences(self):
         import losses
-        import tables
+        import record_figures
 
         record = attach_record()
         cost = "+1.00 % per token (+1.00 to +1.00) and +0.50 ms to the first token (+0.50 to +0.50)"
-        assert tables.attach_cost(record) == cost
+        assert record_figures.attach_cost(record) == cost
         (line,) = losses.cost_of_attach([record, record])
         assert line.endswith(f": {cost} on Llama-3.2-1B; {cost} on Llama-3.2-1B.")
         assert losses.cost_of_attach([]) == []
-        growth = tables.chat_growth(record)
+        growth = record_figures.chat_growth(record)
         assert "against 2,048: 8.00 times as long with plain `generate`" in growth
         assert "1.00 times as long with `attach(model, reuse_prefix=True)`." in growth
-        assert tables.chat_growth(attach_record(chat=[])) == ""
+        assert record_figures.chat_growth(attach_record(chat=[])) == ""
 
     def test_what_did_not_run_as_its_name_says(self):
         from bench_attach import problems
@@ -525,10 +525,10 @@ class TestHistory:
 
     def test_a_contender_that_is_gone_stays_in_history_alone(self):
         import history
-        import tables
+        import record_figures
 
         record = generation_record(graph=1.0, turbo=3.0)
-        assert list(tables.measured(record)) == ["graph"]
+        assert list(record_figures.measured(record)) == ["graph"]
         assert {row["contender"] for row in history.rows(record)} == {"graph", "turbo"}
 
 
