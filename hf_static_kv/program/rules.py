@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, fused_linears, gated_linear, linears
+from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, Linear, fused_linears, gated_linear, linears
 from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.linears import activated
@@ -114,29 +114,14 @@ def write_rotated(program: Program) -> None:
 # --- linear layers
 
 
-class Linear(NamedTuple):
-    """Linear layers with one input, and what is computed with them.
-
-    y = residual + activation(norm(x) W^T + b)      gated: residual + activation(norm(x) gate^T) * (norm(x) up^T)
-    """
-
-    weights: list[Tensor]  # [N_i, K]
-    biases: list[Tensor]  # as many, or none
-    norm: Norm | None = None
-    activation: str = ""
-    is_gated: bool = False
-    residual: Any = None
-
-
 def run_linear(x: Tensor, layer: Linear) -> Any:
     """The output; where several weights share the input, a tuple of outputs."""
-    weights, biases, norm_before, activation_after, is_gated, to_add = layer
-    if norm_before is None and to_add is None and (is_gated or not activation_after):  # as inside `exact`
-        y = gated_linear(x, *weights, activation_after) if is_gated else linears(x, weights, biases)
+    weights = layer.weights
+    if layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation):  # as inside `exact`
+        y = gated_linear(x, *weights, layer.activation) if layer.is_gated else linears(x, weights, layer.biases)
     else:
-        around = {"norm": norm_before, "activation": activation_after, "is_gated": is_gated, "residual": to_add}
-        y = fused_linears(x, weights, biases, **around)
-    return y if is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
+        y = fused_linears(x, layer)
+    return y if layer.is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
 
 
 class Found(NamedTuple):

@@ -466,9 +466,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
             query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
         )
 
-    def fused(x, weights, biases, *, norm, activation, is_gated, residual):
-        parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
-        return linears.fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+    def fused(x, layer):
+        return linears.fused_linears_triton(x, *layer)
 
     def add_norm(x, other, norm, before=None):
         return norms.norm_triton(x, other, norm, before)
