@@ -475,6 +475,7 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def rotate(*args):
         return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
 
+    monkeypatch.setattr(linears, "_tiles", lambda *args: (32, 64, 2))  # few programs, of 10 ms each in the interpreter
     monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode))
     for name, kernel in (("fused_linears", fused), ("add_norm", add_norm), ("rotate_and_write", rotate)):
         monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))

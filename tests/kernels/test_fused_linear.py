@@ -53,11 +53,13 @@ def exact_sums(x, weights, biases, norm):
 
 
 class TestSums:
+    """Sums of contiguous weights without a norm are those of `linears`, in test_step_kernels.py."""
+
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize(
         ("is_transposed", "style"),
-        [(False, None), (False, LLAMA), (False, GEMMA), (True, None)],
-        ids=["rows", "rows, llama", "rows, gemma", "transposed"],
+        [(False, LLAMA), (False, GEMMA), (True, None)],
+        ids=["rows, llama", "rows, gemma", "transposed"],
     )
     @pytest.mark.parametrize("sizes", [(7,), (33, 6, 2), (48, 16)], ids=str)
     @pytest.mark.parametrize("dim", [48, 1100] if DEVICE == "cpu" else [48, 1024, 1100, 2100])
@@ -145,7 +147,7 @@ class TestEpilogue:
     @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
     @pytest.mark.parametrize(("is_transposed", "style"), [(False, None), (False, LLAMA), (True, None)], ids=str)
     def test_activation_and_residual(self, dtype, is_transposed, activation, style):
-        sizes, dim = (33, 6), 300
+        sizes, dim = (33 if is_transposed else 9, 6), 300  # more than one tile
         x, weights = normal(1, 1, dim, dtype=dtype), [w / 8 for w in weights_of(sizes, dim, dtype, is_transposed)]
         biases, norm = [normal(size, dtype=dtype) for size in sizes], norm_of(dim, dtype, style)
         residual = normal(1, 1, sum(sizes), dtype=dtype)
@@ -229,7 +231,8 @@ class TestPlain:
         layer = Linear(weights, [], norm, "gelu", is_gated, residual)
         torch.testing.assert_close(kernel(x, *layer), fused_linears_plain(x, layer), rtol=1e-4, atol=1e-4)
 
-    def test_gelu_tanh_is_the_activation_of_gpt2(self):
+    def test_gelu_tanh_is_the_activation_of_gpt2(self, monkeypatch):
+        monkeypatch.setattr(linear_triton, "_tiles", lambda *args: (128, 128, 4))  # 8 programs, not 500
         x = torch.linspace(-8, 8, 999, device=DEVICE)
         torch.testing.assert_close(linear.activate(x, "gelu_tanh"), NewGELUActivation()(x))
         got = kernel(torch.ones(1, 1, device=DEVICE), [x[:, None]], activation="gelu_tanh")
