@@ -132,7 +132,7 @@ class DecodeStep:
         program = recorder.program(logits)
         with pass_context(model):
             rewrite(program, without, keeps_bits=is_exact)
-        self._tables = [call.args[1] for call in program if call.func is lookup]
+        self._tables = [call.args[1] for call in program.calls_of(lookup)]
         _PROGRAMS.setdefault(model, WeakKeyDictionary())[self] = program.compiled()
 
     def capture(self, length: int, seq_start: Tensor) -> None:

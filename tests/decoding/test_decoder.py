@@ -466,9 +466,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
             query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
         )
 
-    def fused(x, weights, biases, *, norm, activation, is_gated, residual):
-        parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
-        return linears.fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+    def fused(x, layer):
+        return linears.fused_linears_triton(x, *layer)
 
     def add_norm(x, other, norm, before=None):
         return norms.norm_triton(x, other, norm, before)
@@ -476,6 +475,7 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def rotate(*args):
         return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
 
+    monkeypatch.setattr(linears, "_tiles", lambda *args: (32, 64, 2))  # few programs, of 10 ms each in the interpreter
     monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode))
     for name, kernel in (("fused_linears", fused), ("add_norm", add_norm), ("rotate_and_write", rotate)):
         monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))
