@@ -87,7 +87,7 @@ class StaticContiguousCache(AllocatedCache):
     def _place(self, model: PreTrainedModel, devices: list[torch.device], batch_size: int) -> None:
         shapes = layout.local_shapes(model, layout.known_shapes(self._plans, model.config))
         if shapes is not None:
-            self._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
+            self._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype, model)
 
     @classmethod
     def allocate(
