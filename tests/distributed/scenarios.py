@@ -2,8 +2,10 @@
 
 import torch
 import transformers
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 from transformers.models.gemma3 import modeling_gemma3  # noqa: F401  # the server imports them once for all ranks
 from transformers.models.llama import modeling_llama  # noqa: F401
 from transformers.models.olmo2 import modeling_olmo2  # noqa: F401
@@ -13,7 +15,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, 
 from hf_static_kv import attaching as attaching_module
 from hf_static_kv.cache import allocation, storage
 from hf_static_kv.cache import pool as pool_module
-from tests.conftest import COMMON, PROMPT
+from tests.conftest import COMMON, PROMPT, toy_model
 
 CAPACITY = 32
 # Few tokens: ranks that share a core wait milliseconds for each of the sums in a pass.
@@ -163,3 +165,19 @@ def errors_of_a_call(rank, folder, ranks):
     }
     cache.reset()
     return errors, generate(model, "greedy", past_key_values=cache)
+
+
+def world_of_one(rank, name, device):
+    """A model whose weights are DTensors and whose sums go through the backend, in one process."""
+    model = toy_model(name).to(device)
+    ids = PROMPT.to(device)
+    expected = model.generate(ids, **GREEDY, use_cache=False).tolist()
+    apply_tensor_parallelism(model, init_device_mesh(device, (1,)))
+    cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
+    found = [model.generate(ids, **GREEDY, past_key_values=cache).tolist()]
+    cache.reset()
+    found.append(model.generate(ids, **GREEDY, past_key_values=cache, custom_generate=decoder).tolist())
+    with attached(model, reuse_prefix=True) as info:
+        found += [model.generate(ids, **GREEDY).tolist() for _ in range(2)]
+    reasons = decoder.fallback_reason, info.fallback_reason
+    return [tokens == expected for tokens in found], reasons, info.reused_tokens

@@ -135,3 +135,28 @@ def test_a_refused_call_is_refused_by_all_ranks_and_leaves_the_model_usable(save
     assert {kind for kind, _ in errors.values()} == {"ValueError"}
     assert "split over processes" in errors["exact"][1]
     assert tokens == scenarios.generate(model, "greedy", use_cache=False)
+
+
+# --- a world of one: the same modules and sums, through gloo here and through NCCL on a GPU
+
+BACKENDS = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("device", BACKENDS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_world_of_one(name, device, tmp_path):
+    backend = "gloo" if device == "cpu" else "nccl"
+    ((are_equal, reasons, reused),) = run_ranks(scenarios.world_of_one, 1, tmp_path, name, device, backend=backend)
+    assert are_equal == [True] * 4
+    assert reasons[0].startswith(SPLIT)
+    assert reasons[1].startswith("there are no graphs on cpu" if device == "cpu" else SPLIT)
+    assert reused == PROMPT.shape[1] - 1
