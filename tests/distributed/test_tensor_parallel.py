@@ -1,5 +1,8 @@
 """Tensor parallelism: two and four processes, each with its own KV heads, give the tokens of one process."""
 
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ from hf_static_kv.testing import random_model, tiny_config
 from tests.conftest import PROMPT, toy_model
 from tests.distributed import scenarios
 from tests.distributed.processes import run_ranks
+from tests.test_documentation import HUB_ID, MINIATURE, ROOT, code_blocks
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 SPLIT = "the model is split over processes"
@@ -160,3 +164,14 @@ def test_a_world_of_one(name, device, tmp_path):
     assert reasons[0].startswith(SPLIT)
     assert reasons[1].startswith("there are no graphs on cpu" if device == "cpu" else SPLIT)
     assert reused == PROMPT.shape[1] - 1
+
+
+@pytest.mark.slow
+def test_the_page_runs_under_torchrun(tmp_path):
+    page = ROOT / "docs" / "several-gpus.md"
+    script = tmp_path / "generate.py"
+    code = "\n".join(code_blocks(page)).replace(HUB_ID, MINIATURE)
+    script.write_text(re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    result = subprocess.run(launch, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
