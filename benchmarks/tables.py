@@ -314,6 +314,24 @@ def cache_sizes() -> str:
     return table(["`max_cache_len`", "1,024", "8,192", "32,768"], rows)
 
 
+def rank_sizes() -> str:
+    """Bytes on each rank of a tensor-parallel dev model in bfloat16, batch 1, 32,768 positions."""
+    import torch
+
+    from hf_static_kv import cache_bytes
+    from hf_static_kv.testing import dev_config
+
+    def mib(model: str, ranks: int) -> str:
+        try:
+            return f"{cache_bytes(dev_config(model), 32768, dtype=torch.bfloat16, tp=ranks) >> 20:,} MiB"
+        except ValueError:
+            return "refused"
+
+    heads = {model: dev_config(model).num_key_value_heads for model in MODELS}
+    rows = [[f"{name} ({heads[model]})", *(mib(model, ranks) for ranks in (1, 2, 4))] for model, name in MODELS.items()]
+    return table(["KV heads in brackets", "one process", "each of 2 ranks", "each of 4 ranks"], rows)
+
+
 def rules() -> str:
     """The rewrite rules in their order: name, picture, whether a rule keeps the bits."""
     from hf_static_kv.program.rules import RULES

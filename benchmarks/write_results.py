@@ -69,6 +69,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "headline": headline,
     "speed": lambda records: tables.generation(on_gpu(records["generation"]), tables.SPEED),
     "bytes": lambda records: tables.cache_sizes(),
+    "rank_bytes": lambda records: tables.rank_sizes(),
     "rules": lambda records: tables.rules(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),

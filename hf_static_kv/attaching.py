@@ -28,6 +28,7 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import check_positive, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
+from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import kind_of
@@ -138,6 +139,8 @@ class Attachment:
         except RuntimeError as error:
             if call.cache is None or not is_out_of_memory(error):
                 raise
+            if num_ranks(model) > 1 and not isinstance(error, OutOfMemoryOnAllRanks):
+                raise  # the other ranks are amid the call, and would not begin it again
             call.cache = None
             self.pool.clear()
             if kwargs.get("streamer") is not None:  # it has been given tokens already

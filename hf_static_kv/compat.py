@@ -191,8 +191,10 @@ def write_count(tensor: Tensor) -> int | object:
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
+        return None
+    parts = (getattr(tensor, name) for name in flatten()[0])
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor lists its mesh too
 
 
 try:

@@ -12,6 +12,8 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.ranks import are_connected, on_all_ranks
+from hf_static_kv.cache.request import running_model
 from hf_static_kv.cache.states import StatefulLayer, state_tensors
 from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup, allocate_groups
 
@@ -43,16 +45,16 @@ class AllocatedCache(Cache):
         pairs = zip(self.layers, self._plans, strict=True)
         return [layer for layer, plan in pairs if plan.num_states]
 
-    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype) -> None:
+    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype, model: Any = None) -> None:
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
-        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype))
+        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype), model)
         self._unconfirmed -= set(places)
 
-    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
+    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes, model: Any) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
-        groups = allocate_groups(members, self._max_cache_len, batch_size, dtypes)
+        groups = on_all_ranks(model, lambda: allocate_groups(members, self._max_cache_len, batch_size, dtypes))
         for group, (_, _, layer_indices) in zip(groups, members, strict=True):
             for index, layer_idx in enumerate(layer_indices):
                 self.layers[layer_idx].use_storage(group, index)
@@ -74,7 +76,8 @@ class AllocatedCache(Cache):
             )
             alike = [i for i in sorted(self._unconfirmed) if self._plans[i] == plan]
         if alike:
-            self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+            dtypes = key_states.dtype, value_states.dtype
+            self._allocate_groups([(shape, device, alike)], key_states.shape[0], dtypes, _running_model())
         self._unconfirmed.discard(layer_idx)
 
     def _without_storage(self) -> list[int]:
@@ -98,7 +101,10 @@ class AllocatedCache(Cache):
 
     def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
         """All states to larger storage: of this capacity, and of at least this many batch rows."""
-        moved = {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups}
+        moved = on_all_ranks(
+            _running_model(),
+            lambda: {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups},
+        )
         for layer in self.kv_layers:
             layer.max_cache_len, layer.group = max_cache_len, moved.get(id(layer.group))
             if layer.group is not None:
@@ -168,6 +174,11 @@ def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
     if plan.num_states:
         return StatefulLayer(max_cache_len, plan.sliding_window, plan.num_states)
     return StaticContiguousLayer(max_cache_len, plan.sliding_window)
+
+
+def _running_model() -> Any:
+    """The model whose pass allocates, where there may be other ranks; a compiled pass has no frames to find it in."""
+    return running_model() if are_connected() and not torch.compiler.is_compiling() else None
 
 
 def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:

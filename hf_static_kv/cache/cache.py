@@ -94,7 +94,7 @@ class StaticContiguousCache(HybridCache):
         if shapes is not None:
             keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
             places = {i: (shape, devices[i]) for i, shape in zip(keyed, shapes, strict=True)}
-            self._allocate(places, batch_size, model.dtype)
+            self._allocate(places, batch_size, model.dtype, model)
 
     @classmethod
     def allocate(

@@ -1,7 +1,7 @@
 """What a model's config and modules say: which models are served; windows, shapes, bytes, devices, positions."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
     "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
     "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
 }  # fmt: skip
+# Tensor parallelism: the modules whose output is cached, some with queries and values as well, and the styles of a plan
+# that give every rank all of that output.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
+_WHOLE_STYLES = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj", "replicate"}
 
 
 @dataclass(frozen=True)
@@ -88,20 +93,35 @@ def _plan_layer(layer_config: Any, layer_type: str) -> LayerPlan:
 
 
 def cache_bytes(
-    config: PreTrainedConfig, max_cache_len: int, batch_size: int = 1, dtype: torch.dtype | None = None
+    config: PreTrainedConfig,
+    max_cache_len: int,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    *,
+    tp: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> int:
     """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the config's own.
 
+    With `tp` ranks: on each of them, under `tp_plan` or else the plan of the config.
+
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
-    >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
-    33554432
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16), cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
+    (33554432, 16777216)
     """
     shapes = known_shapes(plan_layers(config), config)
-    check_positive(max_cache_len=max_cache_len, batch_size=batch_size)
-    own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
+    check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
+    text_config = config.get_text_config(decoder=True)
+    plan = getattr(text_config, "base_model_tp_plan", None) if tp_plan is None else tp_plan
+    if (local := split_heads(shapes, plan or {}, tp)) is None:
+        raise ValueError(
+            f"The plan of {config.model_type!r} does not tell how tp={tp} ranks share the KV heads. Build "
+            "`StaticContiguousCache(config, max_cache_len)`: its `memory_bytes` tells after the first forward pass."
+        )
+    own_dtype = text_config.dtype or config.dtype or torch.get_default_dtype()
     dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
-    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in shapes])
+    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in local])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
@@ -116,19 +136,29 @@ def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[L
 
 
 def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[LayerShape] | None:
-    """The shapes on this rank, where tensor parallelism may have split the KV heads; None where that is not certain."""
-    if (ranks := getattr(model, "tp_size", None) or 1) == 1:
+    """The shapes on this rank; None, and a warning, where tensor parallelism splits KV heads in an unknown way."""
+    ranks = num_ranks(model)
+    if (local := split_heads(shapes, getattr(model, "tp_plan", None) or {}, ranks)) is None:
+        logger.warning(
+            f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are split: the first "
+            "forward pass allocates the cache, for its own batch size."
+        )
+    return local
+
+
+def split_heads(shapes: Sequence[LayerShape], plan: Mapping[str, str], ranks: int) -> list[LayerShape] | None:
+    """The shapes on one of `ranks` ranks under a tensor-parallel plan; None where the plan does not tell."""
+    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
+    if ranks == 1 or not plan or (styles and styles <= _WHOLE_STYLES):
         return list(shapes)
-    plan = getattr(model, "tp_plan", None) or {}
-    key_projections = ("k_proj", "qkv_proj", "query_key_value")  # the last two have queries and values as well
-    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in key_projections}
-    if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
-        return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
-    logger.warning(
-        f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are split: the first forward "
-        "pass allocates the cache, for its own batch size."
-    )
-    return None
+    if styles != {"colwise"}:
+        return None
+    if uneven := [shape.num_kv_heads for shape in shapes if shape.num_kv_heads % ranks]:
+        raise ValueError(
+            f"{uneven[0]} KV heads cannot be split over tp_size={ranks} ranks: transformers would cut a head in two. "
+            "Use a number of ranks that divides them, or a plan that gives every rank all heads (docs/several-gpus.md)."
+        )
+    return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
 
 
 def check_positive(**sizes: int) -> None:

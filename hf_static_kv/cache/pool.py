@@ -13,6 +13,7 @@ import torch
 
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
 from hf_static_kv.cache.storage import free_bytes
 
@@ -56,6 +57,9 @@ class CachePool:
     `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches together; by default it is half of
     the free memory of a GPU, or a quarter of the memory of the host. A call that may need more begins with less, and
     its cache grows as the tokens come. The least recently used of the free caches goes first.
+
+    The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the others waiting. So
+    they agree once on the least of their bounds. All else follows from numbers that they share.
     """
 
     def __init__(self, max_cache_len: int | None = None, max_bytes: int | None = None) -> None:
@@ -108,16 +112,16 @@ class CachePool:
 
     def _with_prefix(self, request: Request, content: Any) -> Lease | None:
         """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
-        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
-        if content is None or not alike:
+        if content is None:
             return None
+        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
         lengths = {lease: lease.common_prefix(request) for lease in alike}
-        lease = max(alike, key=lambda lease: lengths[lease])
-        cached = lease.cache.seq_len
-        if lengths[lease] == 0 or 2 * lengths[lease] < min(cached, request.prompt_length - 1):
+        lease = max(alike, key=lambda lease: lengths[lease], default=None)
+        length = least(request.model, 0 if lease is None else lengths[lease])
+        if lease is None or length == 0 or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1):
             return None  # two chats with the same beginning keep a cache each
-        lease.cache.crop(lengths[lease] - cached)
-        self.reused_tokens += lengths[lease]
+        lease.cache.crop(length - lease.cache.seq_len)
+        self.reused_tokens += length
         return lease
 
     def _free_lease(self, request: Request) -> Lease | None:
@@ -139,10 +143,12 @@ class CachePool:
     def _new_lease(self, request: Request) -> Lease:
         model, rows = request.model, len(request.input_ids)
         try:
-            token_bytes = cache_bytes(model.config, 1, rows, model.dtype)
+            token_bytes = cache_bytes(model.config, 1, rows, model.dtype, tp=num_ranks(model), tp_plan=model.tp_plan)
             refuse_missing_layers(model, len(plan_layers(model.config)))
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
+        if self.max_bytes is None and num_ranks(model) > 1:
+            self.max_bytes = least(model, self._bound(model.device))
         bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = min(1 << (needed - 1).bit_length(), max(0, bound // token_bytes))

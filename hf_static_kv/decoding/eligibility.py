@@ -7,6 +7,7 @@ import torch
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
+from hf_static_kv.cache.ranks import is_part, num_ranks
 from hf_static_kv.decoding.call import Call, kind_of
 from hf_static_kv.program.fingerprint import draws_random_numbers, type_without_address
 from hf_static_kv.program.rotary import frequencies_depend_on_length
@@ -46,6 +47,8 @@ def _unserved_model(call: Call) -> str | None:
         return "the model is in train mode, where dropout draws random numbers"
     if compat.prefill(model) is None:
         return "this version of transformers has no prefill of its own to call"
+    if num_ranks(model) > 1 or any(map(is_part, parameters)):
+        return "the model is split over processes (tensor parallelism, FSDP), whose exchanges a step does not record"
     if "meta" in devices:
         return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
     if len(devices) > 1:
