@@ -10,7 +10,7 @@ from transformers import DynamicCache
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, attaching
 from tests.conftest import COMMON
 from tests.decoding.conftest import CAPACITY, DEVICE
-from tests.decoding.media_models import FAMILIES, MEDIA, media_model, media_prompt
+from tests.decoding.media_models import FAMILIES, FIRST, LAST, MEDIA, media_model, media_prompt
 
 SAMPLED = {**COMMON, "do_sample": True, "top_k": 20}
 
@@ -98,6 +98,26 @@ def test_one_step_serves_images_of_other_sizes(height):
         assert torch.equal(got, tokens(model, prompt))
         assert decoder.fallback_reason is None
     assert decoder.num_steps == 1
+
+
+@pytest.mark.parametrize(("seconds", "offset"), [(0.5, -12), (9.0, 17)])
+def test_a_video_whose_positions_count_seconds(seconds, offset):
+    """Two frames of 8 tokens, up to 36 positions apart: those of the text may be beyond the number of tokens."""
+    model, decoder, video = media_model("qwen2_5_vl"), GraphDecoder(), [123] * 16
+    ids = torch.tensor([[5, 6, FIRST, *video, LAST, 7, 8, 9]], device=DEVICE)
+    prompt = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "pixel_values_videos": torch.randn(64, 96, device=DEVICE),
+        "video_grid_thw": torch.tensor([[2, 4, 8]], device=DEVICE),
+        "second_per_grid_ts": torch.tensor([seconds], device=DEVICE),
+        "mm_token_type_ids": 2 * (ids == 123).long(),
+    }
+    expected = tokens(model, prompt)
+    assert model.model.rope_deltas.tolist() == [[offset]]
+    cache = StaticContiguousCache(model.config, expected.shape[1] - 1)
+    assert torch.equal(tokens(model, prompt, past_key_values=cache, custom_generate=decoder), expected)
+    assert decoder.fallback_reason is None
 
 
 @pytest.mark.parametrize("name", FAMILIES)
