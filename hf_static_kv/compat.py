@@ -31,6 +31,7 @@ def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
 
 mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
 prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
+next_model_kwargs = _reader("_update_model_kwargs_for_generation")  # the method with what a pass changes. As above
 attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
 is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
 

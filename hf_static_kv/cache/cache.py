@@ -16,7 +16,7 @@ from hf_static_kv.cache.allocation import PerLayer, for_each_layer
 from hf_static_kv.cache.hybrid import HybridCache, Moment
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
-from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request
+from hf_static_kv.cache.request import PAIR_NEEDED, Request, check_request, is_in_use, running_model, running_request
 from hf_static_kv.cache.states import select_states
 from hf_static_kv.cache.storage import LayerShape
 
@@ -232,6 +232,8 @@ class StaticContiguousCache(HybridCache):
         layer = self.layers[layer_idx]
         if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
+                if model.config.is_encoder_decoder and is_in_use(self, get_ident()):  # not as a part of a pair
+                    raise ValueError(PAIR_NEEDED)
                 layout.refuse_missing_layers(model, len(self.layers))
             self._refuse_moved_states()
             logger.warning(

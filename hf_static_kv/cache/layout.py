@@ -43,7 +43,7 @@ _ENCODER_TYPES = {
 # Models with a table of positions, or of attention biases by position: its length is the longest sequence.
 _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
     "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
+    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr", "whisper",
 }  # fmt: skip
 # Tensor parallelism: the modules whose output is cached, some with queries and values as well, and the styles of a plan
 # that give every rank all of that output.
@@ -62,7 +62,10 @@ class LayerPlan:
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
-    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served."""
+    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served.
+
+    Of an encoder-decoder these are the self-attention layers of the decoder.
+    """
     if isinstance(config, torch.nn.Module):
         raise TypeError(
             f"{type(config).__name__} is a model: pass `model.config`, or use "
@@ -75,6 +78,8 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     config = config.get_text_config(decoder=True)
     # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
     layer_configs = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    if num_layers := getattr(config, "num_decoder_layers", None):  # in T5 the other number is that of the encoder
+        layer_configs = [config] * num_layers
     if (layer_types := getattr(config, "layer_types", None)) is None:
         layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
@@ -240,6 +245,7 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
         num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
     elif getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention":
         num_kv_heads *= 2
+    head_dim = head_dim or getattr(layer_config, "d_kv", None)  # T5's name for it
     if head_dim is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
     if not num_kv_heads or not head_dim:
@@ -250,8 +256,6 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
 def _why_unserved(config: PreTrainedConfig) -> str | None:
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
-    if config.is_encoder_decoder:
-        return f"{config.model_type!r} is an encoder-decoder: it needs a cross-attention cache too. {_OWN_CACHE}"
     if name in _UNSERVED_TYPES:
         return f"{name!r} {_UNSERVED_TYPES[name]}"
     if name in _ENCODER_TYPES and not getattr(text_config, "is_decoder", False):
@@ -282,8 +286,8 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
 def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     """Refuse a capacity beyond a table of positions; log a warning for one beyond the trained positions."""
     text_config = config.get_text_config(decoder=True)
-    name, positions = text_config.model_type, getattr(text_config, "max_position_embeddings", None)
-    positions = positions or getattr(text_config, "max_seq_len", None)  # MPT's name for it
+    name, names = text_config.model_type, ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    positions = next(filter(None, (getattr(text_config, field, None) for field in names)), None)
     if not positions or max_cache_len <= positions:
         return
     if name in _POSITION_TABLE_TYPES:

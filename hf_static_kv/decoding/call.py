@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,9 +19,24 @@ from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
 
+# What a step gives to a model by itself, or has no use for.
+_OWN_INPUTS = {
+    "attention_mask", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "past_key_values",
+    "position_ids", "use_cache",
+}  # fmt: skip
+SETTINGS = (bool, int, float, str)
+
 
 class NotCaptured(Exception):
     """Why a call falls back to transformers' loop."""
+
+
+class StepInputs(NamedTuple):
+    """What a model's own code gives to the step after the prompt, beside the token, the mask and the cache."""
+
+    position_ids: Tensor  # [B, 1], or [P, B, 1] where a position has P parts
+    settings: dict[str, Any]  # of the types SETTINGS: a step is given the same
+    tensors: dict[str, Tensor]  # such as the sizes of images. A step is not given them, and must not need them
 
 
 @dataclass(eq=False)
@@ -45,6 +60,8 @@ class Call:
         self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
+        # What the model is given with the prompt, beside the tokens and the cache.
+        self.given = {k: v for k, v in self.model_kwargs.items() if v is not None and k != "past_key_values"}
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
         self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
 
@@ -88,6 +105,23 @@ class Call:
         kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules), states
         return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
 
+    @cached_property
+    def has_usual_positions(self) -> bool:
+        """Whether a table of angles as long as the cache has all positions of this call. Waits for the prompt."""
+        positions, length = self.step_inputs.position_ids, self.request.prompt_length
+        return bool(((positions >= 0) & (positions <= length)).all())
+
+    @property
+    def step_kind(self) -> tuple[Any, ...]:
+        """Equal for two calls whose steps the model is given the same. Known after the prompt."""
+        inputs = self.step_inputs
+        parts, settings = tuple(inputs.position_ids.shape[:-2]), tuple(sorted(inputs.settings.items()))
+        return self.has_usual_positions, parts, settings, tuple(sorted(inputs.tensors))
+
+    def position_ids(self, length: int) -> Tensor:
+        """The positions [..., B, 1] that the model's own code gives to the token at `length`."""
+        return self.step_inputs.position_ids + (length - self.request.prompt_length)
+
     @property
     def ends(self) -> list[Tensor]:
         """The end tokens [n] of each criterion that has them."""
@@ -106,7 +140,27 @@ class Call:
             raise NotCaptured(f"the model returned {kind_of(returned)} in place of the cache")
         if length != wanted:
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
+        self.step_inputs = self._step_inputs(outputs)
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def _step_inputs(self, outputs: Any) -> StepInputs:
+        """What transformers' loop would give to the model in the step after the prompt."""
+        ids, update = self.input_ids, compat.next_model_kwargs(self.model)
+        model_kwargs = update(outputs, {**self.model_kwargs}, is_encoder_decoder=False)
+        ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)  # the token itself does not matter
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        others = {key: value for key, value in inputs.items() if value is not None and key not in _OWN_INPUTS}
+        settings = {key: value for key, value in others.items() if isinstance(value, SETTINGS)}
+        tensors = {key: value for key, value in others.items() if isinstance(value, Tensor)}
+        if unknown := sorted(others.keys() - settings.keys() - tensors.keys()):
+            raise NotCaptured(f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step")
+        position_ids = inputs.get("position_ids")
+        if position_ids is None:
+            position_ids = self.cache.seq_len - self.seq_start[:, None]
+        if position_ids.ndim < 2 or position_ids.shape[-1] != 1:
+            raise NotCaptured(f"the positions of one token are {list(position_ids.shape)}")
+        position_ids = position_ids.expand(*position_ids.shape[:-2], len(ids), 1).to(self.device)
+        return StepInputs(position_ids, settings, tensors)
 
     def remember(self, ids: Tensor) -> None:
         """Tell the cache which tokens it holds, of `ids` [B, n] that begin with `input_ids`."""

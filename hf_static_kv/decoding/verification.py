@@ -13,16 +13,19 @@ is sqrt(eps) times the largest logit, as half of its digits show every fault. In
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
+from hf_static_kv.program.fingerprint import states_of_a_call
+from hf_static_kv.program.record import leaves
 from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
@@ -88,7 +91,7 @@ def _verify(step: DecodeStep, call: Call, case: Case) -> None:
 def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
     here = call.cache.moment()
-    step.set_position(case.position, case.seq_start)
+    step.set_position(case.position, case.seq_start, call.position_ids(case.position))
     got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
     call.cache.return_to(here)
     expected = _ordinary_logits(call, case, tokens)
@@ -115,13 +118,35 @@ def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
     cache, here, seq_start = call.cache, call.cache.moment(), case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
-    inputs = {"attention_mask": mask.long(), "position_ids": case.position - seq_start, "past_key_values": cache}
+    inputs: dict[str, Any] = {"attention_mask": mask.long(), "position_ids": call.position_ids(case.position)}
+    inputs |= {"past_key_values": cache, "use_cache": True, **call.step_inputs.settings, **call.step_inputs.tensors}
     cache.mark_written(case.position - cache.seq_len)
     # Without cuDNN, which would build a plan for this one call.
-    with attention_implementation(call.model, call.attention), without_cudnn():
-        outputs = call.model(input_ids=tokens[:, None], use_cache=True, **inputs)
+    with attention_implementation(call.model, call.attention), without_cudnn(), _unread(call):
+        outputs = call.model(input_ids=tokens[:, None], **inputs)
     cache.return_to(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
+
+
+def _unread(call: Call) -> AbstractContextManager[object]:
+    """Raises where a pass needs a tensor that belongs to this call alone: the step is used for other calls, too."""
+    names = {id(tensor): name for name, tensor in call.step_inputs.tensors.items()} | states_of_a_call(call.modules)
+    return _Unread(names) if names else nullcontext()
+
+
+class _Unread(TorchFunctionMode):
+    """Raises where an operation takes one of these tensors, which are named by their `id`."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in leaves((args, kwargs)):
+            if (name := self.names.get(id(leaf))) is not None:
+                raise RuntimeError(f"it needs {name}, which belongs to one call")
+        return func(*args, **kwargs)
 
 
 @contextmanager

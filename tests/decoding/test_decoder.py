@@ -303,6 +303,18 @@ class TestReuse:
         run(model, decoder=decoder, cache=cache, max_new_tokens=3)
         assert list(decoder._steps[cache])[-1] == oldest  # known, and the newest now
 
+    @pytest.mark.parametrize("first", [40, -20])
+    def test_positions_of_ones_own(self, first):
+        """No table of angles has those after the end of the cache, or before its beginning."""
+        model, decoder, size = toy_model("llama"), GraphDecoder(), PROMPT.shape[1] + NEW_TOKENS - 1
+        positions = torch.arange(PROMPT.shape[1], device=DEVICE)[None] + first
+        expected = model.generate(PROMPT, position_ids=positions, **COMMON)
+        cache = StaticContiguousCache(model.config, size)
+        for own, tokens in ((None, run(model)), (positions, expected)):
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache, position_ids=own), tokens)
+            assert decoder.fallback_reason is None
+
     def test_a_model_for_images_too_with_a_text_alone(self):
         model = toy_with_images().eval().to(DEVICE)
         decoder = GraphDecoder()

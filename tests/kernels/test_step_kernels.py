@@ -128,20 +128,22 @@ class TestAdvance:
         windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
         position=st.integers(9, 40),
         columns=st.sampled_from([3, 4, 5]),
+        parts=st.sampled_from([[], [1], [4]]),
     )
     @settings(max_examples=20, deadline=None)
-    def test_one_position_further(self, seq_start, windows, position, columns):
+    def test_one_position_further(self, seq_start, windows, position, columns, parts):
         """Spans may be a view of wider ones, as in a captured step: the columns after them stay as they are."""
         states = []
         for advance in (advance_plain, advance_triton):
             tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)]
             spans = torch.full((len(seq_start), len(windows), columns), -1, device=DEVICE)
-            positions = torch.zeros(len(seq_start), 1, dtype=torch.int64, device=DEVICE)
+            positions = torch.arange(len(seq_start) * max([1, *parts]), device=DEVICE).view(*parts, len(seq_start), 1)
             advance(tensors[0], tensors[1][:, None], tensors[2], spans[..., :3], positions)
-            states.append([tensors[0].tolist(), spans.tolist(), positions.tolist()])
+            states.append([tensors[0].tolist(), spans.tolist(), positions.flatten().tolist()])
         end, rest = position + 2, [-1] * (columns - 3)
         naive = [[[start, max(start, end - window), end, *rest] for window in windows] for start in seq_start]
-        assert states[0] == states[1] == [[position + 1], naive, [[position + 1 - start] for start in seq_start]]
+        further = [number + 1 for number in range(len(seq_start) * max([1, *parts]))]
+        assert states[0] == states[1] == [[position + 1], naive, further]
 
     def test_spans_with_a_stride_in_their_last_dim_are_refused(self):
         numbers = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
