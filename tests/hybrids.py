@@ -36,7 +36,7 @@ FAMILIES = {
         "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False,
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
-    "granitemoehybrid": {**_MAMBA, "layer_types": _PAIRS, "layers_block_type": ["mamba", "attention"] * 2, **_EXPERTS},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _PAIRS, **_EXPERTS},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "nemotron_h": {
         "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
