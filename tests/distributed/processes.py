@@ -31,7 +31,8 @@ def run_ranks(scenario, world_size, folder, *args, backend="gloo"):
         results = _collect(ends)
     finally:
         for process in processes:
-            process.kill()
+            if process.is_alive():  # else its id may be that of another process by now
+                process.kill()
             process.join()
     errors = {rank: error for rank, (_, error) in results.items() if error}
     errors |= {rank: "no answer" for rank in range(world_size) if rank not in results}
