@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,13 +19,14 @@ from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
+from hf_static_kv.program.record import leaves
 
 # What a step gives to a model by itself, or has no use for.
 _OWN_INPUTS = {
     "attention_mask", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "past_key_values",
     "position_ids", "use_cache",
 }  # fmt: skip
-SETTINGS = (bool, int, float, str)
+_SETTINGS = (bool, int, float, str, NoneType)
 
 
 class NotCaptured(Exception):
@@ -35,8 +37,8 @@ class StepInputs(NamedTuple):
     """What a model's own code gives to the step after the prompt, beside the token, the mask and the cache."""
 
     position_ids: Tensor  # [B, 1], or [P, B, 1] where a position has P parts
-    settings: dict[str, Any]  # of the types SETTINGS: a step is given the same
-    tensors: dict[str, Tensor]  # such as the sizes of images. A step is not given them, and must not need them
+    settings: dict[str, Any]  # numbers, strings, and lists of them: a step is given the same
+    tensors: dict[str, Any]  # such as the sizes of images. A step is not given them, and must not need them
 
 
 @dataclass(eq=False)
@@ -115,7 +117,7 @@ class Call:
     def step_kind(self) -> tuple[Any, ...]:
         """Equal for two calls whose steps the model is given the same. Known after the prompt."""
         inputs = self.step_inputs
-        parts, settings = tuple(inputs.position_ids.shape[:-2]), tuple(sorted(inputs.settings.items()))
+        parts, settings = tuple(inputs.position_ids.shape[:-2]), repr(sorted(inputs.settings.items()))
         return self.has_usual_positions, parts, settings, tuple(sorted(inputs.tensors))
 
     def position_ids(self, length: int) -> Tensor:
@@ -150,10 +152,10 @@ class Call:
         ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)  # the token itself does not matter
         inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
         others = {key: value for key, value in inputs.items() if value is not None and key not in _OWN_INPUTS}
-        settings = {key: value for key, value in others.items() if isinstance(value, SETTINGS)}
-        tensors = {key: value for key, value in others.items() if isinstance(value, Tensor)}
-        if unknown := sorted(others.keys() - settings.keys() - tensors.keys()):
+        if unknown := [key for key, value in others.items() if not is_plain(value)]:
             raise NotCaptured(f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step")
+        tensors = {k: v for k, v in others.items() if any(isinstance(leaf, Tensor) for leaf in leaves(v))}
+        settings = {key: value for key, value in others.items() if key not in tensors}
         position_ids = inputs.get("position_ids")
         if position_ids is None:
             position_ids = self.cache.seq_len - self.seq_start[:, None]
@@ -181,6 +183,11 @@ class Call:
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a keyword of the model is made of tensors, numbers and strings. Any other object may have a state."""
+    return all(isinstance(leaf, (Tensor, *_SETTINGS)) for leaf in leaves(value))
 
 
 def kind_of(thing: object) -> str:

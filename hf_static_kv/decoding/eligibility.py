@@ -1,18 +1,15 @@
 """Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
 
 import inspect
-from types import NoneType
 
 import torch
-from torch import Tensor
 
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.ranks import is_part, num_ranks
-from hf_static_kv.decoding.call import SETTINGS, Call, kind_of
+from hf_static_kv.decoding.call import Call, is_plain, kind_of
 from hf_static_kv.program.fingerprint import draws_random_numbers, type_without_address
-from hf_static_kv.program.record import leaves
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 
@@ -27,7 +24,7 @@ def _unserved_request(call: Call) -> str | None:
     if call.config.output_attentions or call.config.output_hidden_states:
         return "attention weights or hidden states are asked for"
     for name, value in call.given.items():
-        if not all(isinstance(leaf, (Tensor, *SETTINGS, NoneType)) for leaf in leaves(value)):
+        if not is_plain(value):
             return f"the model is given {name}, {kind_of(value)}, which may change while the prompt is read"
     return "synced_gpus is asked for" if call.request.synced_gpus else None
 

@@ -130,7 +130,8 @@ def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
 
 def _unread(call: Call) -> AbstractContextManager[object]:
     """Raises where a pass needs a tensor that belongs to this call alone: the step is used for other calls, too."""
-    names = {id(tensor): name for name, tensor in call.step_inputs.tensors.items()} | states_of_a_call(call.modules)
+    names = {id(leaf): name for name, value in call.step_inputs.tensors.items() for leaf in leaves(value)}
+    names |= states_of_a_call(call.modules)
     return _Unread(names) if names else nullcontext()
 
 
@@ -144,7 +145,7 @@ class _Unread(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for leaf in leaves((args, kwargs)):
-            if (name := self.names.get(id(leaf))) is not None:
+            if isinstance(leaf, Tensor) and (name := self.names.get(id(leaf))) is not None:
                 raise RuntimeError(f"it needs {name}, which belongs to one call")
         return func(*args, **kwargs)
 

@@ -156,9 +156,10 @@ def model_with_a_scale(monkeypatch):
     model = media_model("llava")
     own, keyword = model.forward, inspect.Parameter("scale", inspect.Parameter.KEYWORD_ONLY)
 
-    def forward(*args, scale=1.0, **kwargs):
+    def forward(*args, scale=(1.0,), **kwargs):
         outputs = own(*args, **kwargs)
-        outputs.logits = outputs.logits * (next(scale) if isinstance(scale, Iterator) else scale)
+        (scale,) = (next(scale),) if isinstance(scale, Iterator) else scale
+        outputs.logits = outputs.logits * scale
         return outputs
 
     *known, others = inspect.signature(own).parameters.values()
@@ -170,9 +171,9 @@ def model_with_a_scale(monkeypatch):
 @pytest.mark.parametrize(
     ("scale", "reason"),
     [
-        (lambda: -torch.ones(128, device=DEVICE), "it needs scale, which belongs to one call"),
+        (lambda: [-torch.ones(128, device=DEVICE)], "it needs scale, which belongs to one call"),
         (lambda: iter([-1.0] * 14), "the model is given scale, a list_iterator, which may change"),
-        (lambda: -1.0, None),  # a plain number is a part of the step
+        (lambda: [-1.0], None),  # a plain number is a part of the step
     ],
     ids=["tensor", "object", "number"],
 )
