@@ -25,7 +25,7 @@ from transformers.cache_utils import Cache
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
-from hf_static_kv.kernels.step_state import GreedyState, advance, select_greedy, write_token
+from hf_static_kv.kernels.step_state import GreedyState, advance, advance_plain, select_greedy, write_token
 from hf_static_kv.patching import pass_context, replaced
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
 from hf_static_kv.program.linears import named_activations
@@ -138,7 +138,8 @@ class DecodeStep:
         """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip."""
         model = self.model
         self.set_position(length, seq_start, position_ids)
-        self._advance()  # the pass writes at position `length`
+        # The pass writes at position `length`. A kernel would be compiled here, before the parallel compilation.
+        advance_plain(*self._state)
         with ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
                 changes.enter_context(one_operation_routers(model))  # skipped, a router gives no valid index to others
@@ -191,7 +192,7 @@ class DecodeStep:
 
     def _forward(self) -> Tensor:
         """Advance by one position and compute the logits [B, V], by the program where there is one."""
-        self._advance()
+        advance(*self._state)
         programs = _PROGRAMS.get(self.model)
         program = None if programs is None else programs.get(self)
         if program is None:
@@ -199,8 +200,9 @@ class DecodeStep:
         with pass_context(self.model):
             return program()
 
-    def _advance(self) -> None:
-        advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
+    @property
+    def _state(self) -> tuple[Tensor, ...]:
+        return self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids
 
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.

@@ -8,6 +8,7 @@ import transformers
 from packaging.version import Version
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import random_model, tiny_config
 from tests.conftest import COMMON, PROMPT, toy_model
@@ -80,6 +81,19 @@ def test_what_runs_after_a_failed_capture_waits_for_its_kernels():
     event.record()
     assert not event.query()
     torch.cuda.synchronize()
+
+
+def test_recording_launches_no_kernel(monkeypatch):
+    """It would be compiled alone: those of a step are compiled in parallel."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    model = toy_model("llama").cuda()
+    cache = StaticContiguousCache.from_model(model, 40)
+    model(PROMPT.cuda(), past_key_values=cache)
+    step = DecodeStep(model, cache, 1)
+    monkeypatch.setattr(jit.JITFunction, "run", lambda *args, **kwargs: pytest.fail("a kernel is launched"))
+    with torch.no_grad(), attention_implementation(model, "static_contiguous"):
+        step.record(PROMPT.shape[1], torch.zeros(1, dtype=torch.int64, device="cuda"))
+    assert step.is_recorded
 
 
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="generate wants ids beside the model")
