@@ -4,6 +4,7 @@
 # make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 # make test-clients  programs that call generate (pipelines, lm-eval, PEFT, TRL, accelerate) with and without attach
+# make coverage  docs/coverage.md: what every decoder of transformers gets, measured with the newest and the oldest version
 # make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3
 CASES ?= 1000
@@ -12,7 +13,7 @@ JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 test-clients results bench-update fuzz clean
+.PHONY: test compare test-gpu test-5.17 test-clients coverage results bench-update fuzz clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -33,6 +34,11 @@ test-5.17: .venv-5.17/.installed
 # Offline: what a client would ask the hub for must be here.
 test-clients: .venv-clients/.installed
 	HF_HUB_OFFLINE=1 .venv-clients/bin/pytest -n 2 --dist worksteal -rs -m clients tests/clients
+
+coverage: .venv/.installed .venv-5.17/.installed
+	.venv/bin/python -m tests.coverage.measure
+	.venv-5.17/bin/python -m tests.coverage.measure
+	.venv/bin/python -m tests.coverage.write_page
 
 fuzz: .venv/.installed
 	.venv/bin/python -m tests.fuzz.fuzz --cases $(CASES) --seed $(SEED) --jobs $(JOBS)

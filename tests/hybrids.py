@@ -56,7 +56,11 @@ FAMILIES = {
     "kimi_linear": {**_LATENT, "q_lora_rank": None, **_EXPERTS},
     "bailing_hybrid": {**_LATENT, "q_lora_rank": 16, **_EXPERTS},
     "zaya": {"num_hidden_layers": 3, **_EXPERTS, "num_experts_per_tok": 1},
-    "inkling_text": {"num_hidden_layers": 3, **_EXPERTS},
+    # Windows shorter than every prompt.
+    "inkling_text": {
+        "num_hidden_layers": 4, "layer_types": ["hybrid_sliding", "hybrid"] * 2, "sliding_window_size": 8,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16, **_EXPERTS,
+    },
 }  # fmt: skip
 
 

@@ -68,6 +68,11 @@ def test_tokens_are_those_of_no_cache(family, mode, models):
 
 
 @served
+def test_generate_neither_compiles_nor_prepares_masks(family, models):
+    assert not StaticContiguousCache(models(family).config, CAPACITY).is_compileable
+
+
+@served
 def test_a_captured_step_moves_the_states(family, models):
     model, decoder = models(family), GraphDecoder()
     cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)

@@ -309,7 +309,7 @@ def variant_config(name: str, variant: int) -> tuple[PreTrainedConfig, str]:
 def build_model(name: str, variant: int, device: str) -> PreTrainedModel:
     config, attention = variant_config(name, variant)
     model = random_model(config, attn_implementation=attention)
-    _draw_weights(model, seed=variant)
+    draw_weights(model, seed=variant)
     # A call ends rows and pads only by what it says itself.
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     model.generation_config.update(**dict.fromkeys(ids))
@@ -317,7 +317,7 @@ def build_model(name: str, variant: int, device: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def _draw_weights(model: PreTrainedModel, seed: int) -> None:
+def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Weights of one size in all families.
 
     Initializers differ between families: many are so small that attention hardly moves the logits, and set biases to
