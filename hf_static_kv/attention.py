@@ -53,6 +53,11 @@ def step_layer(module: torch.nn.Module) -> StepLayer | None:
 
 def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
     """How scores are computed, from the keywords of an attention function."""
+    if kwargs.get("indices") is not None:
+        raise ValueError(
+            "This model tells 'sdpa' and 'eager' by a mask which tokens its index has selected, and other attention by "
+            "`indices`, which ours does not read. Call `model.set_attn_implementation('sdpa')`."
+        )
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return scale, kwargs.get("softcap"), kwargs.get("s_aux")

@@ -51,6 +51,8 @@ def _unserved_model(call: Call) -> str | None:
         return f"{name} takes no position_ids"
     if call.device.type == "cuda" and compat.has_hooks(call.modules):
         return "a replayed graph would not call the model's hooks"
+    if call.cache.index_layers:
+        return "layers attend to the tokens that an index selects"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
