@@ -44,6 +44,12 @@ class StepLayer:
     def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
         return self.index >= number
 
+    def __eq__(self, other: object) -> bool:  # and layers that share keys find them by it in a dict
+        return self.index == other
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
 
 def step_layer(module: torch.nn.Module) -> StepLayer | None:
     """The layer of a captured step that this attention module belongs to; None outside of captured steps."""

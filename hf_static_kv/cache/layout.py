@@ -61,6 +61,7 @@ class LayerPlan:
     sliding_window: int | None  # keys that a query may see, its own included; None: full attention
     has_keys: bool = True  # and values
     num_states: int = 0  # recurrent ones
+    is_chunked: bool = False  # the sequence is cut into windows: a query sees its own only
     index_shape: LayerShape | None = None  # of index keys: one head, no values. None: there is no index
 
 
@@ -103,7 +104,7 @@ def _plan_layer(layer_config: Any, layer_type: str, has_own_index: bool) -> Laye
     if has_own_index and compat.has_index(layer_type):
         index_dim = getattr(layer_config, "index_head_dim", None) or layer_config.indexer_head_dim  # DeepSeek, Qwen
         index_shape = LayerShape(1, index_dim, 0)
-    return LayerPlan(shape, window, has_keys, num_states, index_shape)
+    return LayerPlan(shape, window, has_keys, num_states, layer_type == "chunked_attention", index_shape)
 
 
 def cache_bytes(

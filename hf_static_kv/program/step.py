@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import GreedyState, advance, select_greedy, write_token
 from hf_static_kv.patching import pass_context, replaced
@@ -66,6 +67,9 @@ class DecodeStep:
         keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
+        plans = [plan for plan in plan_layers(model.config) if plan.has_keys]
+        chunks = [window if plan.is_chunked else unlimited for window, plan in zip(windows, plans, strict=True)]
+        self.chunks = torch.tensor(chunks, device=device) if min(chunks) < unlimited else None  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
@@ -78,6 +82,11 @@ class DecodeStep:
             i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
             for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
         }
+        # Layers that store no keys read those of the last layer of their type that does (Gemma 3n).
+        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
+        stored = {layer_type: self.layers.get(i) for i, layer_type in enumerate(types[: len(cache.layers)])}
+        readers = {i: stored.get(types[i]) for i in range(len(cache.layers), len(types))}
+        self.layers |= {i: layer for i, layer in readers.items() if layer is not None}
         self.cache = _StepCache(self.cache_position, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -201,6 +210,9 @@ class DecodeStep:
 
     def _advance(self) -> None:
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
+        if self.chunks is not None:  # the windows end with the newest token, and a chunk may begin inside of its window
+            chunk_start = self.cache_position - (self.cache_position - self.seq_start) % self.chunks  # [B, L]
+            self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
 
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
@@ -313,8 +325,8 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    Recurrent states are those of the cache, which change in place. A graph holds no length: `get_seq_length` is 0.
-    Verification refuses a model whose logits depend on it.
+    Recurrent states are those of the cache, which change in place. A graph holds no length: a layer that asks for it
+    (Llama 4) gets a tensor, and what runs before the layers 0. Verification refuses a model whose logits depend on it.
     """
 
     def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
@@ -329,8 +341,8 @@ class _StepCache(Cache):
         write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
         return layer_idx.keys, layer_idx.values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
+        return self.cache_position if isinstance(layer_idx, StepLayer) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0
