@@ -222,7 +222,8 @@ class StaticContiguousCache(HybridCache):
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Write the index keys [B, n, D] of a layer and return those of all its tokens, [B, seq_len + n, D]: a view."""
-        if (index := getattr(self.layers[layer_idx], "index_layer", None)) is None:
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if (index := getattr(layer, "index_layer", None)) is None:
             raise ValueError(f"Layer {layer_idx} brings index keys, and by the config of the cache it has none.")
         keys = indexer_key_states.unsqueeze(1)  # [B, 1, n, D]
         values = keys[..., :0]

@@ -215,6 +215,27 @@ def test_positions_that_a_model_keeps_follow_the_sequence(models):
     assert layer.indexer_position_ids is None
 
 
+@served
+def test_a_pass_outside_no_grad(family, models):
+    model, cache = models(family), StaticContiguousCache(models(family).config, CAPACITY)
+    for ids in (PROMPT[:, :-1], PROMPT[:, -1:]):
+        logits = model(ids, past_key_values=cache).logits[:, -1]
+    torch.testing.assert_close(logits, model(PROMPT).logits[:, -1])
+    assert cache.seq_len == PROMPT.shape[1]
+
+
+def test_index_keys_are_on_the_device_of_their_keys(model):
+    """A cache that is built from a config learns the devices from the first pass, layer by layer."""
+    cache, plans = StaticContiguousCache(model.config, 8), plan_layers(model.config)
+    for layer_idx, device in enumerate(["cpu", "cpu", "meta", "meta"]):
+        shape = plans[layer_idx].shape
+        sizes = [(2, shape.num_kv_heads, 3, dim) for dim in (shape.key_head_dim, shape.value_head_dim)]
+        cache.update(*(torch.zeros(size, device=device) for size in sizes), layer_idx)
+        assert cache.update_indexer(torch.zeros(2, 3, INDEX_DIM, device=device), layer_idx).device.type == device
+    assert cache.seq_len == 3
+    assert [layer.device.type for layer in cache.index_layers.values()] == ["cpu", "cpu", "meta", "meta"]
+
+
 # --- what is refused
 
 
@@ -226,10 +247,10 @@ def test_index_keys_that_do_not_fit(model, models):
         cache.update_indexer(torch.zeros(1, 9, INDEX_DIM), 0)
     with torch.no_grad():
         model(PROMPT[:, :3], past_key_values=cache)
-    if "glm_moe_dsa" in CONFIG_MAPPING:
-        cache = StaticContiguousCache.from_model(models("glm_moe_dsa"), 8)
-        with pytest.raises(ValueError, match="Layer 1 brings index keys, and by the config of the cache it has none"):
-            cache.update_indexer(torch.zeros(1, 2, INDEX_DIM), 1)
+    cache = StaticContiguousCache.from_model(models("glm_moe_dsa"), 8)
+    for layer_idx in (1, 4, -1):
+        with pytest.raises(ValueError, match=f"Layer {layer_idx} brings index keys, and by the config .* it has none"):
+            cache.update_indexer(torch.zeros(1, 2, INDEX_DIM), layer_idx)
 
 
 def test_attention_that_would_ignore_the_index(model):
