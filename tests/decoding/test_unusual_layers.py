@@ -1,5 +1,7 @@
 """Captured steps of layers that share keys (Gemma 3n), hold latents (DeepSeek) or attend in chunks (Llama 4)."""
 
+import copy
+
 import pytest
 import torch
 
@@ -171,3 +173,12 @@ def test_a_fault_is_caught(fault, family, length, models, monkeypatch):
     tokens, reason, _ = decoded(model, ids=ids)
     assert "from those of an ordinary step" in reason
     assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama4"])
+def test_no_sound_step_is_refused(family, dtype, models):
+    """In the dtypes that round; test_verification.py has Llama 4."""
+    model = copy.deepcopy(models(family)).to(dtype)
+    _, reason, _ = decoded(model, ids=BATCH, max_new_tokens=3)
+    assert reason is None
