@@ -67,9 +67,9 @@ class DecodeStep:
         keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
-        plans = [plan for plan in plan_layers(model.config) if plan.has_keys]
-        chunks = [window if plan.is_chunked else unlimited for window, plan in zip(windows, plans, strict=True)]
-        self.chunks = torch.tensor(chunks, device=device) if min(chunks) < unlimited else None  # [L]
+        are_chunked = [plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys]
+        chunks = [window if is_chunked else unlimited for window, is_chunked in zip(windows, are_chunked, strict=True)]
+        self.chunks = torch.tensor(chunks, device=device) if any(are_chunked) else None  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
@@ -82,11 +82,7 @@ class DecodeStep:
             i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
             for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
         }
-        # Layers that store no keys read those of the last layer of their type that does (Gemma 3n).
-        types = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-        stored = {layer_type: self.layers.get(i) for i, layer_type in enumerate(types[: len(cache.layers)])}
-        readers = {i: stored.get(types[i]) for i in range(len(cache.layers), len(types))}
-        self.layers |= {i: layer for i, layer in readers.items() if layer is not None}
+        self.layers |= _sharing_layers(model, self.layers)
         self.cache = _StepCache(self.cache_position, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -222,6 +218,15 @@ class DecodeStep:
         with replaced("layer_idx", layers):
             outputs = self.model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
+
+
+def _sharing_layers(model: PreTrainedModel, stored: Mapping[int, StepLayer]) -> dict[int, StepLayer]:
+    """Layers that store no keys, each with the last layer of its type that does: it reads those (Gemma 3n)."""
+    config = model.config.get_text_config(decoder=True)
+    types, num_shared = getattr(config, "layer_types", None) or (), getattr(config, "num_kv_shared_layers", None) or 0
+    first = len(types) - num_shared
+    last = {layer_type: stored[i] for i, layer_type in enumerate(types[:first]) if i in stored}
+    return {i: last[layer_type] for i, layer_type in enumerate(types) if i >= first and layer_type in last}
 
 
 @cache
