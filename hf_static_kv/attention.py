@@ -44,6 +44,12 @@ class StepLayer:
     def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
         return self.index >= number
 
+    def __eq__(self, other: object) -> bool:  # and layers that share keys find them by it in a dict
+        return self.index == other
+
+    def __hash__(self) -> int:
+        return hash(self.index)
+
 
 def step_layer(module: torch.nn.Module) -> StepLayer | None:
     """The layer of a captured step that this attention module belongs to; None outside of captured steps."""
@@ -53,6 +59,11 @@ def step_layer(module: torch.nn.Module) -> StepLayer | None:
 
 def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
     """How scores are computed, from the keywords of an attention function."""
+    if kwargs.get("indices") is not None:
+        raise ValueError(
+            "This model tells 'sdpa' and 'eager' by a mask which tokens its index has selected, and other attention by "
+            "`indices`, which ours does not read. Call `model.set_attn_implementation('sdpa')`."
+        )
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return scale, kwargs.get("softcap"), kwargs.get("s_aux")

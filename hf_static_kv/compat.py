@@ -42,9 +42,30 @@ def kept_by(layer_type: str) -> tuple[bool, bool]:
     Without `DYNAMIC_LAYER_TYPE_MAPPING`: only types that are attention by name are known.
     """
     plain = {"full_attention", "sliding_attention", "chunked_attention"}
-    kind: Any = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {}).get(layer_type, object)
+    kind = _layer_class(layer_type)
     has_state = issubclass(kind, cache_utils.LinearAttentionCacheLayerMixin)
-    return layer_type in plain or (has_state and issubclass(kind, cache_utils.CacheLayerMixin)), has_state
+    has_both = has_state and issubclass(kind, cache_utils.CacheLayerMixin)
+    return layer_type in plain or has_index(layer_type) or has_both, has_state
+
+
+def has_index(layer_type: str) -> bool:
+    """Whether a type of layer keeps index keys beside keys and values. Without `DynamicIndexedLayer`: none does."""
+    return _layer_class(layer_type) is getattr(cache_utils, "DynamicIndexedLayer", None)
+
+
+def index_keeps_positions() -> bool:
+    """Whether positions for an index are kept in its layer. Before transformers 5.21: as an attribute of the cache."""
+    layer = getattr(cache_utils, "DynamicIndexedLayer", object)()
+    return hasattr(layer, "indexer_position_ids")
+
+
+def keeps_latents(layer_type: str) -> bool:
+    """Whether latent attention caches latents in such a layer. In transformers 5.17 one type keeps their expansion."""
+    return layer_type != "deepseek_sparse_attention"
+
+
+def _layer_class(layer_type: str) -> Any:
+    return getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {}).get(layer_type, object)
 
 
 def makes_masks(frame: FrameType) -> bool:

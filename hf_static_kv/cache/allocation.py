@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
+from hf_static_kv.cache.indexed import IndexedLayer, stored_layers
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
 from hf_static_kv.cache.ranks import are_connected, on_all_ranks
@@ -36,8 +37,13 @@ class AllocatedCache(Cache):
 
     @property
     def kv_layers(self) -> list[StaticContiguousLayer]:
-        """The layers that have keys and values."""
-        return [layer for layer in self.layers if isinstance(layer, StaticContiguousLayer)]
+        """The layers that have keys and values; those of index keys, too."""
+        return stored_layers(self.layers)
+
+    @property
+    def index_layers(self) -> dict[int, StaticContiguousLayer]:
+        """By `layer_idx` the index keys of sparse attention, in layers of one head without values."""
+        return {i: layer.index_layer for i, layer in enumerate(self.layers) if isinstance(layer, IndexedLayer)}
 
     @property
     def stateful_layers(self) -> list[Any]:
@@ -45,19 +51,25 @@ class AllocatedCache(Cache):
         pairs = zip(self.layers, self._plans, strict=True)
         return [layer for layer, plan in pairs if plan.num_states]
 
-    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype, model: Any = None) -> None:
+    def _allocate(
+        self, places: dict[int, Place], batch_size: int, dtype: torch.dtype, model: Any = None, layers: Any = None
+    ) -> None:
+        """Storage at these places for layers of the cache, or for those of its `index_layers`."""
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
-        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype), model)
+        members: list[Members] = [(*place, indices) for place, indices in alike.items()]
+        self._allocate_groups(members, batch_size, (dtype, dtype), model, layers)
         self._unconfirmed -= set(places)
 
-    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes, model: Any) -> None:
+    def _allocate_groups(
+        self, members: list[Members], batch_size: int, dtypes: Dtypes, model: Any, layers: Any = None
+    ) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
         groups = on_all_ranks(model, lambda: allocate_groups(members, self._max_cache_len, batch_size, dtypes))
         for group, (_, _, layer_indices) in zip(groups, members, strict=True):
             for index, layer_idx in enumerate(layer_indices):
-                self.layers[layer_idx].use_storage(group, index)
+                (layers or self.layers)[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
     def _confirm(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
@@ -79,6 +91,15 @@ class AllocatedCache(Cache):
             dtypes = key_states.dtype, value_states.dtype
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], dtypes, _running_model())
         self._unconfirmed.discard(layer_idx)
+
+    def _allocate_indexes(self, keys: Tensor, values: Tensor) -> None:
+        """Storage like these states for all empty index layers beside keys on the same device."""
+        indexes, device = self.index_layers, keys.device
+        beside = {i: self.layers[i] for i, index in indexes.items() if not index.length}
+        alike = [i for i, layer in beside.items() if not layer.is_initialized or layer.device == device]
+        rows = max([len(keys), *(layer.max_batch_size for layer in self.kv_layers if layer.is_initialized)])
+        dtypes = keys.dtype, values.dtype
+        self._allocate_groups([(LayerShape.of(keys, values), device, alike)], rows, dtypes, _running_model(), indexes)
 
     def _without_storage(self) -> list[int]:
         keyed = ((i, layer) for i, layer in enumerate(self.layers) if self._plans[i].has_keys)
@@ -162,9 +183,8 @@ class AllocatedCache(Cache):
         rows, length = map(max, zip(*used, strict=True))
         groups = {id(group): group.to_pickle(rows, length) for group in self._groups}
         layers = [copy.copy(layer) for layer in self.layers]
-        for layer in layers:
-            if isinstance(layer, StaticContiguousLayer):
-                layer.group = groups.get(id(layer.group))
+        for layer in stored_layers(layers):
+            layer.group = groups.get(id(layer.group))
         return {**self.__dict__, "_groups": list(groups.values()), "layers": layers}
 
 
@@ -173,7 +193,8 @@ def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
         return LinearAttentionLayer(number_of_states=max(1, plan.num_states))
     if plan.num_states:
         return StatefulLayer(max_cache_len, plan.sliding_window, plan.num_states)
-    return StaticContiguousLayer(max_cache_len, plan.sliding_window)
+    kind = StaticContiguousLayer if plan.index_shape is None else IndexedLayer
+    return kind(max_cache_len, plan.sliding_window)
 
 
 def _running_model() -> Any:

@@ -95,6 +95,8 @@ class StaticContiguousCache(HybridCache):
             keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
             places = {i: (shape, devices[i]) for i, shape in zip(keyed, shapes, strict=True)}
             self._allocate(places, batch_size, model.dtype, model)
+            indexes = {i: (shape, devices[i]) for i, plan in enumerate(self._plans) if (shape := plan.index_shape)}
+            self._allocate(indexes, batch_size, model.dtype, model, self.index_layers)
 
     @classmethod
     def allocate(
@@ -206,30 +208,55 @@ class StaticContiguousCache(HybridCache):
         if not self._plans[layer_idx].has_keys:
             raise ValueError(f"Layer {layer_idx} brings keys, and by the config of the cache it has none.")
         layer = self.layers[layer_idx]
-        if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
-            self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
-        if self.grows and layer.length + key_states.shape[2] > self._max_cache_len:
-            self.grow(max(2 * self._max_cache_len, layer.length + key_states.shape[2]))
-        is_reused = self.grows and self._step_size is None and layer.length == 0 and layer.is_initialized
-        if is_reused and (key_states.dtype, value_states.dtype) != (layer.dtype, layer.value_dtype):
-            self._release()  # autocast inside a model's `forward` began or ended since the last call
+        self._make_room(layer, layer_idx, key_states, value_states)
         if layer_idx in self._unconfirmed:
             layer.check(key_states, value_states, has_storage=False)
             self._confirm(layer_idx, key_states, value_states)
-        layer.check(key_states, value_states)
-        size = key_states.shape[0], key_states.shape[2]
-        if layer.pending or size != self._step_size:
-            self._begin_step(layer_idx, size)
-        views: tuple[Tensor, Tensor] = layer.write(key_states, value_states)
+        views = self._append(layer, layer_idx, key_states, value_states)
         if layer_idx == debug.logged_layer:
-            end, message = layer.length + size[1], "layer %d wrote [%d, %d) and returned [%d, %d)"
+            end, message = layer.length + layer.pending, "layer %d wrote [%d, %d) and returned [%d, %d)"
             debug.logger.debug(message, layer_idx, layer.length, end, end - views[0].shape[2], end)
         self._written.add(layer_idx)
         self._complete_if_all_took_part(layer_idx)
         return views
 
-    def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
-        layer = self.layers[layer_idx]
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        """Write the index keys [B, n, D] of a layer and return those of all its tokens, [B, seq_len + n, D]: a view."""
+        layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
+        if (index := getattr(layer, "index_layer", None)) is None:
+            raise ValueError(f"Layer {layer_idx} brings index keys, and by the config of the cache it has none.")
+        keys = indexer_key_states.unsqueeze(1)  # [B, 1, n, D]
+        values = keys[..., :0]
+        self._make_room(index, layer_idx, keys, values)
+        if not index.is_initialized or index.device != keys.device:
+            index.check(keys, values, has_storage=False)
+            self._allocate_indexes(keys, values)
+        view, _ = self._append(index, layer_idx, keys, values)
+        self._indexed.add(layer_idx)
+        self._complete_if_all_took_part(layer_idx)
+        return view[:, 0]
+
+    def _make_room(self, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Before anything is allocated: take the cache over from another thread, grow, give up storage of a dtype."""
+        if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
+            self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
+        if self.grows and layer.length + keys.shape[2] > self._max_cache_len:
+            self.grow(max(2 * self._max_cache_len, layer.length + keys.shape[2]))
+        is_reused = self.grows and self._step_size is None and layer.length == 0 and layer.is_initialized
+        if is_reused and (keys.dtype, values.dtype) != (layer.dtype, layer.value_dtype):
+            self._release()  # autocast inside a model's `forward` began or ended since the last call
+
+    def _append(
+        self, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Check the states and write them in the step in progress, or in a new one."""
+        layer.check(keys, values)
+        size = keys.shape[0], keys.shape[2]
+        if layer.pending or size != self._step_size:
+            self._begin_step(layer, layer_idx, size)
+        return layer.write(keys, values)
+
+    def _begin_step(self, layer: StaticContiguousLayer, layer_idx: int, size: tuple[int, int]) -> None:
         if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
                 if model.config.is_encoder_decoder and is_in_use(self, get_ident()):  # not as a part of a pair

@@ -26,18 +26,21 @@ class HybridCache(AllocatedCache):
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._written: set[int] = set()  # the layers that have written keys in the step in progress
+        self._indexed: set[int] = set()  # the layers that have written index keys in it
         self._moved: set[int] = set()  # the layers that have read or changed a state in it
         self._last_layer: int | None = None  # the layer that has completed a step, and may go on
         self._is_broken = False  # states are of a pass that failed
         self._num_writers = sum(plan.has_keys for plan in plans)
         self._num_movers = sum(plan.num_states > 0 for plan in plans)
+        self._num_indexes = sum(plan.index_shape is not None for plan in plans)
         super()._build(plans, max_cache_len)
 
     def _complete_step(self) -> None:
         raise NotImplementedError
 
     def _complete_if_all_took_part(self, layer_idx: int) -> None:
-        is_complete = len(self._written) == self._num_writers and len(self._moved) == self._num_movers
+        parts = (self._written, self._indexed, self._moved)
+        is_complete = tuple(map(len, parts)) == (self._num_writers, self._num_indexes, self._num_movers)
         self._last_layer = layer_idx if is_complete else None
         if is_complete:
             self._complete_step()
@@ -111,8 +114,8 @@ class HybridCache(AllocatedCache):
         """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
         for layer in self.kv_layers:
             end(layer)
-        self._written.clear()
-        self._moved.clear()
+        for took_part in (self._written, self._indexed, self._moved):
+            took_part.clear()
 
     def _crop_states(self, tokens_to_remove: int) -> None:
         moved = [layer for layer in self.stateful_layers if any(layer.has_previous_state.values())]

@@ -27,6 +27,8 @@ _RECURRENT = f"keeps a recurrent state, which a KV cache cannot hold. {_OWN_CACH
 # Model types whose config does not tell what they keep: the end of a message that begins with the type's name.
 _UNSERVED_TYPES = {
     "blt": f"keeps the keys of its byte encoder and of its byte decoder in two caches. {_OWN_CACHE}",
+    "glm5_next_text": f"asks a layer for its length in the middle of a pass, when no step is complete. {_OWN_CACHE}",
+    "mistral_large4_text": f"has layers that keep index keys alone and read the keys of others. {_OWN_CACHE}",
     "reformer": f"keeps hash buckets and hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     "xlnet": f"keeps hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
@@ -59,6 +61,8 @@ class LayerPlan:
     sliding_window: int | None  # keys that a query may see, its own included; None: full attention
     has_keys: bool = True  # and values
     num_states: int = 0  # recurrent ones
+    is_chunked: bool = False  # the sequence is cut into windows: a query sees its own only
+    index_shape: LayerShape | None = None  # of index keys: one head, no values. None: there is no index
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
@@ -85,16 +89,22 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
     layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
-    return [_plan_layer(*layer) for layer in layers]
+    # Some layers use the selection of an earlier layer's index and store no index keys.
+    index_types = (getattr(config, "indexer_types", None) or ["full"] * num_stored)[:num_stored]
+    return [_plan_layer(*layer, kind != "shared") for layer, kind in zip(layers, index_types, strict=True)]
 
 
-def _plan_layer(layer_config: Any, layer_type: str) -> LayerPlan:
+def _plan_layer(layer_config: Any, layer_type: str, has_own_index: bool) -> LayerPlan:
     window = getattr(layer_config, WINDOW_FIELDS[layer_type]) if layer_type in WINDOW_FIELDS else None
     has_keys, has_state = compat.kept_by(layer_type)
     shape = _layer_shape(layer_config, layer_type) if has_keys else None
     is_empty = layer_type in _EMPTY_LAYER_TYPES or not has_state
     num_states = 0 if is_empty else getattr(layer_config, "number_of_conv_states", 1)  # transformers' name for it
-    return LayerPlan(shape, window, has_keys, num_states)
+    index_shape = None
+    if has_own_index and compat.has_index(layer_type):
+        index_dim = getattr(layer_config, "index_head_dim", None) or layer_config.indexer_head_dim  # DeepSeek, Qwen
+        index_shape = LayerShape(1, index_dim, 0)
+    return LayerPlan(shape, window, has_keys, num_states, layer_type == "chunked_attention", index_shape)
 
 
 def cache_bytes(
@@ -126,7 +136,8 @@ def cache_bytes(
         )
     own_dtype = text_config.dtype or config.dtype or torch.get_default_dtype()
     dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
-    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in local])
+    indexes = [shape for plan in plan_layers(config) if (shape := plan.index_shape) is not None]
+    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in (*local, *indexes)])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
@@ -235,7 +246,10 @@ def _implied_type(layer_config: Any) -> str:
 def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
     if latent_dim := getattr(layer_config, "kv_lora_rank", None):
         # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary part as values.
-        return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
+        if compat.keeps_latents(layer_type):
+            return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
+        key_dim = layer_config.qk_nope_head_dim + layer_config.qk_rope_head_dim
+        return LayerShape(layer_config.num_attention_heads, key_dim, layer_config.v_head_dim)
     has_own = "sliding" in layer_type and hasattr(layer_config, "swa_head_dim")  # Inkling has both in one config
     prefix, names = "swa_" if has_own else "", ("num_attention_heads", "num_key_value_heads", "head_dim")
     num_heads, num_kv_heads, head_dim = (getattr(layer_config, f"{prefix}{name}", None) for name in names)
@@ -267,6 +281,8 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
         return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
         return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
+    if getattr(text_config, "indexer_compress_ratio", None) and not compat.index_keeps_positions():
+        return f"{name!r} keeps positions outside of its layers before transformers 5.21. {_OWN_CACHE}"
     types = set(getattr(text_config, "layer_types", None) or ("full_attention",))
     if unknown := sorted(kind for kind in types if compat.kept_by(kind) == (False, False)):
         return (

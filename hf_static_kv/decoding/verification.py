@@ -3,7 +3,7 @@
     case              position of the newest token             exposes
     whole sequence    after all cached tokens                  a key that is not written, a wrong position
     two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
-    across a window   where a window no longer begins at 0     a window that is too wide or too narrow
+    across a window   where a window no longer begins at 0     a window or chunk that is too wide or too narrow
 
 One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones.
 
@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
 from hf_static_kv.program.fingerprint import states_of_a_call
@@ -62,12 +63,15 @@ def _cases(call: Call, length: int) -> list[Case]:
     if length:
         # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
         cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
-    for window in sorted({layer.sliding_window for layer in call.cache.kv_layers if layer.sliding_window}):
+    plans = plan_layers(call.model.config)
+    for window, is_chunked in sorted({(plan.sliding_window, plan.is_chunked) for plan in plans if plan.sliding_window}):
         position = max(length, min(window + _EDGE, call.cache.max_cache_len - 1))
         if position >= window:
-            oldest = position - window + 1  # in the window
+            # The first position in the window, or in the second chunk of the sequence.
+            oldest = max(window, position - _EDGE) if is_chunked else position - window + 1
             edge = range(max(0, oldest - _EDGE), oldest + 1)
-            cases.append(Case(position, torch.full_like(seq_start, edge.start), edge, float(window)))
+            start = oldest - window if is_chunked else edge.start
+            cases.append(Case(position, torch.full_like(seq_start, start), edge, float(window)))
     return cases
 
 

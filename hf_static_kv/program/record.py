@@ -4,9 +4,9 @@
     q = linear(h, Wq)                   Call(linear, (Value 0, Wq))        -> Value 1
     q, k = rotary(q, k, cos, sin)       Call(rotary, (Value 1, ...))       -> Value 7, Value 8
 
-A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held by reference, and a
-shape or a setting is a constant of the recording. A module or function that is decorated with torch's
-`wrap_torch_function` is one call, whatever it calls inside.
+A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held by reference, as is
+what the pass computes of Python numbers alone. A shape or a setting is a constant of the recording. A module or
+function that is decorated with torch's `wrap_torch_function` is one call, whatever it calls inside.
 
     with Recorder() as recorder:
         logits = model(token).logits
@@ -168,18 +168,27 @@ class Recorder(TorchFunctionMode):
         self.known: dict[int, Value | Tensor] = {}  # by the id of a tensor: its value, or the tensor that it is all of
         self.kept: list[Tensor] = []  # so that no id is used twice
         self.constants: set[Value] = set()  # the same in every step
+        self.numbers: set[int] = set()  # ids of tensors that come of Python numbers alone
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_constant = all(self.known.get(id(tensor)) in self.constants for tensor in inputs)
+        is_constant = all(id(t) in self.numbers or self.known.get(id(t)) in self.constants for t in inputs)
         name = getattr(func, "__name__", "")
         is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
         if is_read and inputs and not is_constant:
             raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
         before = [write_count(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
-        writes = before != [write_count(tensor) for tensor in inputs]
+        written = [tensor for tensor, count in zip(inputs, before, strict=True) if write_count(tensor) != count]
+        if any(id(tensor) in self.numbers for tensor in written):
+            raise RuntimeError(f"the pass writes into a tensor that it has made of numbers ({name})")
+        # Copying numbers to a GPU synchronizes: what is made of them is made once.
+        if all(id(tensor) in self.numbers for tensor in inputs) if inputs else func is torch.tensor:
+            self.kept += [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            self.numbers |= {id(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)}
+            return result
+        writes = bool(written)
         # Of what was there before: numbered now, since the result may be one of the arguments.
         arguments = map_leaves(lambda leaf: self.known.get(id(leaf), leaf), (args, kwargs))
         results = [self._new_value(output, inputs, is_constant and not writes) for output in leaves(result)]

@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import GreedyState, advance, advance_plain, select_greedy, write_token
 from hf_static_kv.patching import pass_context, replaced
@@ -66,6 +67,9 @@ class DecodeStep:
         keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
+        are_chunked = [plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys]
+        chunks = [window if is_chunked else unlimited for window, is_chunked in zip(windows, are_chunked, strict=True)]
+        self.chunks = torch.tensor(chunks, device=device) if any(are_chunked) else None  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
@@ -78,6 +82,7 @@ class DecodeStep:
             i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
             for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
         }
+        self.layers |= _sharing_layers(model, self.layers)
         self.cache = _StepCache(self.cache_position, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -139,7 +144,7 @@ class DecodeStep:
         model = self.model
         self.set_position(length, seq_start, position_ids)
         # The pass writes at position `length`. A kernel would be compiled here, before the parallel compilation.
-        advance_plain(*self._state)
+        self._advance(by_kernel=False)
         with ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
                 changes.enter_context(one_operation_routers(model))  # skipped, a router gives no valid index to others
@@ -192,7 +197,7 @@ class DecodeStep:
 
     def _forward(self) -> Tensor:
         """Advance by one position and compute the logits [B, V], by the program where there is one."""
-        advance(*self._state)
+        self._advance()
         programs = _PROGRAMS.get(self.model)
         program = None if programs is None else programs.get(self)
         if program is None:
@@ -200,9 +205,12 @@ class DecodeStep:
         with pass_context(self.model):
             return program()
 
-    @property
-    def _state(self) -> tuple[Tensor, ...]:
-        return self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids
+    def _advance(self, by_kernel: bool = True) -> None:
+        by_one = advance if by_kernel else advance_plain
+        by_one(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
+        if self.chunks is not None:  # the windows end with the newest token, and a chunk may begin inside of its window
+            chunk_start = self.cache_position - (self.cache_position - self.seq_start) % self.chunks  # [B, L]
+            self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
 
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
@@ -212,6 +220,15 @@ class DecodeStep:
         with replaced("layer_idx", layers):
             outputs = self.model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
+
+
+def _sharing_layers(model: PreTrainedModel, stored: Mapping[int, StepLayer]) -> dict[int, StepLayer]:
+    """Layers that store no keys, each with the last layer of its type that does: it reads those (Gemma 3n)."""
+    config = model.config.get_text_config(decoder=True)
+    types, num_shared = getattr(config, "layer_types", None) or (), getattr(config, "num_kv_shared_layers", None) or 0
+    first = len(types) - num_shared
+    last = {layer_type: stored[i] for i, layer_type in enumerate(types[:first]) if i in stored}
+    return {i: last[layer_type] for i, layer_type in enumerate(types) if i >= first and layer_type in last}
 
 
 @cache
@@ -315,8 +332,8 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    Recurrent states are those of the cache, which change in place. A graph holds no length: `get_seq_length` is 0.
-    Verification refuses a model whose logits depend on it.
+    Recurrent states are those of the cache, which change in place. A graph holds no length: a layer that asks for it
+    (Llama 4) gets a tensor, and what runs before the layers 0. Verification refuses a model whose logits depend on it.
     """
 
     def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
@@ -331,8 +348,8 @@ class _StepCache(Cache):
         write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
         return layer_idx.keys, layer_idx.values
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return 0
+    def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
+        return self.cache_position if isinstance(layer_idx, StepLayer) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0

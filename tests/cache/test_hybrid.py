@@ -29,8 +29,6 @@ served = pytest.mark.parametrize("family", [name for name in FAMILIES if name in
 LOOPED = {
     "zamba": "layer 2 has no attention of its own",
     "zamba2": "layer 1 has no attention of its own",
-    "kimi_linear": "the cache holds latents",
-    "bailing_hybrid": "the cache holds latents",
     "inkling_text": "the scores have a position bias",
 }
 

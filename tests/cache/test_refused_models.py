@@ -30,6 +30,14 @@ REFUSED = {
         lambda: CONFIG_MAPPING["deepseek_v4"](),
         r"'deepseek_v4' has layers of type compressed_sparse_attention, heavily_compressed_attention, whose state",
     ),
+    "minimax_m3": (
+        lambda: CONFIG_MAPPING["minimax_m3_vl_text"](layer_types=["minimax_m3_sparse"] * 2, num_hidden_layers=2),
+        r"'minimax_m3_vl_text' has layers of type minimax_m3_sparse, whose state is not",
+    ),
+    "glm5_next": (
+        lambda: CONFIG_MAPPING["glm5_next_text"](),
+        r"'glm5_next_text' asks a layer for its length in the middle of a pass",
+    ),
     "mllama": (
         lambda: CONFIG_MAPPING["mllama"](),
         r"Layers \[3, .*\] of 'mllama_text_model' are cross-attention.*Leave `past_key_values` out: `generate`",
@@ -40,6 +48,11 @@ REFUSED = {
     ),
     "blt": (lambda: CONFIG_MAPPING["blt"](), r"'blt' keeps the keys of its byte encoder and .* decoder in two caches"),
 }
+if "mistral_large4_text" in CONFIG_MAPPING:  # transformers 5.22
+    REFUSED["mistral_large4"] = (
+        lambda: CONFIG_MAPPING["mistral_large4_text"](),
+        r"'mistral_large4_text' has layers that keep index keys alone",
+    )
 
 
 @pytest.mark.parametrize("name", REFUSED)

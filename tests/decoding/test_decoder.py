@@ -28,8 +28,6 @@ from tests.decoding.conftest import (
 )
 
 needs_no_graph = pytest.mark.skipif(DEVICE == "cuda", reason="a replayed graph calls no Python")
-# Why a toy runs in the loop of `generate`; the others run as a step.
-NOT_CAPTURED = {"llama4": "layers attend in chunks"}
 
 
 MODES = {
@@ -52,7 +50,7 @@ def test_the_tokens_are_those_of_generate(name, mode):
     how = {"max_new_tokens": 10, **MODES[mode]}
     expected = run(model, **{**how, "prefill_chunk_size": None})  # which needs a cache
     assert torch.equal(run(model, decoder=decoder, **how), expected)
-    assert decoder.fallback_reason == NOT_CAPTURED.get(name)
+    assert decoder.fallback_reason is None
     assert model.config._attn_implementation == OWN_ATTENTION[name]
 
 
@@ -430,8 +428,6 @@ class TestPrograms:
 
     @pytest.mark.parametrize("name", ARCHITECTURES)
     def test_the_pass_of_a_model_is_recorded(self, name):
-        if name == "llama4":
-            pytest.skip("it attends in chunks, which no step serves")
         decoder, model = GraphDecoder(), toy_model(name, OWN_ATTENTION[name])
         cache = StaticContiguousCache(model.config, CAPACITY)
         run(model, decoder=decoder, cache=cache, max_new_tokens=3)

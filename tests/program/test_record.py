@@ -46,6 +46,21 @@ class TestRecording:
         x.normal_()
         assert torch.equal(run(), function(x))
 
+    def test_what_is_made_of_numbers_is_made_once(self):
+        def function(x):
+            number = torch.tensor(0.25)
+            return x * number.sqrt() if number > 0 else x
+
+        x = torch.randn(3)
+        program = record(function, x)
+        assert names(program) == ["mul"]
+        x.normal_()
+        assert torch.equal(program.compiled()(), function(x))
+
+    def test_what_is_written_into_numbers_cannot_be_recorded(self):
+        with pytest.raises(RuntimeError, match=r"writes into a tensor that it has made of numbers \(add_\)"):
+            record(lambda x: torch.tensor([1.0, 2.0]).view(2, 1).add_(x), torch.ones(1))
+
     def test_named_tuples_dicts_and_several_results(self):
         def function(x):
             values, indices = x.topk(2)

@@ -1,0 +1,51 @@
+"""Layers of sparse attention: keys and values, and the keys of an index that selects the tokens to attend to."""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from hf_static_kv.cache.layer import StaticContiguousLayer
+
+
+class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
+    """Keys and values, and the index keys of the same tokens in a layer of its own: of one head, without values.
+
+    `StaticContiguousCache` treats both alike; a pass writes them in any order. Names as in transformers' own layer.
+    """
+
+    def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
+        super().__init__(max_cache_len, sliding_window)
+        self.index_layer = StaticContiguousLayer(max_cache_len)
+        self._positions: Tensor | None = None  # [P, B, n], of a pass that has failed as well
+
+    def __copy__(self) -> "IndexedLayer":
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__, index_layer=copy.copy(self.index_layer))
+        return copied
+
+    @property
+    def indexer_keys(self) -> Tensor | None:
+        """The index keys [B, length, D], a view; None before allocation."""
+        keys = self.index_layer.keys
+        return None if keys is None else keys[:, 0]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Positions [P, B, length] that a model keeps here for its index (Qwen4); None where there are none."""
+        return self._positions[..., : self.length] if self._positions is not None and self.length else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor | None) -> None:
+        self._positions = positions  # with those of the pass that has begun
+
+    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
+        super().select_rows(indices, scratch)
+        if self._positions is not None:
+            self._positions = self._positions.index_select(1, indices)
+
+
+def stored_layers(layers: list[Any]) -> list[StaticContiguousLayer]:
+    """All that layers store by position: keys and values, and index keys."""
+    parts = (part for layer in layers for part in (layer, getattr(layer, "index_layer", None)))
+    return [part for part in parts if isinstance(part, StaticContiguousLayer)]

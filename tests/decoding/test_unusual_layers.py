@@ -1,0 +1,184 @@
+"""Captured steps of layers that share keys (Gemma 3n), hold latents (DeepSeek) or attend in chunks (Llama 4)."""
+
+import copy
+
+import pytest
+import torch
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.program import step as step_module
+from hf_static_kv.program.step import DecodeStep
+from tests.conftest import WINDOW, tiny_model
+from tests.conftest import toy_model as toy_on_cpu
+from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run
+
+_LATENT = {
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+}  # fmt: skip
+# Three layers with keys, and three that read those of the last one of their type.
+_SHARED = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3, "sliding_window": WINDOW, "intermediate_size": [64] * 6,
+    "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0], "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+FAMILIES = {
+    "gemma3n": ("gemma3n_text", _SHARED),
+    "deepseek_v3": ("deepseek_v3", _LATENT),
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "greedy"}),
+    "deepseek_v2 lite": ("deepseek_v2", {**_LATENT, "topk_method": "greedy", "q_lora_rank": None}),
+    "glm4_moe_lite": ("glm4_moe_lite", _LATENT),
+    "minicpm3": ("minicpm3", _LATENT),
+    "llama4": None,
+}
+MODES = {
+    "greedy": {},
+    "sampled": {"ids": BATCH, "seed": 42, "do_sample": True, "temperature": 0.7, "top_k": 20},
+    "padded": padded(),
+    "long": {"max_new_tokens": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model_of(family):
+        if family not in made:
+            known = FAMILIES[family]
+            made[family] = (toy_on_cpu("llama4") if known is None else tiny_model(known[0], **known[1])).to(DEVICE)
+        return made[family]
+
+    return model_of
+
+
+def decoded(model, **how):
+    """The tokens of a captured step, and the steps that made them."""
+    decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+    tokens = run(model, decoder=decoder, cache=cache, **how)
+    return tokens, decoder.fallback_reason, [step for steps in decoder._steps.values() for step in steps.values()]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_tokens_are_those_of_no_cache(family, mode, models):
+    model, how = models(family), {"max_new_tokens": 10, **MODES[mode]}
+    tokens, reason, steps = decoded(model, **how)
+    assert reason is None
+    assert [step.is_recorded for step in steps] == [True]
+    assert torch.equal(tokens, run(model, **how))
+
+
+def test_one_step_serves_every_call(models):
+    """A sequence that continues, one that is short again, and a chunk that begins where none began before."""
+    model, decoder = models("llama4"), GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    first = run(model, decoder=decoder, cache=cache, max_new_tokens=3)
+    longer = torch.cat([first, PROMPT[:, :5]], dim=1)
+    assert torch.equal(run(model, longer, decoder, cache, max_new_tokens=20), run(model, longer, max_new_tokens=20))
+    cache.reset()
+    short = PROMPT[:, :2]
+    assert torch.equal(run(model, short, decoder, cache, max_new_tokens=20), run(model, short, max_new_tokens=20))
+    assert (decoder.num_steps, decoder.fallback_reason) == (1, None)
+
+
+def test_queries_that_are_scaled_by_their_position():
+    """Llama 4 reads the length in its layers: a step that had one as a constant would be right at first."""
+    model = toy_on_cpu("llama4", floor_scale=20, attn_scale=3.0).to(DEVICE)
+    tokens, reason, _ = decoded(model, max_new_tokens=30)
+    assert reason is None
+    assert torch.equal(tokens, run(model, max_new_tokens=30))
+
+
+def test_more_latents_than_a_step_should_expand(models, monkeypatch):
+    model = models("deepseek_v3")
+    monkeypatch.setattr("hf_static_kv.decoding.eligibility._MAX_LATENTS", CAPACITY - 1)
+    tokens, reason, _ = decoded(model)
+    assert (
+        reason
+        == f"a step would expand the latents of all {CAPACITY} positions (max_cache_len={CAPACITY - 1} is served)"
+    )
+    assert torch.equal(tokens, run(model))
+
+
+# --- faults that verification must see
+
+
+def lose_the_newest_key(monkeypatch, model):
+    own, calls = step_module.write_token, []
+
+    def write_token(*args):
+        calls.append(None)
+        if len(calls) % model.config.num_hidden_layers != 1:
+            own(*args)
+
+    monkeypatch.setattr(step_module, "write_token", write_token)
+
+
+def overlook_the_newest_key(monkeypatch, model):
+    own = step_module.advance
+
+    def advance(position, seq_start, windows, spans, positions):
+        own(position, seq_start, windows, spans, positions)
+        spans[:, -1, 2] -= 1
+
+    monkeypatch.setattr(step_module, "advance", advance)
+
+
+def change_the_step(change):
+    def patch(monkeypatch, model):
+        own = DecodeStep.__init__
+
+        def init(self, *args):
+            own(self, *args)
+            change(self)
+
+        monkeypatch.setattr(DecodeStep, "__init__", init)
+
+    return patch
+
+
+def read_another_layer(step):
+    step.layers[5] = step.layers[0]
+
+
+def ignore_chunks(step):
+    step.chunks = None
+
+
+def shift_chunks(by):
+    def shift(step):
+        step.chunks += by * (step.chunks == WINDOW)
+
+    return shift
+
+
+FAULTS = {
+    "a lost key": (lose_the_newest_key, ["gemma3n", "deepseek_v3", "llama4"]),
+    "an overlooked key": (overlook_the_newest_key, ["gemma3n", "deepseek_v3", "llama4"]),
+    "keys of another type of layer": (change_the_step(read_another_layer), ["gemma3n"]),
+    "chunks as windows": (change_the_step(ignore_chunks), ["llama4"]),
+    "chunks that are too long": (change_the_step(shift_chunks(1)), ["llama4"]),
+    "chunks that are too short": (change_the_step(shift_chunks(-1)), ["llama4"]),
+}
+
+
+@pytest.mark.parametrize("length", [3, PROMPT.shape[1]])
+@pytest.mark.parametrize(("fault", "family"), [(name, family) for name in FAULTS for family in FAULTS[name][1]])
+def test_a_fault_is_caught(fault, family, length, models, monkeypatch):
+    model, ids = models(family), PROMPT[:, :length]
+    expected = run(model, ids)
+    FAULTS[fault][0](monkeypatch, model)
+    tokens, reason, _ = decoded(model, ids=ids)
+    assert "from those of an ordinary step" in reason
+    assert torch.equal(tokens, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "llama4"])
+def test_no_sound_step_is_refused(family, dtype, models):
+    """In the dtypes that round; test_verification.py has Llama 4."""
+    model = copy.deepcopy(models(family)).to(dtype)
+    _, reason, _ = decoded(model, ids=BATCH, max_new_tokens=3)
+    assert reason is None
