@@ -171,7 +171,8 @@ def test_a_fault_is_caught(fault, family, length, models, monkeypatch):
     expected = run(model, ids)
     FAULTS[fault][0](monkeypatch, model)
     tokens, reason, _ = decoded(model, ids=ids)
-    assert "from those of an ordinary step" in reason
+    # On a GPU the step that runs the model itself is tried next, and Gemma 3n copies numbers to the device.
+    assert "from those of an ordinary step" in reason or (DEVICE == "cuda" and "synchronizes" in reason)
     assert torch.equal(tokens, expected)
 
 
