@@ -2,6 +2,7 @@
 
 from hf_static_kv.attaching import Attachment, attach, attached, attachment, detach
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.files import CacheFile
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import cache_bytes
 from hf_static_kv.decoding.decoder import GraphDecoder
@@ -11,6 +12,7 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attachment", "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__",
-    "attach", "attached", "attachment", "cache_bytes", "detach", "exact", "full_attention", "trace_attention",
+    "Attachment", "CacheFile", "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer",
+    "StepRecorder", "__version__", "attach", "attached", "attachment", "cache_bytes", "detach", "exact",
+    "full_attention", "trace_attention",
 ]  # fmt: skip

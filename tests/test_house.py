@@ -11,7 +11,10 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 # Reading order is import order: a file imports only from the ones before it, inside folders too.
 READING_ORDER = {
     "": ["compat"],
-    "cache": ["debug", "storage", "layout", "request", "layer", "allocation", "cache", "pool"],
+    "cache": [
+        "debug", "storage", "layout", "request", "layer", "allocation", "identity", "fileformat", "files", "cache",
+        "pool",
+    ],
     "kernels": [
         "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample", "decode_attention_triton",
         "decode_attention", "norm_triton", "norm", "rotary_triton", "rotary", "linear_triton",
