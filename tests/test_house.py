@@ -13,7 +13,7 @@ READING_ORDER = {
     "": ["compat"],
     "cache": [
         "debug", "storage", "layout", "request", "layer", "allocation", "identity", "fileformat", "files", "cache",
-        "pool",
+        "prefixes", "pool",
     ],
     "kernels": [
         "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample", "decode_attention_triton",

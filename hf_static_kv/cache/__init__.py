@@ -1,4 +1,4 @@
 """The drop-in cache.
 
-Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, files, cache.
+Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, files, cache, prefixes, pool.
 """
