@@ -22,6 +22,7 @@ from hf_static_kv.cache.request import Request, check_request, is_in_use, runnin
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
+_ROOM = 256  # positions after the tokens of a file, where no capacity is given
 _TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
 
 
@@ -140,7 +141,7 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache with the sequences of a file of `save`; `known_ids` are their tokens.
 
-        `max_cache_len=None` leaves room for as many tokens again, and the cache grows. `tokens=n` loads the first n.
+        `max_cache_len=None` leaves room for 256 tokens more, and the cache grows. `tokens=n` loads the first n.
         Each batch row becomes `repeat` rows. A file of another model, of another dtype or layout, or that is damaged is
         refused with a `ValueError`; what is checked, and how well, is in docs/files.md.
         """
@@ -148,10 +149,10 @@ class StaticContiguousCache(AllocatedCache):
             file.check_model(ModelIdentity.of(model))
             length = file.check_length(tokens, max_cache_len)
             check_positive(repeat=repeat)
-            rows = file.header.num_rows * repeat
-            cache = (
-                cls.for_calls(model, 2 * length, rows) if max_cache_len is None else cls(model.config, max_cache_len)
-            )
+            if max_cache_len is None:
+                cache = cls.for_calls(model, length + _ROOM, file.header.num_rows * repeat)
+            else:
+                cache = cls(model.config, max_cache_len)
             cache.fill(file, model, length, repeat)
         return cache
 

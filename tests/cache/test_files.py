@@ -121,8 +121,10 @@ def test_a_loaded_cache_grows_unless_it_has_a_capacity(tmp_path):
     model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
     _, tokens = saved(path, model)
     loaded = StaticContiguousCache.load(path, model)
-    assert (loaded.seq_len, loaded.max_cache_len) == (26, 52)
-    assert go_on(model, tokens, loaded, max_new_tokens=60).shape[1] == 90
+    assert (loaded.seq_len, loaded.max_cache_len) == (26, 26 + 256)
+    loaded = StaticContiguousCache.load(path, model, tokens=2)
+    assert go_on(model, tokens, loaded, max_new_tokens=240).shape[1] == 30 + 240
+    assert loaded.max_cache_len == 2 * 258
     with pytest.raises(ValueError, match="max_cache_len >= 40"):
         go_on(model, tokens, StaticContiguousCache.load(path, model, 39), max_new_tokens=11)
 
