@@ -18,6 +18,7 @@ def losses(records: dict[str, list[Record]]) -> list[str]:
     lines += [line for record in records["context"] for line in context_behind(record)]
     lines += [line for record in records["speedup"] for line in slower_than_no_cache(record)]
     lines += cost_of_exact(records["exact"]) + cost_of_attach(records["attach"])
+    lines += [line for record in records["files"] for line in files_behind(record)]
     return lines + update_behind(records["update"][0])
 
 
@@ -97,6 +98,14 @@ def cost_of_exact(records: list[Record]) -> list[str]:
         factors = [ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times]
         costs.append(f"{name} takes {span(factors)} times as long")
     return [f"Inside `exact`: {'; '.join(costs)}."]
+
+
+def files_behind(record: Record) -> list[str]:
+    """Where a cache file takes longer than a plain safetensors file of the same bytes."""
+    named = {"save": "Saving", "save_flushed": "Saving, where both are flushed to disk,", "load": "Loading"}
+    shares = {words: record["factors"][name]["median"] for name, words in named.items()}
+    slower = [f"{words} has {share:.0%} of the rate of safetensors" for words, share in shares.items() if share < 1]
+    return [f"{title(record)}: {line} alone." for line in slower]
 
 
 def cost_of_attach(records: list[Record]) -> list[str]:

@@ -266,6 +266,36 @@ def chat_growth(record: Record) -> str:
     return f"After {ends[1]:,} tokens the first token of a turn takes, against {ends[0]:,}: {', '.join(factors)}."
 
 
+# --- bench_files.py
+
+
+def files(records: list[Record], spread: bool = False) -> str:
+    """Models as columns: GB/s of saving and loading, and the first token."""
+    rates = {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}
+    rows = [["tokens; MB", *(f"{r['workload']['prompt_len']:,}; {r['file_bytes'] / 1e6:,.0f}" for r in records)]]
+    for case, names in rates.items():
+        for name in names:
+            words = {"plain": "safetensors", "flushed": "safetensors, then fsync", "ours": f"`{case}`"}[name]
+            rows.append([f"{case}, GB/s: {words}", *(_rate_cell(record, case, name, spread) for record in records)])
+    for name, words in (("ids", "from the ids"), ("file", "from the file")):
+        cells = (with_range(files_ms(record, "first token", name), spread) for record in records)
+        rows.append([f"first token {words}, ms", *cells])
+    sooner = (f"{with_range(record['factors']['first_token'], spread)} times" for record in records)
+    return table([f"{'(min to max)' if spread else ''}", *map(title, records)], [*rows, ["sooner", *sooner]])
+
+
+def files_ms(record: Record, case: str, name: str) -> dict[str, float]:
+    (row,) = (row for row in record["rows"] if (row["case"], row["contender"]) == (case, name))
+    return dict(row["ms"])
+
+
+def _rate_cell(record: Record, case: str, name: str, spread: bool) -> str:
+    ms = files_ms(record, case, name)
+    ends = {"median": "median", "min": "max", "max": "min"}  # the slowest trial has the lowest rate
+    rates = {end: record["file_bytes"] / 1e6 / ms[of] for end, of in ends.items()}
+    return with_range(rates, spread)
+
+
 # --- bench_step.py
 
 STEP_BY_CHANGE = "Each row has one change more than the row above."  # records from before there were rules
