@@ -271,17 +271,18 @@ def chat_growth(record: Record) -> str:
 
 def files(records: list[Record], spread: bool = False) -> str:
     """Models as columns: GB/s of saving and loading, and the first token."""
-    rates = {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}
     rows = [["tokens; MB", *(f"{r['workload']['prompt_len']:,}; {r['file_bytes'] / 1e6:,.0f}" for r in records)]]
-    for case, names in rates.items():
-        for name in names:
-            words = {"plain": "safetensors", "flushed": "safetensors, then fsync", "ours": f"`{case}`"}[name]
-            rows.append([f"{case}, GB/s: {words}", *(_rate_cell(record, case, name, spread) for record in records)])
-    for name, words in (("ids", "from the ids"), ("file", "from the file")):
-        cells = (with_range(files_ms(record, "first token", name), spread) for record in records)
-        rows.append([f"first token {words}, ms", *cells])
-    sooner = (f"{with_range(record['factors']['first_token'], spread)} times" for record in records)
-    return table([f"{'(min to max)' if spread else ''}", *map(title, records)], [*rows, ["sooner", *sooner]])
+    for case, names in {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}.items():
+        cells = (" → ".join(_rate_cell(record, case, name, spread) for name in names) for record in records)
+        flushed = " → then fsync" if "flushed" in names else ""
+        rows.append([f"{case}, GB/s: safetensors{flushed} → `{case}`", *cells])
+    rows.append(["first token, ms: from the ids → from the file", *(_first_token_cell(r, spread) for r in records)])
+    return table([f"files{' (min to max)' if spread else ''}", *map(title, records)], rows)
+
+
+def _first_token_cell(record: Record, spread: bool) -> str:
+    ids, file = (with_range(files_ms(record, "first token", name), spread) for name in ("ids", "file"))
+    return f"{ids} → {file}, {with_range(record['factors']['first_token'], spread)} times sooner"
 
 
 def files_ms(record: Record, case: str, name: str) -> dict[str, float]:

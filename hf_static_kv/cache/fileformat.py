@@ -15,6 +15,7 @@ header and the checksums, a checksum covers what one tensor has for one position
 import json
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b, shake_128
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -90,7 +91,7 @@ class Header:
             for name, dim, dtype_name in zip(("keys", "values"), dims, group.dtypes, strict=True):
                 shape = [len(group.layers), self.num_rows, group.shape.num_kv_heads, self.num_tokens, dim]
                 dtype, offset = getattr(torch, dtype_name), found[-1].offset + found[-1].num_bytes
-                num_bytes = torch.Size(shape).numel() * dtype.itemsize
+                num_bytes = prod(shape) * dtype.itemsize
                 found.append(Entry(f"{name}.{number}", dtype, shape, offset, num_bytes))
         return found
 

@@ -486,8 +486,9 @@ class TestSampling:
         records["step"] = [rules_record(model) for model in models]
         records["sampling"] = [sampling_record(model) for model in models]
         records["families"] = [family_record(records, name) for name in FAMILIES]
+        records["files"] = [files_record()] * 3
         page = results_page(records, history.read())
-        assert len(page.splitlines()) <= 150
+        assert len(page.splitlines()) <= 160
         assert "## Sampling" in page
         assert "Qwen3-30B-A3B" in page
         assert "GPT-2 XL" in BLOCKS["families"](records)
@@ -707,12 +708,12 @@ class TestFiles:
         record = files_record()
         page = tables.files([record])
         assert "| tokens; MB | 32,768; 1,000 |" in page
-        assert "| save, GB/s: safetensors | 5.00 |" in page
-        assert "| save, GB/s: `save` | 4.00 |" in page
-        assert "| load, GB/s: `load` | 10.0 |" in page
-        assert "| sooner | 3.00 times |" in page
-        (line,) = losses.files_behind(record)
-        assert line == "Llama-3.2-1B: Saving has 80% of the rate of safetensors alone."
+        assert "| save, GB/s: safetensors → then fsync → `save` | 5.00 → 4.00 → 4.00 |" in page
+        assert "| load, GB/s: safetensors → `load` | 5.00 → 10.0 |" in page
+        assert "| first token, ms: from the ids → from the file | 450 → 150, 3.00 times sooner |" in page
+        (line,) = losses.files_behind([record])
+        assert line == "A cache file, in shares of the rate of safetensors alone: saving 80% on Llama-3.2-1B."
+        assert losses.files_behind([]) == []
 
     def test_a_cache_that_comes_back_changed_is_an_error(self):
         from bench_files import problems
@@ -728,7 +729,7 @@ class TestFiles:
         assert "## Files" not in results_page(records, history.read())
         assert BLOCKS["files"](records) == "Not measured yet."
         records["files"] = [files_record()]
-        assert "| first token from the file, ms | 150 (150 to 150) |" in results_page(records, history.read())
+        assert "→ 150 (150 to 150), 3.00 (3.00 to 3.00) times sooner |" in results_page(records, history.read())
 
 
 class TestScripts:

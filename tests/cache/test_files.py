@@ -314,12 +314,15 @@ def set_metadata(**strings):
     return lambda path: rewrite(path, lambda header: header["__metadata__"].update(strings))
 
 
+SHAPE = {"num_kv_heads": 10**40, "key_head_dim": 16, "value_head_dim": 16}
+HUGE_GROUP = json.dumps([{"layers": [0, 1], "shape": SHAPE, "dtypes": ["float32", "float32"]}])
 DAMAGES = {
     "a newer format": (set_metadata(format_version="2", library_version="9.0"), "format is 2, of hf_static_kv 9.0"),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
     "tokens that are no ids": (set_metadata(tokens="[[true, 1.5]]"), "the tokens in its header"),
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
     "one string more": (set_metadata(more="x"), "its header is damaged"),
+    "a group of 10^40 heads": (set_metadata(groups=HUGE_GROUP), "has .* bytes and should have"),
     "a group of no layers": (set_metadata(groups="[]"), "the groups in its header"),
     "other spaces": (lambda path: rewrite(path, lambda header: None), "its header is damaged"),
     "deep brackets": (set_metadata(tokens="[" * 100_000), "cannot be loaded"),
