@@ -1,4 +1,5 @@
 """The drop-in cache.
 
-Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, files, cache, prefixes, pool.
+Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, filepieces, files, cache,
+prefixes, pool.
 """

@@ -2,13 +2,12 @@
 
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 import transformers
@@ -18,37 +17,13 @@ from transformers import PreTrainedModel
 import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache
-from hf_static_kv.cache.fileformat import (
-    DTYPES,
-    MAX_HEADER_BYTES,
-    Entry,
-    FileGroup,
-    Header,
-    checksum_weights,
-    position_checksums,
-)  # fmt: skip
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, Header, position_checksums
+from hf_static_kv.cache.filepieces import LayerStates, bytes_of, pieces, staging_for
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import Members, StorageGroup
 
-_PIECE_BYTES = 8 << 20  # read, copied and summed at a time
-_READERS = 4  # threads that read for a GPU: one copies from the page cache at about a tenth of what the bus takes
-
-
-class _LayerStates(NamedTuple):
-    """Keys or values of one layer, in a file and in a cache."""
-
-    entry: Entry
-    number: int  # of the layer in the tensor of the file
-    layer_idx: int
-    states: Tensor  # [B, H, n, D], a view of the storage
-
-    @property
-    def offset(self) -> int:
-        return self.entry.offset + self.number * (self.entry.num_bytes // self.entry.shape[0])
-
-    def weights(self) -> Tensor:
-        return checksum_weights(self.entry.name.partition(".")[0], self.layer_idx, self.states)
+_READERS = 4  # threads that read for a GPU: its bus takes more than one thread copies from the page cache
 
 
 class CacheFile:
@@ -206,31 +181,30 @@ class CacheFile:
         for layer in cache.layers:
             layer.batch_size, layer.length = rows, length
 
-    def _parts(self, cache: AllocatedCache, rows: int, length: int, repeat: int) -> Iterator[_LayerStates]:
+    def _parts(self, cache: AllocatedCache, rows: int, length: int, repeat: int) -> Iterator[LayerStates]:
         for group, entries in zip(self.header.groups, self.header.pairs(), strict=True):
             for i, layer_idx in enumerate(group.layers):
                 views = cache.layers[layer_idx].free_views(rows, length)
                 for entry, states in zip(entries, views, strict=True):
-                    yield _LayerStates(entry, i, layer_idx, states[::repeat])
+                    yield LayerStates(entry, i, layer_idx, states[::repeat])
 
-    def _read_part(self, job: tuple[_LayerStates, Any]) -> Tensor:
+    def _read_part(self, job: tuple[LayerStates, Any]) -> Tensor:
         """Read the states of one layer; their checksums [n], on the device."""
         part, stream = job
         row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
         with torch.cuda.stream(stream):
-            weights = part.weights()
-            sums = torch.zeros(part.states.shape[2], dtype=torch.int64, device=part.states.device)
-            staging = _staging(part.states)
-            for row, head, first, piece in _pieces(part.states):
-                skipped = ((row * part.entry.shape[2] + head) * part.entry.shape[3] + first) * row_bytes
+            weights, sums = part.weights(), part.no_checksums()
+            staging = staging_for(part.states)
+            for row, head, first, piece in pieces(part.states):
+                position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
                 target = piece if staging is None else staging[: piece.numel()].view(piece.shape)
-                self._read(self._start + part.offset + skipped, _bytes_of(target))
+                self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
                 if staging is not None:
                     piece.copy_(target)
                 sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
         return sums
 
-    def _check_sums(self, parts: list[_LayerStates], sums: list[Tensor], length: int) -> None:
+    def _check_sums(self, parts: list[LayerStates], sums: list[Tensor], length: int) -> None:
         totals = self.header.add_up([(part.entry, own) for part, own in zip(parts, sums, strict=True)])
         if bool((wrong := totals != self._checksums[:, :length]).any()):
             tensor, position = wrong.nonzero()[0].tolist()
@@ -249,20 +223,17 @@ def save_cache(
     cache: AllocatedCache, path: str | os.PathLike[str], model: PreTrainedModel, tokens: Tensor, mask: Tensor | None
 ) -> None:
     """Write the first positions of a cache, as many as there are tokens [B, n], in the place of `path`."""
-    groups, padding, windows = (
-        _file_groups(cache),
-        _left_padding(tokens, mask),
-        [x.sliding_window for x in cache.layers],
-    )
+    groups, padding = _file_groups(cache), _left_padding(tokens, mask)
+    windows = [layer.sliding_window for layer in cache.layers]
     versions = hf_static_kv.__version__, transformers.__version__
     header = Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
     parts = [
-        _LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : header.num_tokens])
+        LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : header.num_tokens])
         for group, entries in zip(groups, header.pairs(), strict=True)
         for entry, name in zip(entries, ("keys", "values"), strict=True)
         for i, layer_idx in enumerate(group.layers)
     ]
-    checksums = header.add_up([(part.entry, _sums(part)) for part in parts]).numpy().tobytes()
+    checksums = header.add_up([(part.entry, part.checksums()) for part in parts]).numpy().tobytes()
     with atomic_writer(Path(path)) as file:
         file.write(header.encode(checksums))
         file.write(checksums)
@@ -272,8 +243,9 @@ def save_cache(
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
     """The ids [B, n] of the first positions, from the caller or as `generate` has told them."""
+    _check_kinds(cache)
     length, rows = min(layer.length for layer in cache.layers), cache.layers[0].batch_size
-    if tokens is None and any(layer.was_assigned for layer in cache.layers):
+    if any(layer.was_assigned for layer in cache.layers):
         known = None
     if (ids := known if tokens is None else tokens) is None:
         raise ValueError("The ids of the cached tokens are not known: pass them as tokens=... [batch, tokens].")
@@ -285,7 +257,16 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
         )
     if ids.shape[1] == 0:
         raise ValueError("There are no tokens to save.")
+    common = 0 if known is None else min(known.shape[1], ids.shape[1])
+    if known is not None and len(known) == rows and not torch.equal(ids[:, :common], known[:, :common].cpu()):
+        raise ValueError("The tokens are not those that the cache was computed from. Pass what `generate` returned.")
     return ids
+
+
+def _check_kinds(cache: AllocatedCache) -> None:
+    for layer_idx, layer in enumerate(cache.layers):
+        if type(layer) is not StaticContiguousLayer:
+            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be saved yet.")
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
@@ -307,8 +288,6 @@ def _file_groups(cache: AllocatedCache) -> list[FileGroup]:
     """The groups of the cache as a file describes them, or a `ValueError` for what cannot be saved."""
     found: dict[int, tuple[StorageGroup, list[int]]] = {}
     for layer_idx, layer in enumerate(cache.layers):
-        if type(layer) is not StaticContiguousLayer:
-            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be saved yet.")
         if layer.group is None or layer.used() != [(cache.layers[0].batch_size, cache.layers[0].length)]:
             raise ValueError(f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be saved.")
         found.setdefault(id(layer.group), (layer.group, []))[1].append(layer_idx)
@@ -321,19 +300,11 @@ def _file_groups(cache: AllocatedCache) -> list[FileGroup]:
     return groups
 
 
-def _sums(part: _LayerStates) -> Tensor:
-    weights = part.weights()
-    sums = torch.zeros(part.states.shape[2], dtype=torch.int64, device=part.states.device)
-    for row, head, first, piece in _pieces(part.states):
-        sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
-    return sums
-
-
 def _write(file: BinaryIO, states: Tensor) -> None:
-    staging = _staging(states)
-    for _, _, _, piece in _pieces(states):
+    staging = staging_for(states)
+    for _, _, _, piece in pieces(states):
         source = piece if staging is None else staging[: piece.numel()].view(piece.shape).copy_(piece)
-        file.write(_bytes_of(source))
+        file.write(bytes_of(source))
 
 
 @contextmanager
@@ -355,31 +326,6 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-# --- pieces
-
-
-def _pieces(states: Tensor) -> Iterable[tuple[int, int, int, Tensor]]:
-    """(batch row, head, first position, states [m, D]) in the order of a file, each contiguous in the storage."""
-    rows, heads, length, dim = states.shape
-    step = max(1, _PIECE_BYTES // (dim * states.dtype.itemsize))
-    for row, head, first in product(range(rows), range(heads), range(0, length, step)):
-        yield row, head, first, states[row, head, first : first + step]
-
-
-def _staging(states: Tensor) -> Tensor | None:
-    """Pinned memory for a piece of states on a GPU; None on a CPU, where files are read and written in place."""
-    if not states.is_cuda:
-        return None
-    _, _, length, dim = states.shape
-    step = min(length, max(1, _PIECE_BYTES // (dim * states.dtype.itemsize)))
-    return torch.empty(step * dim, dtype=states.dtype, pin_memory=True)
-
-
-def _bytes_of(states: Tensor) -> memoryview:
-    """The memory of contiguous states on a CPU."""
-    return memoryview(states.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_static_kv import CacheFile, GraphDecoder, StaticContiguousCache
-from hf_static_kv.cache import files
+from hf_static_kv.cache import filepieces, files
 from hf_static_kv.cache.fileformat import MAX_HEADER_BYTES, checksum_weights, position_checksums
 from hf_static_kv.cache.identity import ModelIdentity, weights_digest
 from hf_static_kv.testing import MINIATURES, load_model
@@ -191,7 +191,7 @@ def test_layers_of_unlike_shape_and_dtype_have_a_pair_of_tensors_each(tmp_path):
 
 
 def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_PIECE_BYTES", 300)
+    monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
     model = shared_toy_model("gemma3")
     cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
     assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
@@ -415,6 +415,7 @@ UNSAVED = {
     "unknown tokens": (lambda cache: cache.batch_select_indices(torch.tensor([0])), {}, "pass them as tokens"),
     "assigned": (lambda cache: setattr(cache.layers[0], "keys", cache.layers[0].keys), {}, "pass them as tokens"),
     "rows": (lambda cache: None, {"tokens": BATCH}, "the cache holds 1 rows of 26 tokens"),
+    "other tokens": (lambda cache: None, {"tokens": PROMPT.flip(1)}, "not those that the cache was computed from"),
     "dtype": (lambda cache: None, {"tokens": PROMPT.float()}, "torch.float32, and the cache holds"),
     "a step": (in_a_step, {"tokens": PROMPT}, "Layer 0 is in the middle of a step"),
     "another layer": (with_another_layer, {"tokens": PROMPT}, "Layer 1 is a OtherLayer, which cannot be saved yet"),
