@@ -197,6 +197,14 @@ def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
     assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
 
 
+def test_through_staging_memory_as_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
+    monkeypatch.setattr(files, "staging_for", lambda states: torch.full((300,), float("nan"), dtype=states.dtype))
+    model = shared_toy_model("gemma3")
+    cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
+    assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
+
+
 # --- the file
 
 
