@@ -37,6 +37,7 @@ from contenders import CONTENDERS, Keywords
 from measure import spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import ATTACH, attach_cost, chat_growth, conditions, on_cpu
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from workload import BadArgument, Workload, check_workload_arguments, context_length
@@ -211,16 +212,16 @@ def measure(args: argparse.Namespace) -> Record:
 
 
 def report(record: Record) -> str:
-    cost = f"`attach(model)` over {tables.ATTACH[record['overhead']['over']]}: {tables.attach_cost(record)}."
-    lines = [f"- {line}" for line in (cost, tables.chat_growth(record), *problems(record)) if line]
-    return "\n\n".join([tables.conditions(record), tables.attach([record], spread=True), "\n".join(lines)])
+    cost = f"`attach(model)` over {ATTACH[record['overhead']['over']]}: {attach_cost(record)}."
+    lines = [f"- {line}" for line in (cost, chat_growth(record), *problems(record)) if line]
+    return "\n\n".join([conditions(record), tables.attach([record], spread=True), "\n".join(lines)])
 
 
 def problems(record: Record) -> list[str]:
     """Contenders that did not run as their name says."""
     named = [(row["name"], row) for row in record["contenders"]]
     named += [(f"{row['contender']}, history {row['history']}", row) for row in record["chat"]]
-    fell_back = [] if tables.on_cpu(record) else [(name, row["fallback_reason"]) for name, row in named]
+    fell_back = [] if on_cpu(record) else [(name, row["fallback_reason"]) for name, row in named]
     lines = [f"{name} fell back: {reason}" for name, reason in fell_back if reason]
     reusing = [(name, row) for name, row in named if row.get("contender") == "attach-reuse"]
     return lines + [f"{name}: no tokens were reused" for name, row in reusing if not all(row["reused_tokens"])]

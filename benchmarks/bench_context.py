@@ -27,6 +27,7 @@ from measure import Clock, bytes_per_step, measure_bandwidth, percentile
 from outputs import at_least, benchmark_parser, run_benchmark
 from processes import Failed, FreshProcess
 from provenance import provenance
+from record_figures import conditions, context_rows, not_run
 from tqdm import tqdm
 from workload import BadArgument, Workload, check_workload_arguments, context_length
 
@@ -146,8 +147,8 @@ def measure(args: argparse.Namespace) -> Record:
 def report(record: Record) -> str:
     errors = [{**row, "name": row["contender"]} for row in record["context"] + record["capacity"] if "error" in row]
     reasons = [{"name": name, "unavailable": reason} for name, reason in record.get("not_run", {}).items()]
-    body = [tables.context([record], spread=True)] if tables.context_rows(record) else []
-    return "\n\n".join([tables.conditions(record), *body, "\n".join(tables.not_run(reasons + errors))]).rstrip()
+    body = [tables.context([record], spread=True)] if context_rows(record) else []
+    return "\n\n".join([conditions(record), *body, "\n".join(not_run(reasons + errors))]).rstrip()
 
 
 def parser() -> argparse.ArgumentParser:

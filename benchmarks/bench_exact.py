@@ -27,6 +27,7 @@ import torch
 from measure import TimedGenerate, seconds, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import conditions
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from workload import BadArgument, Workload, check_workload_arguments
@@ -166,7 +167,7 @@ def measure(args: argparse.Namespace) -> Record:
 
 
 def report(record: Record) -> str:
-    return f"{tables.conditions(record)}\n\n{tables.exact([record], spread=True)}"
+    return f"{conditions(record)}\n\n{tables.exact([record], spread=True)}"
 
 
 def parser() -> argparse.ArgumentParser:

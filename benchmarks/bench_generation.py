@@ -35,6 +35,7 @@ from measure import Clock, TimedGenerate, bytes_per_step, latency, measure_bandw
 from outputs import at_least, benchmark_parser, run_benchmark
 from processes import Failed, FreshProcess
 from provenance import provenance
+from record_figures import conditions, label, measured, not_run, with_range
 from tqdm import tqdm
 from workload import BadArgument, Workload, check_workload_arguments, context_length
 
@@ -182,17 +183,17 @@ def report(record: Record) -> str:
     """One contender a row, and what did not run."""
     head = ["", "first token, ms", "decode, tokens/s", "ms per token: P50", "P95", "P99", "of the bandwidth"]
     head += ["first call, s", "cache, MiB", "peak over the model, MiB"]
-    rows = [[tables.label(name), *_cells(row)] for name, row in tables.measured(record).items()]
+    rows = [[label(name), *_cells(row)] for name, row in measured(record).items()]
     body = [tables.table(head, rows)] if rows else []
-    parts = [tables.conditions(record), *body, "\n".join(tables.not_run(record["contenders"]))]
+    parts = [conditions(record), *body, "\n".join(not_run(record["contenders"]))]
     return "\n\n".join(parts).rstrip()
 
 
 def _cells(row: Record) -> list[str]:
     s, mib = row["summary"], [row["cache_bytes"], row["peak_bytes"]]
     return [
-        tables.with_range(s["first_token_ms"]),
-        tables.with_range(s["decode_tokens_per_s"]),
+        with_range(s["first_token_ms"]),
+        with_range(s["decode_tokens_per_s"]),
         *(f"{s['latency_ms'][key]:.2f}" for key in ("p50", "p95", "p99")),
         "-" if s["bandwidth_share"] is None else f"{s['bandwidth_share']:.1%} ({s['gb_per_s']:,.1f} GB/s)",
         f"{s['cold_start_s']:.2f} for {row['new_tokens']} tokens",

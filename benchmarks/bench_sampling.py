@@ -22,6 +22,7 @@ import tables
 from measure import TimedGenerate, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import conditions
 from tqdm import tqdm
 from workload import Workload, check_workload_arguments, context_length
 
@@ -86,7 +87,7 @@ def measure(args: argparse.Namespace) -> Record:
 
 def report(record: Record) -> str:
     lines = "\n".join(f"- {line}" for line in problems(record))
-    return "\n\n".join([tables.conditions(record), tables.sampling([record], spread=True), lines]).rstrip()
+    return "\n\n".join([conditions(record), tables.sampling([record], spread=True), lines]).rstrip()
 
 
 def problems(record: Record) -> list[str]:

@@ -25,6 +25,7 @@ import torch
 from measure import TimedGenerate, seconds, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import conditions
 from tqdm import tqdm
 from workload import Workload, check_workload_arguments
 
@@ -125,7 +126,7 @@ def report(record: Record) -> str:
         f"A pass over {longest} tokens takes {pass_ms[longest] / pass_ms[1]:.1f} times as long as a pass over one "
         f"({pass_ms[longest]:.2f} ms and {pass_ms[1]:.2f} ms), not {longest} times: both read the weights once."
     )
-    return "\n\n".join([tables.conditions(record), tables.speedup([record]), words])
+    return "\n\n".join([conditions(record), tables.speedup([record]), words])
 
 
 def parser() -> argparse.ArgumentParser:

@@ -32,6 +32,7 @@ import torch
 from measure import TimedGenerate, measure_bandwidth, seconds, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import conditions, with_range
 from torch.profiler import ProfilerActivity, profile
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -243,10 +244,10 @@ def report(record: Record) -> str:
         for row in record["variants"]
         if "largest" in row
     ]
-    once, never = (tables.with_range(record["tracing_ms"][when]) for when in ("once", "never"))
+    once, never = (with_range(record["tracing_ms"][when]) for when in ("once", "never"))
     traced = f"A decode step after a run inside `trace_attention`: {once} ms, without one: {never} ms."
     lines = [f"- {row['words']} fell back: {row['fallback_reason']}" for row in fell_back(record)]
-    parts = [tables.conditions(record), tables.step([record], spread=True), "\n".join(largest + lines), traced]
+    parts = [conditions(record), tables.step([record], spread=True), "\n".join(largest + lines), traced]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from contenders import CONTENDERS
-from tables import attach_cost, figure, measured, model_name, points, span, title
-
-Record = dict[str, Any]
+from record_figures import Record, attach_cost, figure, measured, model_name, points, span, title
 
 
 def losses(records: dict[str, list[Record]]) -> list[str]:

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS
-from tables import context_rows, limit_ms, limit_tokens_per_s, measured, model_name
-
-Record = dict[str, Any]
+from record_figures import Record, context_rows, limit_ms, limit_tokens_per_s, measured, model_name
 
 
 def generation(records: list[Record], path: Path) -> None:

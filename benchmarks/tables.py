@@ -9,25 +9,26 @@ import inspect
 import re
 import statistics
 from collections.abc import Iterable
-from typing import Any
 
 from contenders import CONTENDERS
+from record_figures import (
+    ATTACH,
+    CHAT,
+    MODELS,
+    Record,
+    context_rows,
+    figure,
+    label,
+    limit_ms,
+    limit_tokens_per_s,
+    measured,
+    model_name,
+    points,
+    title,
+    with_range,
+)
 
-Record = dict[str, Any]
-MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1b": "gemma-3-1b"}
-OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
-OTHER_MODELS |= {"smollm2-135m": "SmolLM2-135M", "gpt2-xl": "GPT-2 XL", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
-OTHER_MODELS |= {"llama-3.1-8b": "Llama-3.1-8B"}
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
-ATTACH = {
-    "graph": "`StaticContiguousCache` and `GraphDecoder()`",
-    "contiguous": "`StaticContiguousCache`",
-    "decoder": "`GraphDecoder()` alone",
-    "attach": "`attach(model)`",
-    "attach-reuse": "`attach(model, reuse_prefix=True)`",
-    "dynamic": "plain `generate`",
-}
-CHAT = ["dynamic", "attach", "attach-reuse"]
 LIMIT = "what the measured bandwidth allows"
 
 
@@ -41,52 +42,6 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """
     lines = [f"| {' | '.join(cells)} |".replace("|  |", "| |") for cells in (head, *rows)]
     return "\n".join([lines[0], "|---" * (lines[0].count("|") - 1) + "|", *lines[1:]])
-
-
-def model_name(record: Record) -> str:
-    name = record.get("workload", record)["model"]
-    return (MODELS | OTHER_MODELS).get(name, name)
-
-
-def on_cpu(record: Record) -> bool:
-    return record["hardware"] == record.get("host") or "--device cpu" in record["command"]
-
-
-def title(record: Record) -> str:
-    """The model, and the CPU where it ran on one."""
-    return f"{model_name(record)} (CPU)" if on_cpu(record) else model_name(record)
-
-
-def conditions(record: Record) -> str:
-    """One line: what ran where."""
-    w = record.get("workload", record)
-    shown = [(w["model"], ""), (w["dtype"], ""), (w.get("batch_size"), "batch "), (w.get("prompt_len"), "prompt ")]
-    shown += [(w.get("new_tokens"), "new tokens "), (record["hardware"], ""), (record["torch"], "torch ")]
-    shown += [(record["transformers"], "transformers "), (record["commit"], "commit ")]
-    return ", ".join(f"{name}{value}" for value, name in shown if value is not None) + "."
-
-
-def measured(record: Record) -> dict[str, Record]:
-    """The contenders of a generation record that ran, by name; those that no longer exist are left out."""
-    return {row["name"]: row for row in record["contenders"] if "summary" in row and row["name"] in CONTENDERS}
-
-
-def label(name: str) -> str:
-    return f"**{CONTENDERS[name].label}**" if name == "graph" else CONTENDERS[name].label
-
-
-def figure(value: float) -> str:
-    """Three digits.
-
-    >>> [figure(value) for value in (1234.5, 67.0, 8.9, 0.1)]
-    ['1,234', '67.0', '8.90', '0.100']
-    """
-    return f"{value:,.{0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 else 3}f}"
-
-
-def with_range(figures: dict[str, float], spread: bool = True) -> str:
-    middle, low, high = (figure(figures[key]) for key in ("median", "min", "max"))
-    return f"{middle} ({low} to {high})" if spread else middle
 
 
 # --- bench_generation.py
@@ -123,18 +78,6 @@ def _limit_cell(record: Record) -> str:
     return "-" if limit is None else f"{limit:,.0f}"
 
 
-def limit_tokens_per_s(record: Record) -> float | None:
-    """Tokens/s of a cached step that reads its bytes at the full bandwidth and does nothing else."""
-    rows = [row for name, row in measured(record).items() if CONTENDERS[name].cached and row["bytes_per_step"]]
-    batch_size: int = record["workload"]["batch_size"]
-    return batch_size * record["bandwidth_gb_per_s"] * 1e9 / rows[0]["bytes_per_step"] if rows else None
-
-
-def not_run(rows: list[Record]) -> list[str]:
-    lines = [f"- {row['name']} did not run: {row['unavailable']}." for row in rows if "unavailable" in row]
-    return lines + [f"- {row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
-
-
 # --- bench_context.py
 
 
@@ -153,39 +96,11 @@ def context(records: list[Record], spread: bool = False, ends: bool = False) -> 
     return table(head, rows)
 
 
-def context_rows(record: Record, sweeps: Iterable[str] = ("context", "capacity")) -> list[Record]:
-    rows = [row for sweep in sweeps for row in record[sweep]]
-    return [row for row in rows if "median_ms" in row and row["contender"] in CONTENDERS]
-
-
-def points(record: Record, ends: bool = False) -> list[tuple[tuple[int, int], dict[str, Record]]]:
-    """(sequence, capacity) and the contenders' rows there, of one sweep after the other.
-
-    With `ends`: the first and last point of each sweep, and a point that both sweeps measured once.
-    """
-    found: list[tuple[tuple[int, int], dict[str, Record]]] = []
-    for sweep in ("context", "capacity"):
-        cells: dict[tuple[int, int], dict[str, Record]] = {}
-        for row in context_rows(record, [sweep]):
-            cells.setdefault((row["context"], row["max_cache_len"]), {})[row["contender"]] = row
-        measured_here = list(cells.items())
-        if ends:
-            seen = [point for point, _ in found]
-            measured_here = [item for item in (measured_here[0], measured_here[-1]) if item[0] not in seen]
-        found += measured_here
-    return found
-
-
 def _context_cell(row: Record | None, best: bool, spread: bool) -> str:
     if row is None:
         return "-"
     middle = f"**{figure(row['median_ms'])}**" if best else figure(row["median_ms"])
     return f"{middle} ({figure(row['p10_ms'])} to {figure(row['p90_ms'])})" if spread else middle
-
-
-def limit_ms(row: Record, record: Record) -> float:
-    """Milliseconds of the bytes that a step must read, at the measured bandwidth; nan where they are not known."""
-    return (row["bytes_per_step"] or float("nan")) / record["bandwidth_gb_per_s"] / 1e6
 
 
 # --- bench_exact.py
@@ -244,26 +159,6 @@ def _attach_cell(record: Record, name: str, spread: bool) -> str:
 def _chat_cell(record: Record, history: int, spread: bool) -> str:
     found = {row["contender"]: row["first_token_ms"] for row in record["chat"] if row["history"] == history}
     return " → ".join(with_range(found[name], spread) for name in CHAT) if found else "-"
-
-
-def attach_cost(record: Record) -> str:
-    """What `attach` adds to the explicit objects."""
-    words = []
-    for key, unit in (("token_percent", "% per token"), ("first_token_ms", "ms to the first token")):
-        middle, low, high = (f"{record['overhead'][key][end]:+.2f}" for end in ("median", "min", "max"))
-        words.append(f"{middle} {unit} ({low} to {high})")
-    return " and ".join(words)
-
-
-def chat_growth(record: Record) -> str:
-    """The longest history over the shortest: how many times as long the first token of a turn takes."""
-    histories = [row["history"] for row in record["chat"]]
-    if len(set(histories)) < 2:
-        return ""
-    ends = (min(histories), max(histories))
-    ms = {(row["contender"], row["history"]): row["first_token_ms"]["median"] for row in record["chat"]}
-    factors = [f"{ms[name, ends[1]] / ms[name, ends[0]]:.2f} times as long with {ATTACH[name]}" for name in CHAT]
-    return f"After {ends[1]:,} tokens the first token of a turn takes, against {ends[0]:,}: {', '.join(factors)}."
 
 
 # --- bench_files.py
@@ -450,6 +345,24 @@ def cache_sizes() -> str:
     return table(["`max_cache_len`", "1,024", "8,192", "32,768"], rows)
 
 
+def rank_sizes() -> str:
+    """Bytes on each rank of a tensor-parallel dev model in bfloat16, batch 1, 32,768 positions."""
+    import torch
+
+    from hf_static_kv import cache_bytes
+    from hf_static_kv.testing import dev_config
+
+    def mib(model: str, ranks: int) -> str:
+        try:
+            return f"{cache_bytes(dev_config(model), 32768, dtype=torch.bfloat16, tp=ranks) >> 20:,} MiB"
+        except ValueError:
+            return "refused"
+
+    heads = {model: dev_config(model).num_key_value_heads for model in MODELS}
+    rows = [[f"{name} ({heads[model]})", *(mib(model, ranks) for ranks in (1, 2, 4))] for model, name in MODELS.items()]
+    return table(["KV heads in brackets", "one process", "each of 2 ranks", "each of 4 ranks"], rows)
+
+
 def rules() -> str:
     """The rewrite rules in their order: name, picture, whether a rule keeps the bits."""
     from hf_static_kv.program.rules import RULES
@@ -475,15 +388,3 @@ def picture(docstring: str) -> str:
     first, *others = inspect.cleandoc(docstring).split("\n\n")[0].splitlines()
     before, after = first.split("->")
     return f"{', '.join(map(code_and_remark, [before, *others]))} → {code_and_remark(after)}"
-
-
-def span(figures: Iterable[float]) -> str:
-    """From the least to the greatest.
-
-    >>> span([3.14, 17.8, 2.0]), span([1.01, 2.126])
-    ('2.0 to 18', '1.01 to 2.13')
-    """
-    low, high = min(figures := list(figures)), max(figures)
-    digits = 2 if low < 2 else 1
-    ends = dict.fromkeys(f"{value:.{0 if value >= 10 else digits}f}" for value in (low, high))
-    return " to ".join(ends)

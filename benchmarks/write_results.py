@@ -15,17 +15,16 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import history
 import plots
 import tables
 from losses import losses
+from record_figures import MODELS, OTHER_MODELS, Record, measured, on_cpu, span
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
-Record = dict[str, Any]
 Records = dict[str, list[Record]]
 KINDS = ("generation", "families", "batch", "context", "exact", "attach", "step", "sampling", "files")
 KINDS += ("speedup", "update")
@@ -43,7 +42,7 @@ def load() -> Records:
 
     "families": those of `bench_generation.py` on a GPU that are of no dev model of the tables.
     """
-    order = [*tables.MODELS, *tables.OTHER_MODELS]
+    order = [*MODELS, *OTHER_MODELS]
 
     def place(path: Path) -> tuple[int, str]:
         named = [i for i, model in enumerate(order) if model in path.name]
@@ -51,26 +50,27 @@ def load() -> Records:
 
     paths = {kind: sorted(RESULTS.glob(f"{kind}*.json"), key=place) for kind in KINDS}
     records = {kind: [json.loads(path.read_text()) for path in paths[kind]] for kind in KINDS}
-    families = [r for r in on_gpu(records["generation"]) if r["workload"]["model"] not in tables.MODELS]
+    families = [r for r in on_gpu(records["generation"]) if r["workload"]["model"] not in MODELS]
     records["generation"] = [record for record in records["generation"] if record not in families]
     return {**records, "families": families}
 
 
 def on_gpu(records: list[Record]) -> list[Record]:
-    return [record for record in records if not tables.on_cpu(record)]
+    return [record for record in records if not on_cpu(record)]
 
 
 def headline(records: Records) -> str:
     """How many times as fast as `DynamicCache` the decoder is, over the dev models."""
-    rows = [tables.measured(record) for record in on_gpu(records["generation"])]
+    rows = [measured(record) for record in on_gpu(records["generation"])]
     ms = [{name: row[name]["summary"]["decode_ms"]["median"] for name in ("dynamic", "graph")} for row in rows]
-    return f"{tables.span([row['dynamic'] / row['graph'] for row in ms])} times"
+    return f"{span([row['dynamic'] / row['graph'] for row in ms])} times"
 
 
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "headline": headline,
     "speed": lambda records: tables.generation(on_gpu(records["generation"]), tables.SPEED),
     "bytes": lambda records: tables.cache_sizes(),
+    "rank_bytes": lambda records: tables.rank_sizes(),
     "rules": lambda records: tables.rules(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),
@@ -174,7 +174,7 @@ def records_table(records: Records) -> str:
     for record in (record for kind in KINDS for record in records[kind]):
         command = re.sub(r" --(json|plot|csv|markdown) \S+", "", record["command"]).removeprefix("python benchmarks/")
         where = record["hardware"]
-        if not tables.on_cpu(record) and record.get("host"):
+        if not on_cpu(record) and record.get("host"):
             where += f", {record['host']}"
         ran = (f"{where}, {record['threads']} threads", record["torch"], record["transformers"])
         ran += (f"{record['commit']} {record.get('date', '')}".strip(),)

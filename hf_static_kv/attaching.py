@@ -31,6 +31,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import check_positive, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
+from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import kind_of
@@ -158,6 +159,8 @@ class Attachment:
         except RuntimeError as error:
             if call.cache is None or not is_out_of_memory(error):
                 raise
+            if num_ranks(model) > 1 and not isinstance(error, OutOfMemoryOnAllRanks):
+                raise  # the other ranks are amid the call, and would not begin it again
             call.cache = None
             self.pool.clear()
             if kwargs.get("streamer") is not None:  # it has been given tokens already
@@ -176,7 +179,7 @@ class Attachment:
         self.calls += 1
         self.fallback_reason = None
         if type(made) is not DynamicCache:
-            self.fallback_reason = f"`generate` makes {kind_of(made)} for this model"
+            self.fallback_reason = _unserved(model) or f"`generate` makes {kind_of(made)} for this model"
             return
         if request.prompt_length == 0:
             self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
@@ -288,11 +291,14 @@ def _is_repeatable(model: Any) -> bool:
     return not (depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules))
 
 
-def _warn_if_unserved(model: PreTrainedModel) -> None:
+def _unserved(model: PreTrainedModel) -> str | None:
+    """Why no call of this model is given a cache of ours; None where calls are."""
     try:
         plan_layers(model.config)
     except ValueError as reason:
-        logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
+        return str(reason)
+    # Its prompts are a few tokens long: there our cache alone is no faster.
+    return "There is no captured step for an encoder-decoder." if model.config.is_encoder_decoder else None
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
@@ -346,7 +352,8 @@ def attach(
     known = _ATTACHMENTS.get(inner)
     if known is not None and known.settings == settings:
         return known
-    _warn_if_unserved(inner)
+    if (reason := _unserved(inner)) is not None:
+        logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
     return _hook(inner, Attachment(settings))
 
 

@@ -41,6 +41,9 @@ class StepLayer:
     def __index__(self) -> int:
         return self.index
 
+    def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
+        return self.index >= number
+
 
 def step_layer(module: torch.nn.Module) -> StepLayer | None:
     """The layer of a captured step that this attention module belongs to; None outside of captured steps."""
@@ -64,6 +67,8 @@ def static_contiguous_attention(
     """
     scale, softcap, sinks = scoring = scoring_of(query, kwargs)
     if (layer := step_layer(module)) is not None:
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("the scores have a position bias")
         window = kwargs.get("sliding_window") or key.shape[2]
         return attend(query, key, value, layer.spans, scale, window, softcap, sinks), None
     if kernel_serves(query, key, value, attention_mask) and kwargs.get("position_bias") is None:

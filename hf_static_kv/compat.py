@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, cache_utils
 
 
 def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
@@ -31,8 +31,25 @@ def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
 
 mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
 prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
+next_model_kwargs = _reader("_update_model_kwargs_for_generation")  # the method with what a pass changes. As above
 attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
 is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
+
+
+def kept_by(layer_type: str) -> tuple[bool, bool]:
+    """Whether a type of layer keeps keys and values, and a recurrent state; neither for one that is not known.
+
+    Without `DYNAMIC_LAYER_TYPE_MAPPING`: only types that are attention by name are known.
+    """
+    plain = {"full_attention", "sliding_attention", "chunked_attention"}
+    kind: Any = getattr(cache_utils, "DYNAMIC_LAYER_TYPE_MAPPING", {}).get(layer_type, object)
+    has_state = issubclass(kind, cache_utils.LinearAttentionCacheLayerMixin)
+    return layer_type in plain or (has_state and issubclass(kind, cache_utils.CacheLayerMixin)), has_state
+
+
+def makes_masks(frame: FrameType) -> bool:
+    """Whether a frame is of the module that makes masks. Without it: no pass is seen to begin."""
+    return frame.f_globals.get("__name__") == "transformers.masking_utils"
 
 
 def generate_locals() -> dict[str, Any] | None:
@@ -175,8 +192,10 @@ def write_count(tensor: Tensor) -> int | object:
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
-    flatten = getattr(tensor, "__tensor_flatten__", None)
-    return None if flatten is None else [getattr(tensor, name) for name in flatten()[0]]
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
+        return None
+    parts = (getattr(tensor, name) for name in flatten()[0])
+    return [part for part in parts if isinstance(part, Tensor)]  # a DTensor lists its mesh too
 
 
 try:

@@ -479,9 +479,6 @@ SPEECH = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions":
 UNSERVED = {
     "mamba": made_as("mamba", state_size=4),
     "mamba2": made_as("mamba2", state_size=4, num_heads=8, head_dim=16, expand=2, n_groups=1, chunk_size=8),
-    "jamba": made_as("jamba", attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False),
-    "lfm2": made_as("lfm2", layer_types=["conv", "full_attention", "conv"]),
-    "qwen3_next": made_as("qwen3_next", num_hidden_layers=4, linear_num_key_heads=2, linear_num_value_heads=4),
     "xlnet": made_as("xlnet"),
     "openai-gpt": made_as("openai-gpt"),
     "bert": made_as("bert"),

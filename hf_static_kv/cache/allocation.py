@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import Cache
+from transformers.cache_utils import LinearAttentionLayer
 
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
+from hf_static_kv.cache.ranks import are_connected, on_all_ranks
+from hf_static_kv.cache.request import running_model
+from hf_static_kv.cache.states import StatefulLayer, state_tensors
 from hf_static_kv.cache.storage import Dtypes, LayerShape, Members, StorageGroup, allocate_groups
 
 logger = logging.getLogger(__name__)
@@ -21,25 +25,36 @@ Place = tuple[LayerShape, torch.device]  # what a layer stores, and where
 class AllocatedCache(Cache):
     """Layers in groups: those of one shape on one device share one pair of tensors. See `StaticContiguousCache`."""
 
-    layers: list[StaticContiguousLayer]  # type: ignore[assignment]  # no other kind is ever in it
+    layers: list[Any]  # `StaticContiguousLayer`, or transformers' own where a layer has no keys
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._plans, self._max_cache_len = plans, max_cache_len
         self._groups: list[StorageGroup] = []
         # Layers that have not written: without storage, or with storage that was sized by another layer's states.
-        self._unconfirmed = set(range(len(plans)))
-        super().__init__(layers=[StaticContiguousLayer(max_cache_len, plan.sliding_window) for plan in plans])
+        self._unconfirmed = {i for i, plan in enumerate(plans) if plan.has_keys}
+        super().__init__(layers=[_new_layer(plan, max_cache_len) for plan in plans])
 
-    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype) -> None:
+    @property
+    def kv_layers(self) -> list[StaticContiguousLayer]:
+        """The layers that have keys and values."""
+        return [layer for layer in self.layers if isinstance(layer, StaticContiguousLayer)]
+
+    @property
+    def stateful_layers(self) -> list[Any]:
+        """The layers that have a recurrent state; none but in hybrid models."""
+        pairs = zip(self.layers, self._plans, strict=True)
+        return [layer for layer, plan in pairs if plan.num_states]
+
+    def _allocate(self, places: dict[int, Place], batch_size: int, dtype: torch.dtype, model: Any = None) -> None:
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
-        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype))
+        self._allocate_groups([(*place, layers) for place, layers in alike.items()], batch_size, (dtype, dtype), model)
         self._unconfirmed -= set(places)
 
-    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
+    def _allocate_groups(self, members: list[Members], batch_size: int, dtypes: Dtypes, model: Any) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
-        groups = allocate_groups(members, self._max_cache_len, batch_size, dtypes)
+        groups = on_all_ranks(model, lambda: allocate_groups(members, self._max_cache_len, batch_size, dtypes))
         for group, (_, _, layer_indices) in zip(groups, members, strict=True):
             for index, layer_idx in enumerate(layer_indices):
                 self.layers[layer_idx].use_storage(group, index)
@@ -47,7 +62,7 @@ class AllocatedCache(Cache):
 
     def allocate_members(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
         """Storage for layers that have none."""
-        self._allocate_groups(members, batch_size, dtypes)
+        self._allocate_groups(members, batch_size, dtypes, None)
         self._unconfirmed.difference_update(*(layers for _, _, layers in members))
 
     def planned_shape(self, layer_idx: int) -> LayerShape | None:
@@ -60,8 +75,7 @@ class AllocatedCache(Cache):
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         shape, device = LayerShape.of(key_states, value_states), key_states.device
         if not layer.is_initialized:
-            absent = (i for i, other in enumerate(self.layers) if not other.is_initialized)
-            alike = [i for i in absent if self._plans[i].shape == plan.shape]
+            alike = [i for i in self._without_storage() if self._plans[i].shape == plan.shape]
         elif (layer.shape, layer.device) == (shape, device):
             alike = []
         else:
@@ -72,14 +86,19 @@ class AllocatedCache(Cache):
             )
             alike = [i for i in sorted(self._unconfirmed) if self._plans[i] == plan]
         if alike:
-            self._allocate_groups([(shape, device, alike)], key_states.shape[0], (key_states.dtype, value_states.dtype))
+            dtypes = key_states.dtype, value_states.dtype
+            self._allocate_groups([(shape, device, alike)], key_states.shape[0], dtypes, _running_model())
         self._unconfirmed.discard(layer_idx)
+
+    def _without_storage(self) -> list[int]:
+        keyed = ((i, layer) for i, layer in enumerate(self.layers) if self._plans[i].has_keys)
+        return [i for i, layer in keyed if not layer.is_initialized]
 
     def _release(self) -> None:
         """Give up the storage of an empty cache: the next pass allocates, in the dtype of its states."""
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.group, layer.is_initialized = None, False
-        self._groups, self._unconfirmed = [], set(range(len(self.layers)))
+        self._groups, self._unconfirmed = [], set(self._without_storage())
 
     def grow(self, max_cache_len: int) -> None:
         """Raise the capacity: all states move to longer storage. Old and new storage are both in memory meanwhile."""
@@ -92,8 +111,11 @@ class AllocatedCache(Cache):
 
     def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
         """All states to larger storage: of this capacity, and of at least this many batch rows."""
-        moved = {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups}
-        for layer in self.layers:
+        moved = on_all_ranks(
+            _running_model(),
+            lambda: {id(group): group.copy_with_capacity(max_cache_len, batch_size) for group in self._groups},
+        )
+        for layer in self.kv_layers:
             layer.max_cache_len, layer.group = max_cache_len, moved.get(id(layer.group))
             if layer.group is not None:
                 layer.max_batch_size = layer.group.keys.shape[1]
@@ -106,8 +128,8 @@ class AllocatedCache(Cache):
         check_positive(batch_size=batch_size)
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
-        new = [i for i, layer in enumerate(self.layers) if not layer.is_initialized]
-        places = {i: (LayerShape(heads[i], dims[i], dims[i]), torch.device(device)) for i in new}
+        sizes = {i: LayerShape(heads[i], dims[i], dims[i]) for i in self._without_storage()}
+        places = {i: (shape, torch.device(device)) for i, shape in sizes.items()}
         self._allocate(places, batch_size, dtype)
 
     @property
@@ -135,23 +157,38 @@ class AllocatedCache(Cache):
 
     @property
     def is_allocated(self) -> bool:
-        """Whether every layer has storage of its own shape."""
+        """Whether every layer that has keys has storage of its own shape."""
         return not self._unconfirmed
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the allocated storage; see `cache_bytes` for the figure before allocation."""
-        return sum(group.num_bytes for group in self._groups)
+        """Bytes of the allocated storage and of recurrent states; `cache_bytes` tells the first before allocation."""
+        states = [tensor for layer in self.layers for tensor in state_tensors(layer)]
+        return sum(group.num_bytes for group in self._groups) + sum(tensor.nbytes for tensor in states)
 
     def __getstate__(self) -> dict[str, Any]:
         """For a pickle: the cached tokens without the free positions. Loaded, the cache has its capacity again."""
-        used = [sizes for layer in self.layers if layer.is_initialized for sizes in layer.used()] or [(0, 0)]
+        used = [sizes for layer in self.kv_layers if layer.is_initialized for sizes in layer.used()] or [(0, 0)]
         rows, length = map(max, zip(*used, strict=True))
         groups = {id(group): group.to_pickle(rows, length) for group in self._groups}
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in layers:
-            layer.group = groups.get(id(layer.group))
+            if isinstance(layer, StaticContiguousLayer):
+                layer.group = groups.get(id(layer.group))
         return {**self.__dict__, "_groups": list(groups.values()), "layers": layers}
+
+
+def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
+    if not plan.has_keys:
+        return LinearAttentionLayer(number_of_states=max(1, plan.num_states))
+    if plan.num_states:
+        return StatefulLayer(max_cache_len, plan.sliding_window, plan.num_states)
+    return StaticContiguousLayer(max_cache_len, plan.sliding_window)
+
+
+def _running_model() -> Any:
+    """The model whose pass allocates, where there may be other ranks; a compiled pass has no frames to find it in."""
+    return running_model() if are_connected() and not torch.compiler.is_compiling() else None
 
 
 def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:

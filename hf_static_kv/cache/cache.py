@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from threading import Lock, get_ident
 from time import monotonic, sleep
 from typing import Any
@@ -13,12 +13,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
 from hf_static_kv.cache import debug, layout
-from hf_static_kv.cache.allocation import AllocatedCache, PerLayer, for_each_layer
+from hf_static_kv.cache.allocation import PerLayer, for_each_layer
 from hf_static_kv.cache.files import CacheFile, save_cache, tokens_to_save
+from hf_static_kv.cache.hybrid import HybridCache, Moment
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
-from hf_static_kv.cache.request import Request, check_request, is_in_use, running_model, running_request
+from hf_static_kv.cache.request import PAIR_NEEDED, Request, check_request, is_in_use, running_model, running_request
+from hf_static_kv.cache.states import select_states
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
@@ -26,7 +28,7 @@ _ROOM = 256  # positions after the tokens of a file, where no capacity is given
 _TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
 
 
-class StaticContiguousCache(AllocatedCache):
+class StaticContiguousCache(HybridCache):
     """A KV cache in one contiguous, preallocated pair of tensors: `key_storage` and `value_storage` [L, B, H, S, D].
 
     The first forward pass allocates, from the states themselves; `from_model` allocates at once. Keys and values are
@@ -42,6 +44,9 @@ class StaticContiguousCache(AllocatedCache):
     layers have written, in any order. If the pass fails before that, the cache reads as before it and the same call can
     be retried. A pass that fails later (in the last layer's MLP, in layers that share earlier keys, in the head) has
     written all of its tokens: remove them with `crop(-n)`.
+
+    Hybrid models keep a recurrent state in some layers, in transformers' own layer objects. A state cannot go back:
+    `crop` is refused, and after a pass that failed on the way the cache asks for `reset()`.
 
     A cache holds one sequence, or one batch of them, at a time. Threads may use it in turn: a second thread that writes
     while the first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Two
@@ -91,7 +96,9 @@ class StaticContiguousCache(AllocatedCache):
     def _place(self, model: PreTrainedModel, devices: list[torch.device], batch_size: int) -> None:
         shapes = layout.local_shapes(model, layout.known_shapes(self._plans, model.config))
         if shapes is not None:
-            self._allocate(dict(enumerate(zip(shapes, devices, strict=True))), batch_size, model.dtype)
+            keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
+            places = {i: (shape, devices[i]) for i, shape in zip(keyed, shapes, strict=True)}
+            self._allocate(places, batch_size, model.dtype, model)
 
     @classmethod
     def allocate(
@@ -183,7 +190,6 @@ class StaticContiguousCache(AllocatedCache):
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._step_size: tuple[int, int] | None = None  # (batch, tokens) of the step in progress
-        self._written: set[int] = set()  # the layers that have written in it
         self._thread = 0  # the thread that used the cache last
         self.grows = False
         self._known_ids: Tensor | None = None  # [B, k], the first tokens of the sequence as far as they are known
@@ -208,7 +214,7 @@ class StaticContiguousCache(AllocatedCache):
         """Before a first pass: refuse what this cache cannot serve, else remember the tokens of the prompt."""
         if self._thread != get_ident():
             self._take_over("begins a call")
-        known_ids = None if any(layer.was_assigned for layer in self.layers) else self._known_ids
+        known_ids = None if any(layer.was_assigned for layer in self.kv_layers) else self._known_ids
         check_request(request, self.seq_len, None if self.grows else self.max_cache_len, known_ids)
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
@@ -253,6 +259,8 @@ class StaticContiguousCache(AllocatedCache):
                 f"layer_idx={layer_idx} is out of range: this cache has layers 0 to {len(self.layers) - 1}. "
                 "Build it with the config of the model that runs."
             )
+        if not self._plans[layer_idx].has_keys:
+            raise ValueError(f"Layer {layer_idx} brings keys, and by the config of the cache it has none.")
         layer = self.layers[layer_idx]
         if not torch.compiler.is_compiling() and self._thread != get_ident():  # first: only one thread may allocate
             self._take_over(f"writes layer {layer_idx}", self._step_size is not None and not layer.pending)
@@ -268,20 +276,22 @@ class StaticContiguousCache(AllocatedCache):
         size = key_states.shape[0], key_states.shape[2]
         if layer.pending or size != self._step_size:
             self._begin_step(layer_idx, size)
-        views = layer.write(key_states, value_states)
+        views: tuple[Tensor, Tensor] = layer.write(key_states, value_states)
         if layer_idx == debug.logged_layer:
             end, message = layer.length + size[1], "layer %d wrote [%d, %d) and returned [%d, %d)"
             debug.logger.debug(message, layer_idx, layer.length, end, end - views[0].shape[2], end)
         self._written.add(layer_idx)
-        if len(self._written) == len(self.layers):
-            self._complete_step()
+        self._complete_if_all_took_part(layer_idx)
         return views
 
     def _begin_step(self, layer_idx: int, size: tuple[int, int]) -> None:
         layer = self.layers[layer_idx]
         if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
+                if model.config.is_encoder_decoder and is_in_use(self, get_ident()):  # not as a part of a pair
+                    raise ValueError(PAIR_NEEDED)
                 layout.refuse_missing_layers(model, len(self.layers))
+            self._refuse_moved_states()
             logger.warning(
                 f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
                 f"it is discarded, and writing starts again at position {layer.length}."
@@ -301,22 +311,24 @@ class StaticContiguousCache(AllocatedCache):
 
     def _complete_step(self) -> None:
         if self._step_size is not None and not torch.compiler.is_compiling():
-            debug.log_step(self.layers[0].length, self._step_size[1], self._step_size[0], self.max_cache_len)
+            debug.log_step(self.seq_len, self._step_size[1], self._step_size[0], self.max_cache_len)
         self._end_step(StaticContiguousLayer.commit)
 
-    def _end_step(self, end: Callable[[StaticContiguousLayer], None] = StaticContiguousLayer.discard) -> None:
-        """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
-        for layer in self.layers:
-            end(layer)
+    def _end_step(self, end: Any = StaticContiguousLayer.discard) -> None:
+        super()._end_step(end)
         self._step_size = None
-        self._written.clear()
+
+    def return_to(self, moment: Moment) -> None:
+        super().return_to(moment)
+        if self._known_ids is not None:
+            self._known_ids = self._known_ids[:, : self.seq_len]
 
     def advance(self, n: int) -> None:
         """Complete a step of `n` tokens by hand, when not all layers are written."""
         if self._step_size is None:
             raise ValueError(
                 f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by itself when all "
-                f"{len(self.layers)} layers have written; call `update` first."
+                f"{self._num_writers} layers have written; call `update` first."
             )
         if n != self._step_size[1]:
             raise ValueError(f"advance({n}): the step in progress has {self._step_size[1]} tokens. Advance by that.")
@@ -324,13 +336,13 @@ class StaticContiguousCache(AllocatedCache):
 
     def mark_written(self, n: int) -> None:
         """Append `n` tokens that a kernel or a captured graph has written to every layer, from `seq_len` on."""
-        free = min(layer.max_cache_len - layer.length for layer in self.layers)
+        free = min(layer.max_cache_len - layer.length for layer in self.kv_layers)
         if not 0 <= n <= free or self._step_size is not None:
             raise ValueError(
                 f"mark_written({n}): {free} positions are free after the {self.seq_len} cached tokens"
                 + (", and a step is in progress." if self._step_size else ".")
             )
-        for layer in self.layers:
+        for layer in self.kv_layers:
             layer.length += n
 
     @property
@@ -349,8 +361,12 @@ class StaticContiguousCache(AllocatedCache):
         return self.seq_len > 0
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No tensor is touched."""
-        filled = [layer for layer in self.layers if layer.length] or self.layers[:1]
+        """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No key or value is touched.
+
+        A recurrent state cannot go back: refused, but for convolutions that were told to keep their past.
+        """
+        filled = [layer for layer in self.kv_layers if layer.length] or self.kv_layers[:1]
+        self._crop_states(int(tokens_to_remove))
         for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
             layer.crop(tokens_to_remove)
         self._end_step()
@@ -358,15 +374,16 @@ class StaticContiguousCache(AllocatedCache):
             self._known_ids = self._known_ids[:, : self.seq_len]
 
     def reset(self) -> None:
-        """Remove all tokens, keep the storage and its address. No tensor is touched."""
+        """Remove all tokens, keep the storage and its address. No key or value is touched, states become zero."""
         self._end_step(StaticContiguousLayer.reset)
+        self._reset_states()
         self._known_ids = None
 
     @property
     def batch_size(self) -> int:
         """Batch rows of the sequences; of the storage while the cache is empty; -1 before allocation."""
-        filled = [layer.batch_size for layer in self.layers if layer.length]
-        allocated = [layer.max_batch_size for layer in self.layers if layer.is_initialized]
+        filled = [layer.batch_size for layer in self.kv_layers if layer.length]
+        allocated = [layer.max_batch_size for layer in self.kv_layers if layer.is_initialized]
         return (filled or allocated or [-1])[0]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -384,7 +401,7 @@ class StaticContiguousCache(AllocatedCache):
         Needs memory for the tokens of one layer; without it nothing is changed. An interrupt or a device error while
         states are copied empties the cache.
         """
-        filled = [layer for layer in self.layers if layer.length]
+        filled = [layer for layer in self.kv_layers if layer.length]
         if not filled:
             return
         batch_size, max_batch_size = self.batch_size, min(layer.max_batch_size for layer in filled)
@@ -413,6 +430,8 @@ class StaticContiguousCache(AllocatedCache):
         try:
             for layer in filled:
                 layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])
+            for layer in self.stateful_layers:
+                select_states(layer, indices)
         except BaseException:
             self.reset()  # some layers have the new rows and some the old ones
             raise

@@ -1,7 +1,7 @@
 """What a model's config and modules say: which models are served; windows, shapes, bytes, devices, positions."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +9,17 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
 
 # For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask says where it begins.
-WINDOW_FIELDS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
-_SERVED_LAYER_TYPES = {"full_attention", *WINDOW_FIELDS}
+WINDOW_FIELDS = {
+    "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
+    "chunked_attention": "attention_chunk_size",
+}  # fmt: skip
+_EMPTY_LAYER_TYPES = {"mlp", "moe"}  # which keep nothing from token to token
 
 _OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
 _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
@@ -26,6 +30,7 @@ _UNSERVED_TYPES = {
     "reformer": f"keeps hash buckets and hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     "xlnet": f"keeps hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
+    "minimax": f"takes a cache of its own kind only. {_OWN_CACHE}",
     "cpmant": f"prepends tokens of its own at every step, so a cache does not hold the sequence alone. {_NO_CACHE}",
     **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), f"takes no cache. {_NO_CACHE}"),
     "prophetnet": f"computes other logits with a cache than without one. {_NO_CACHE}",
@@ -38,20 +43,29 @@ _ENCODER_TYPES = {
 # Models with a table of positions, or of attention biases by position: its length is the longest sequence.
 _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
     "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr",
+    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr", "whisper",
 }  # fmt: skip
+# Tensor parallelism: the modules whose output is cached, some with queries and values as well, and the styles of a plan
+# that give every rank all of that output.
+_KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
+_WHOLE_STYLES = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj", "replicate"}
 
 
 @dataclass(frozen=True)
 class LayerPlan:
     """One layer as the config describes it."""
 
-    shape: LayerShape | None  # None: the config does not tell
+    shape: LayerShape | None  # None: the config does not tell, or there are no keys
     sliding_window: int | None  # keys that a query may see, its own included; None: full attention
+    has_keys: bool = True  # and values
+    num_states: int = 0  # recurrent ones
 
 
 def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
-    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served."""
+    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served.
+
+    Of an encoder-decoder these are the self-attention layers of the decoder.
+    """
     if isinstance(config, torch.nn.Module):
         raise TypeError(
             f"{type(config).__name__} is a model: pass `model.config`, or use "
@@ -64,36 +78,61 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     config = config.get_text_config(decoder=True)
     # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config would raise.
     layer_configs = list(getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers)
+    if num_layers := getattr(config, "num_decoder_layers", None):  # in T5 the other number is that of the encoder
+        layer_configs = [config] * num_layers
     if (layer_types := getattr(config, "layer_types", None)) is None:
         layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
     layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
-    windows = [getattr(part, WINDOW_FIELDS[kind]) if kind in WINDOW_FIELDS else None for part, kind in layers]
-    return [LayerPlan(_layer_shape(*layer), window) for layer, window in zip(layers, windows, strict=True)]
+    return [_plan_layer(*layer) for layer in layers]
+
+
+def _plan_layer(layer_config: Any, layer_type: str) -> LayerPlan:
+    window = getattr(layer_config, WINDOW_FIELDS[layer_type]) if layer_type in WINDOW_FIELDS else None
+    has_keys, has_state = compat.kept_by(layer_type)
+    shape = _layer_shape(layer_config, layer_type) if has_keys else None
+    is_empty = layer_type in _EMPTY_LAYER_TYPES or not has_state
+    num_states = 0 if is_empty else getattr(layer_config, "number_of_conv_states", 1)  # transformers' name for it
+    return LayerPlan(shape, window, has_keys, num_states)
 
 
 def cache_bytes(
-    config: PreTrainedConfig, max_cache_len: int, batch_size: int = 1, dtype: torch.dtype | None = None
+    config: PreTrainedConfig,
+    max_cache_len: int,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    *,
+    tp: int = 1,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> int:
     """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the config's own.
 
+    With `tp` ranks: on each of them, under `tp_plan` or else the plan of the config.
+
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
-    >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
-    33554432
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16), cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
+    (33554432, 16777216)
     """
     shapes = known_shapes(plan_layers(config), config)
-    check_positive(max_cache_len=max_cache_len, batch_size=batch_size)
-    own_dtype = config.get_text_config(decoder=True).dtype or config.dtype or torch.get_default_dtype()
+    check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
+    text_config = config.get_text_config(decoder=True)
+    plan = getattr(text_config, "base_model_tp_plan", None) if tp_plan is None else tp_plan
+    if (local := split_heads(shapes, plan or {}, tp)) is None:
+        raise ValueError(
+            f"The plan of {config.model_type!r} does not tell how tp={tp} ranks share the KV heads. Build "
+            "`StaticContiguousCache(config, max_cache_len)`: its `memory_bytes` tells after the first forward pass."
+        )
+    own_dtype = text_config.dtype or config.dtype or torch.get_default_dtype()
     dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
-    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in shapes])
+    return sum([shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in local])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
-    """The plans' shapes, or a `ValueError` where the config does not tell them."""
+    """The shapes of layers that have keys, or a `ValueError` where the config does not tell them."""
     shapes = [plan.shape for plan in plans if plan.shape is not None]
-    if len(shapes) < len(plans):
+    if len(shapes) < sum(plan.has_keys for plan in plans):
         raise ValueError(
             f"The config of {config.model_type!r} does not tell the number of KV heads or their dim. Build "
             "`StaticContiguousCache(config, max_cache_len)`, which learns them from the first forward pass."
@@ -102,19 +141,29 @@ def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[L
 
 
 def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[LayerShape] | None:
-    """The shapes on this rank, where tensor parallelism may have split the KV heads; None where that is not certain."""
-    if (ranks := getattr(model, "tp_size", None) or 1) == 1:
+    """The shapes on this rank; None, and a warning, where tensor parallelism splits KV heads in an unknown way."""
+    ranks = num_ranks(model)
+    if (local := split_heads(shapes, getattr(model, "tp_plan", None) or {}, ranks)) is None:
+        logger.warning(
+            f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are split: the first "
+            "forward pass allocates the cache, for its own batch size."
+        )
+    return local
+
+
+def split_heads(shapes: Sequence[LayerShape], plan: Mapping[str, str], ranks: int) -> list[LayerShape] | None:
+    """The shapes on one of `ranks` ranks under a tensor-parallel plan; None where the plan does not tell."""
+    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
+    if ranks == 1 or not plan or (styles and styles <= _WHOLE_STYLES):
         return list(shapes)
-    plan = getattr(model, "tp_plan", None) or {}
-    key_projections = ("k_proj", "qkv_proj", "query_key_value")  # the last two have queries and values as well
-    styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in key_projections}
-    if styles == {"colwise"} and all(shape.num_kv_heads % ranks == 0 for shape in shapes):
-        return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
-    logger.warning(
-        f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are split: the first forward "
-        "pass allocates the cache, for its own batch size."
-    )
-    return None
+    if styles != {"colwise"}:
+        return None
+    if uneven := [shape.num_kv_heads for shape in shapes if shape.num_kv_heads % ranks]:
+        raise ValueError(
+            f"{uneven[0]} KV heads cannot be split over tp_size={ranks} ranks: transformers would cut a head in two. "
+            "Use a number of ranks that divides them, or a plan that gives every rank all heads (docs/several-gpus.md)."
+        )
+    return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
 
 
 def check_positive(**sizes: int) -> None:
@@ -187,15 +236,17 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
     if latent_dim := getattr(layer_config, "kv_lora_rank", None):
         # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary part as values.
         return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
-    num_heads = getattr(layer_config, "num_attention_heads", None)
-    num_kv_heads = getattr(layer_config, "num_key_value_heads", None)
+    has_own = "sliding" in layer_type and hasattr(layer_config, "swa_head_dim")  # Inkling has both in one config
+    prefix, names = "swa_" if has_own else "", ("num_attention_heads", "num_key_value_heads", "head_dim")
+    num_heads, num_kv_heads, head_dim = (getattr(layer_config, f"{prefix}{name}", None) for name in names)
     if getattr(layer_config, "new_decoder_architecture", False):
         num_kv_heads = num_heads  # Falcon caches its KV heads repeated for every query head
     elif num_kv_heads is None:
         num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
     elif getattr(layer_config, "model_type", None) == "mimo_v2_flash" and layer_type == "sliding_attention":
         num_kv_heads *= 2
-    if (head_dim := getattr(layer_config, "head_dim", None)) is None and num_heads:
+    head_dim = head_dim or getattr(layer_config, "d_kv", None)  # T5's name for it
+    if head_dim is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
     if not num_kv_heads or not head_dim:
         return None
@@ -205,8 +256,6 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
 def _why_unserved(config: PreTrainedConfig) -> str | None:
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
-    if config.is_encoder_decoder:
-        return f"{config.model_type!r} is an encoder-decoder: it needs a cross-attention cache too. {_OWN_CACHE}"
     if name in _UNSERVED_TYPES:
         return f"{name!r} {_UNSERVED_TYPES[name]}"
     if name in _ENCODER_TYPES and not getattr(text_config, "is_decoder", False):
@@ -218,15 +267,14 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
         return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
         return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
-    unserved = set(getattr(text_config, "layer_types", None) or ()) - _SERVED_LAYER_TYPES
-    if stateful := sorted(unserved - {"mlp", "moe"}):  # these two keep nothing from token to token
+    types = set(getattr(text_config, "layer_types", None) or ("full_attention",))
+    if unknown := sorted(kind for kind in types if compat.kept_by(kind) == (False, False)):
         return (
-            f"{name!r} has layers of type {', '.join(stateful)}, whose state is not keys and values by position, or "
-            f"not these alone ({', '.join(sorted(_SERVED_LAYER_TYPES))} can be cached). {_OWN_CACHE}"
+            f"{name!r} has layers of type {', '.join(unknown)}, whose state is not keys and values by position, or "
+            f"not these alone. {_OWN_CACHE}"
         )
-    if unserved:
-        types = ", ".join(sorted(unserved))
-        return f"{name!r} has layers of type {types}, which have no keys and values to cache. {_OWN_CACHE}"
+    if not any(compat.kept_by(kind)[0] for kind in types):
+        return f"{name!r} has no layer with keys and values ({', '.join(sorted(types))}). {_OWN_CACHE}"
     if (num_shared := getattr(text_config, "num_kv_shared_layers", None) or 0) >= num_layers:
         return (
             f"All {num_layers} layers of {name!r} read the keys and values of another model and store none "
@@ -238,8 +286,8 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
 def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     """Refuse a capacity beyond a table of positions; log a warning for one beyond the trained positions."""
     text_config = config.get_text_config(decoder=True)
-    name, positions = text_config.model_type, getattr(text_config, "max_position_embeddings", None)
-    positions = positions or getattr(text_config, "max_seq_len", None)  # MPT's name for it
+    name, names = text_config.model_type, ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    positions = next(filter(None, (getattr(text_config, field, None) for field in names)), None)
     if not positions or max_cache_len <= positions:
         return
     if name in _POSITION_TABLE_TYPES:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
 from hf_static_kv.cache.prefixes import PrefixStore
+from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
 from hf_static_kv.cache.storage import free_bytes
 
@@ -53,7 +54,8 @@ class Lease:
             return 0
         length = min(known.shape[1], ids.shape[1], self.cache.seq_len)
         is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
-        return int(is_common.cumprod(dim=0).sum())
+        common = int(is_common.cumprod(dim=0).sum())
+        return 0 if self.cache.stateful_layers and common < self.cache.seq_len else common  # states cannot go back
 
 
 class CachePool:
@@ -64,6 +66,9 @@ class CachePool:
     the free memory of a GPU, or a quarter of the memory of the host. A call that may need more begins with less, and
     its cache grows as the tokens come. The least recently used of the free caches goes first. `store` has prefixes of
     earlier processes.
+
+    The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the others waiting. So
+    they agree once on the least of their bounds. All else follows from numbers that they share.
     """
 
     def __init__(
@@ -145,16 +150,16 @@ class CachePool:
 
     def _with_prefix(self, request: Request, content: Any) -> Lease | None:
         """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
-        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
-        if content is None or not alike:
+        if content is None:
             return None
+        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
         lengths = {lease: lease.common_prefix(request) for lease in alike}
-        lease = max(alike, key=lambda lease: lengths[lease])
-        cached = lease.cache.seq_len
-        if lengths[lease] == 0 or 2 * lengths[lease] < min(cached, request.prompt_length - 1):
+        lease = max(alike, key=lambda lease: lengths[lease], default=None)
+        length = least(request.model, 0 if lease is None else lengths[lease])
+        if lease is None or length == 0 or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1):
             return None  # two chats with the same beginning keep a cache each
-        lease.cache.crop(lengths[lease] - cached)
-        self.reused_tokens += lengths[lease]
+        lease.cache.crop(length - lease.cache.seq_len)
+        self.reused_tokens += length
         return lease
 
     def _free_lease(self, request: Request) -> Lease | None:
@@ -164,7 +169,7 @@ class CachePool:
             lease
             for lease in self.free
             if lease.kind == kind
-            and rows <= lease.cache.layers[0].max_batch_size
+            and rows <= lease.cache.kv_layers[0].max_batch_size
             and length <= lease.cache.max_cache_len
             and (lease.content is None or len(self.free) >= _MAX_FREE)
         ]
@@ -176,10 +181,12 @@ class CachePool:
     def _new_lease(self, request: Request) -> Lease:
         model, rows = request.model, len(request.input_ids)
         try:
-            token_bytes = cache_bytes(model.config, 1, rows, model.dtype)
+            token_bytes = cache_bytes(model.config, 1, rows, model.dtype, tp=num_ranks(model), tp_plan=model.tp_plan)
             refuse_missing_layers(model, len(plan_layers(model.config)))
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
+        if self.max_bytes is None and num_ranks(model) > 1:
+            self.max_bytes = least(model, self._bound(model.device))
         bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = min(1 << (needed - 1).bit_length(), max(0, bound // token_bytes))
@@ -200,7 +207,7 @@ class CachePool:
             return
         self.free.append(lease)
         has_grown = lease.num_bytes > lease.planned_bytes
-        bound = self._bound(lease.cache.layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
+        bound = self._bound(lease.cache.kv_layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
         self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:

@@ -20,6 +20,10 @@ from hf_static_kv import compat
 
 # Seen right in 5.22 and wrong in 5.17.
 _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
+PAIR_NEEDED = (
+    "The model is an encoder-decoder, which caches the keys of its encoder as well: pass "
+    "past_key_values=EncoderDecoderCache(cache, DynamicCache(config=model.config))."
+)
 CONTINUE_OR_RESET = "Call reset() before another sequence; to continue this one, pass the old tokens plus the new ones."
 
 
@@ -123,6 +127,8 @@ def check_request(request: Request, seq_len: int, max_cache_len: int | None, kno
             "Pass use_cache=True to `generate` (the model's own config may say False, for instance after gradient "
             "checkpointing), or leave `past_key_values` and `custom_generate` out."
         )
+    if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
+        raise ValueError(PAIR_NEEDED)
     if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
         raise ValueError("A model that trains with gradient checkpointing writes to no cache. Call model.eval() first.")
     new = request.input_ids.shape[1]

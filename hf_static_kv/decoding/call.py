@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from types import NoneType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +16,29 @@ from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAM
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
+from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.fingerprint import model_fingerprint
+from hf_static_kv.program.record import leaves
+
+# What a step gives to a model by itself, or has no use for.
+_OWN_INPUTS = {
+    "attention_mask", "cache_position", "input_ids", "inputs_embeds", "logits_to_keep", "past_key_values",
+    "position_ids", "use_cache",
+}  # fmt: skip
+_SETTINGS = (bool, int, float, str, NoneType)
 
 
 class NotCaptured(Exception):
     """Why a call falls back to transformers' loop."""
+
+
+class StepInputs(NamedTuple):
+    """What a model's own code gives to the step after the prompt, beside the token, the mask and the cache."""
+
+    position_ids: Tensor  # [B, 1], or [P, B, 1] where a position has P parts
+    settings: dict[str, Any]  # numbers, strings, and lists of them: a step is given the same
+    tensors: dict[str, Any]  # such as the sizes of images. A step is not given them, and must not need them
 
 
 @dataclass(eq=False)
@@ -44,6 +62,8 @@ class Call:
         self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
         self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
+        # What the model is given with the prompt, beside the tokens and the cache.
+        self.given = {k: v for k, v in self.model_kwargs.items() if v is not None and k != "past_key_values"}
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
         self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
 
@@ -83,8 +103,26 @@ class Call:
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve."""
         is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, self.cache.storage_groups[0].keys
-        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules)
+        states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
+        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules), states
         return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
+
+    @cached_property
+    def has_usual_positions(self) -> bool:
+        """Whether a table of angles as long as the cache has all positions of this call. Waits for the prompt."""
+        positions, length = self.step_inputs.position_ids, self.request.prompt_length
+        return bool(((positions >= 0) & (positions <= length)).all())
+
+    @property
+    def step_kind(self) -> tuple[Any, ...]:
+        """Equal for two calls whose steps the model is given the same. Known after the prompt."""
+        inputs = self.step_inputs
+        parts, settings = tuple(inputs.position_ids.shape[:-2]), repr(sorted(inputs.settings.items()))
+        return self.has_usual_positions, parts, settings, tuple(sorted(inputs.tensors))
+
+    def position_ids(self, length: int) -> Tensor:
+        """The positions [..., B, 1] that the model's own code gives to the token at `length`."""
+        return self.step_inputs.position_ids + (length - self.request.prompt_length)
 
     @property
     def ends(self) -> list[Tensor]:
@@ -104,7 +142,27 @@ class Call:
             raise NotCaptured(f"the model returned {kind_of(returned)} in place of the cache")
         if length != wanted:
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
+        self.step_inputs = self._step_inputs(outputs)
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def _step_inputs(self, outputs: Any) -> StepInputs:
+        """What transformers' loop would give to the model in the step after the prompt."""
+        ids, update = self.input_ids, compat.next_model_kwargs(self.model)
+        model_kwargs = update(outputs, {**self.model_kwargs}, is_encoder_decoder=False)
+        ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)  # the token itself does not matter
+        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        others = {key: value for key, value in inputs.items() if value is not None and key not in _OWN_INPUTS}
+        if unknown := [key for key, value in others.items() if not is_plain(value)]:
+            raise NotCaptured(f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step")
+        tensors = {k: v for k, v in others.items() if any(isinstance(leaf, Tensor) for leaf in leaves(v))}
+        settings = {key: value for key, value in others.items() if key not in tensors}
+        position_ids = inputs.get("position_ids")
+        if position_ids is None:
+            position_ids = self.cache.seq_len - self.seq_start[:, None]
+        if position_ids.ndim < 2 or position_ids.shape[-1] != 1:
+            raise NotCaptured(f"the positions of one token are {list(position_ids.shape)}")
+        position_ids = position_ids.expand(*position_ids.shape[:-2], len(ids), 1).to(self.device)
+        return StepInputs(position_ids, settings, tensors)
 
     def remember(self, ids: Tensor) -> None:
         """Tell the cache which tokens it holds, of `ids` [B, n] that begin with `input_ids`."""
@@ -125,6 +183,11 @@ class Call:
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
+
+
+def is_plain(value: object) -> bool:
+    """Whether a keyword of the model is made of tensors, numbers and strings. Any other object may have a state."""
+    return all(isinstance(leaf, (Tensor, *_SETTINGS)) for leaf in leaves(value))
 
 
 def kind_of(thing: object) -> str:

@@ -43,6 +43,7 @@ _Output = GenerateDecoderOnlyOutput | Tensor
 class _Failure(NamedTuple):
     reason: str  # why a step could not be captured
     attempts: int  # how often that was tried
+    given: frozenset[str]  # the keywords of the call
 
 
 class GraphDecoder:
@@ -107,12 +108,12 @@ class GraphDecoder:
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
-            before = call.cache.seq_len
+            before = call.cache.moment()
             try:
                 return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
-                call.cache.crop(before - call.cache.seq_len)
+                call.cache.return_to(before)
         self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
         return call.run_eagerly()
 
@@ -142,7 +143,8 @@ class GraphDecoder:
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
         steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
-        key = (selection and selection.kinds, selection is None, *call.fingerprint)
+        fingerprint = call.fingerprint  # first: the device computes the prompt meanwhile
+        key = (selection and selection.kinds, selection is None, call.step_kind, *fingerprint)
         known = steps.pop(key, None)
         if known is None:
             self._evict(steps)
@@ -158,7 +160,7 @@ class GraphDecoder:
 
     def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
-        devices = [call.device] if call.device.type == "cuda" else []
+        devices, before = [call.device] if call.device.type == "cuda" else [], call.cache.moment()
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
             with (
@@ -172,7 +174,9 @@ class GraphDecoder:
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
                 raise NotCaptured(reason) from error  # always tried again
-            return _Failure(reason, failed.attempts + 1 if failed else 1)
+            return _Failure(reason, failed.attempts + 1 if failed else 1, frozenset(call.given))
+        finally:
+            call.cache.return_to(before)
 
     def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
@@ -188,10 +192,13 @@ class GraphDecoder:
             return None
 
     def _verified_step(self, call: Call, selection: Selection | None, is_recorded: bool = False) -> DecodeStep:
-        what, at = (call.model, call.cache, len(call.seq_start)), (call.cache.seq_len, call.seq_start.to(call.device))
+        length, inputs = call.cache.seq_len, call.step_inputs
+        what = call.model, call.cache, len(call.seq_start), inputs.position_ids.shape[:-2], inputs.settings
+        at = length, call.seq_start.to(call.device), call.position_ids(length)
         step = DecodeStep(*what) if selection is None else SelectingStep(*what, selection.kinds)
         if is_recorded:
-            step.record(*at, call.own_attention == EXACT_ATTENTION_NAME, self.without)
+            without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
+            step.record(*at, is_exact=call.own_attention == EXACT_ATTENTION_NAME, without=without)
         if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
             step.capture(*at)
         verify(step, call)
@@ -212,8 +219,8 @@ class GraphDecoder:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache, {})
         # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
-        failures = {key[2:]: step for key, step in steps.items() if isinstance(step, _Failure)}
-        failure = failures.get(call.fingerprint) if failures else None
+        failures = {(step.given, key[3:]): step for key, step in steps.items() if isinstance(step, _Failure)}
+        failure = failures.get((frozenset(call.given), call.fingerprint)) if failures else None
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
     @property
@@ -242,7 +249,7 @@ class GraphDecoder:
 
 def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     """From the newest token to the last one, or until the cache is full."""
-    step.set_position(call.cache.seq_len, call.seq_start)
+    step.set_position(call.cache.seq_len, call.seq_start, call.position_ids(call.cache.seq_len))
     if isinstance(step, SelectingStep):
         _run_on_device(step, sampling, call)
         return

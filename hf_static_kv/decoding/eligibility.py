@@ -7,16 +7,10 @@ import torch
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
-from hf_static_kv.decoding.call import Call, kind_of
+from hf_static_kv.cache.ranks import is_part, num_ranks
+from hf_static_kv.decoding.call import Call, is_plain, kind_of
 from hf_static_kv.program.fingerprint import draws_random_numbers, type_without_address
 from hf_static_kv.program.rotary import frequencies_depend_on_length
-
-# What a prompt and a decode step of a text model need. Any other keyword (images, other positions) is unknown.
-_KNOWN_KEYWORDS = {
-    "attention_mask", "cache_position", "inputs_embeds", "logits_to_keep", "past_key_values", "position_ids",
-    "use_cache",
-}  # fmt: skip
-_MEDIA_WORDS = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "input_values")
 
 
 def fallback_reason(call: Call) -> str | None:
@@ -25,16 +19,13 @@ def fallback_reason(call: Call) -> str | None:
 
 
 def _unserved_request(call: Call) -> str | None:
-    given = {k for k, v in call.model_kwargs.items() if v is not None and not (isinstance(v, dict) and not v)}
-    unknown = sorted(given - _KNOWN_KEYWORDS)
     if not isinstance(call.cache, StaticContiguousCache):
         return call.why_no_cache or f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
     if call.config.output_attentions or call.config.output_hidden_states:
         return "attention weights or hidden states are asked for"
-    if media := [name for name in unknown if name.startswith(_MEDIA_WORDS)]:
-        return f"the prompt has images, video or audio ({', '.join(media)})"
-    if unknown:
-        return f"the model is given {', '.join(unknown)}"
+    for name, value in call.given.items():
+        if not is_plain(value):
+            return f"the model is given {name}, {kind_of(value)}, which may change while the prompt is read"
     return "synced_gpus is asked for" if call.request.synced_gpus else None
 
 
@@ -44,8 +35,10 @@ def _unserved_model(call: Call) -> str | None:
     name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in parameters})
     if draws_random_numbers(call.modules):
         return "the model is in train mode, where dropout draws random numbers"
-    if compat.prefill(model) is None:
+    if compat.prefill(model) is None or compat.next_model_kwargs(model) is None:
         return "this version of transformers has no prefill of its own to call"
+    if num_ranks(model) > 1 or any(map(is_part, parameters)):
+        return "the model is split over processes (tensor parallelism, FSDP), whose exchanges a step does not record"
     if "meta" in devices:
         return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
     if len(devices) > 1:
@@ -68,15 +61,11 @@ def _unserved_model(call: Call) -> str | None:
 
 
 def _unserved_prompt(call: Call) -> str | None:
-    windows = [plan.sliding_window for plan in plan_layers(call.model.config)]
-    if windows != [layer.sliding_window for layer in call.cache.layers]:
+    windows = [plan.sliding_window for plan in plan_layers(call.model.config) if plan.has_keys]
+    if windows != [layer.sliding_window for layer in call.cache.kv_layers]:
         return "the windows of the cache are not those of the model"
     if (mask := call.request.mask) is not None:
         position = torch.arange(mask.shape[1], device=mask.device)
         if bool((mask.bool() != (position >= call.seq_start[:, None])).any()):
             return "the attention mask has holes"
-    if (positions := call.model_kwargs.get("position_ids")) is not None:
-        last = call.request.past + call.input_ids.shape[1] - 1 - call.seq_start
-        if positions.ndim != 2 or not bool((positions[:, -1] == last).all()):
-            return "position_ids do not count from the first token"
     return None

@@ -33,7 +33,8 @@ class Sampling:
         is_watched = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
         is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
-        self.finished = StopFlag(deferred=is_known and not is_watched)
+        can_go_back = not call.cache.stateful_layers
+        self.finished = StopFlag(deferred=is_known and not is_watched and can_go_back)
         self.overrun = 0  # tokens selected after the end
         self.drawn: int | None = None  # of the generator, before the newest token
         self.scores: list[Tensor] = []

@@ -13,16 +13,19 @@ is sqrt(eps) times the largest logit, as half of its digits show every fault. In
 """
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
+from hf_static_kv.program.fingerprint import states_of_a_call
+from hf_static_kv.program.record import leaves
 from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
@@ -44,13 +47,13 @@ class Case(NamedTuple):
 
 def verify(step: DecodeStep, call: Call) -> None:
     """Raise where the step gives other logits than an ordinary pass. The cache is left as it was in any case."""
-    length, before = call.cache.seq_len, IS_VERIFICATION.set(True)
+    here, before = call.cache.moment(), IS_VERIFICATION.set(True)
     try:
-        for case in _cases(call, length):
+        for case in _cases(call, call.cache.seq_len):
             _verify(step, call, case)
     finally:
         IS_VERIFICATION.reset(before)
-        call.cache.crop(length - call.cache.seq_len)
+        call.cache.return_to(here)
 
 
 def _cases(call: Call, length: int) -> list[Case]:
@@ -59,7 +62,7 @@ def _cases(call: Call, length: int) -> list[Case]:
     if length:
         # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
         cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
-    for window in sorted({layer.sliding_window for layer in call.cache.layers if layer.sliding_window}):
+    for window in sorted({layer.sliding_window for layer in call.cache.kv_layers if layer.sliding_window}):
         position = max(length, min(window + _EDGE, call.cache.max_cache_len - 1))
         if position >= window:
             oldest = position - window + 1  # in the window
@@ -87,8 +90,10 @@ def _verify(step: DecodeStep, call: Call, case: Case) -> None:
 
 def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
-    step.set_position(case.position, case.seq_start)
+    here = call.cache.moment()
+    step.set_position(case.position, case.seq_start, call.position_ids(case.position))
     got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
+    call.cache.return_to(here)
     expected = _ordinary_logits(call, case, tokens)
     difference = _difference(got, expected)
     largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
@@ -111,15 +116,38 @@ def _difference(logits: Tensor, expected: Tensor) -> Tensor:
 
 def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
-    cache, length, seq_start = call.cache, call.cache.seq_len, case.seq_start[:, None]
+    cache, here, seq_start = call.cache, call.cache.moment(), case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
-    inputs = {"attention_mask": mask.long(), "position_ids": case.position - seq_start, "past_key_values": cache}
-    cache.mark_written(case.position - length)
+    inputs: dict[str, Any] = {"attention_mask": mask.long(), "position_ids": call.position_ids(case.position)}
+    inputs |= {"past_key_values": cache, "use_cache": True, **call.step_inputs.settings, **call.step_inputs.tensors}
+    cache.mark_written(case.position - cache.seq_len)
     # Without cuDNN, which would build a plan for this one call.
-    with attention_implementation(call.model, call.attention), without_cudnn():
-        outputs = call.model(input_ids=tokens[:, None], use_cache=True, **inputs)
-    cache.crop(length - cache.seq_len)  # `verify` does so after an exception
+    with attention_implementation(call.model, call.attention), without_cudnn(), _unread(call):
+        outputs = call.model(input_ids=tokens[:, None], **inputs)
+    cache.return_to(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
+
+
+def _unread(call: Call) -> AbstractContextManager[object]:
+    """Raises where a pass needs a tensor that belongs to this call alone: the step is used for other calls, too."""
+    names = {id(leaf): name for name, value in call.step_inputs.tensors.items() for leaf in leaves(value)}
+    names |= states_of_a_call(call.modules)
+    return _Unread(names) if names else nullcontext()
+
+
+class _Unread(TorchFunctionMode):
+    """Raises where an operation takes one of these tensors, which are named by their `id`."""
+
+    def __init__(self, names: dict[int, str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for leaf in leaves((args, kwargs)):
+            if isinstance(leaf, Tensor) and (name := self.names.get(id(leaf))) is not None:
+                raise RuntimeError(f"it needs {name}, which belongs to one call")
+        return func(*args, **kwargs)
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
@@ -74,6 +75,9 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
     if any(module.training for module in modules.values()):  # a new adapter is in training mode
         raise ValueError("exact is for inference: call model.eval() first.")
+    if any(map(is_part, model.parameters())):
+        split = "This model is split over processes (tensor parallelism, FSDP)"
+        raise ValueError(f"{split}, and exact has no batch-invariant sum over them. Load it on one device.")
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
     if frequencies_depend_on_length(model.config.get_text_config()):

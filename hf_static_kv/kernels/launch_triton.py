@@ -9,7 +9,7 @@ weights, may be read before the wait.
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache, partial
 from threading import Semaphore
@@ -44,18 +44,19 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 @contextmanager
 def compile_only() -> Iterator[None]:
     """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
-    token = _MODE.set("compile")
-    try:
-        with _CompileAndLoad(torch.cuda.current_device()) as pool, compat.parallel_compiling(pool):
-            yield
-    finally:
-        _MODE.reset(token)
+    compiler = _CompileAndLoad(torch.cuda.current_device())
+    with _mode("compile"), compiler as pool, compat.parallel_compiling(pool):
+        yield
+
+
+def skipped_launches() -> AbstractContextManager[None]:
+    """Inside the context nothing is launched: for a pass whose values nobody reads."""
+    return _mode("skip")
 
 
 @contextmanager
-def skipped_launches() -> Iterator[None]:
-    """Inside the context nothing is launched: for a pass whose values nobody reads."""
-    token = _MODE.set("skip")
+def _mode(name: str) -> Iterator[None]:
+    token = _MODE.set(name)
     try:
         yield
     finally:

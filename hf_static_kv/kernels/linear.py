@@ -2,7 +2,7 @@
 
     linears(x, [q, k, v], biases)           x q^T, x k^T, x v^T side by side in one output
     gated_linear(x, gate, up, activation)   activation(x gate^T) * (x up^T)
-    fused_linears(x, weights, biases, ...)  residual + activation(norm(x) w^T + b), side by side as in `linears`; gated:
+    fused_linears(x, layer)                 residual + activation(norm(x) w^T + b), side by side as in `linears`; gated:
                                             residual + activation(norm(x) gate^T + b_gate) * (norm(x) up^T + b_up)
 
     x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
@@ -17,6 +17,7 @@ With transposed weights (GPT-2) the norm is a kernel of its own, and a gated lay
 """
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,17 @@ from hf_static_kv.kernels.norm import Norm, norm_plain
 
 MAX_TOKENS, MAX_WEIGHTS = 16, 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+
+
+class Linear(NamedTuple):
+    """Linear layers with one input, and what `fused_linears` computes with them."""
+
+    weights: list[Tensor]  # [N_i, K]
+    biases: list[Tensor]  # as many, or none
+    norm: Norm | None = None  # an RMS norm of the input
+    activation: str = ""  # one of `ACTIVATIONS`, or none
+    is_gated: bool = False  # the weights are gate and up
+    residual: Any = None  # a tensor, added to the output; in a recorded pass the value that stands for it
 
 
 def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
@@ -47,9 +59,9 @@ def _are_contiguous(weights: Sequence[Tensor]) -> bool:
     return all(weight.is_contiguous() for weight in weights)
 
 
-def fuses(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
+def fuses(x: Tensor, layer: Linear) -> bool:
     """Whether `fused_linears` of these runs in a kernel: one token, and what `is_supported` says."""
-    return x.numel() == x.shape[-1] and is_supported(x, weights, is_gated)
+    return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -118,38 +130,21 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")
 
 
-def fused_linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    *,
-    norm: Norm | None = None,
-    activation: str = "",
-    is_gated: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
+def fused_linears(x: Tensor, layer: Linear) -> Tensor:
     """Linear layers with the RMS norm before them, and the activation and the sum after them."""
-    check_fused(x, weights, biases, norm, activation, is_gated, residual)
-    if not fuses(x, weights, is_gated):
-        return fused_linears_plain(x, weights, biases, norm, activation, is_gated, residual)
-    if norm is not None and not _are_contiguous(weights):
-        x, norm = norms.norm(x, norm), None
+    check_fused(x, layer)
+    if not fuses(x, layer):
+        return fused_linears_plain(x, layer)
+    if layer.norm is not None and not _are_contiguous(layer.weights):
+        x, layer = norms.norm(x, layer.norm), layer._replace(norm=None)
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
-    parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
-    return fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+    return fused_linears_triton(x, *layer)
 
 
-def check_fused(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    norm: Norm | None,
-    activation: str,
-    is_gated: bool,
-    residual: Tensor | None,
-) -> None:
+def check_fused(x: Tensor, layer: Linear) -> None:
     """Raise ValueError where activation, norm, shapes or dtypes do not fit."""
+    weights, biases, norm, activation, is_gated, residual = layer
     if activation not in ("", *ACTIVATIONS):
         raise ValueError(f"activation must be empty or one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
     check_linears(x, weights, biases)
@@ -160,7 +155,7 @@ def check_fused(
         raise ValueError(f"biases {[tuple(bias.shape) for bias in biases]} and weights of {sizes} rows do not fit.")
     if norm is not None and tuple(norm.weight.shape) != x.shape[-1:]:
         raise ValueError(f"x {tuple(x.shape)} and norm {tuple(norm.weight.shape)} do not fit: [..., K] and [K].")
-    if norm is not None and (norm.style.is_centred):
+    if norm is not None and norm.style.is_centred:
         raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
@@ -168,15 +163,8 @@ def check_fused(
         raise ValueError(f"residual must be as the output, {tuple(shape)} {x.dtype}, got {got}.")
 
 
-def fused_linears_plain(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor],
-    norm: Norm | None,
-    activation: str,
-    is_gated: bool,
-    residual: Tensor | None,
-) -> Tensor:
+def fused_linears_plain(x: Tensor, layer: Linear) -> Tensor:
+    weights, biases, norm, activation, is_gated, residual = layer
     if norm is not None:
         x = norm_plain(x, norm)
     y = linears_plain(x, weights, biases)

@@ -25,6 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
+from hf_static_kv.kernels.norm_triton import TritonNorm
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
 _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
@@ -215,19 +216,22 @@ def activate(x, ACTIVATION: tl.constexpr):
 
 def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
     """`linears`, or with an activation `gated_linear` of the weights gate and up."""
-    return fused_linears_triton(x, weights, biases, None, activation, bool(activation), None)
+    return fused_linears_triton(x, weights, biases, activation=activation, is_gated=bool(activation))
 
 
 def fused_linears_triton(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
-    norm: tuple[Tensor, float, float] | None,
-    activation: str,
-    is_gated: bool,
-    residual: Tensor | None,
+    norm: TritonNorm | None = None,
+    activation: str = "",
+    is_gated: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linears` of one token; weights are all contiguous or all transposed. `norm`: weight, eps, offset."""
+    """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their order.
+
+    Weights are all contiguous or all transposed.
+    """
     if not all(weight.is_contiguous() for weight in weights):
         if norm is not None or is_gated:
             raise ValueError("Transposed weights are multiplied without norm and without gate: run these apart.")
@@ -235,7 +239,7 @@ def fused_linears_triton(
     x, dim = x.contiguous(), x.shape[-1]
     sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    norm_weight, eps, offset = norm or (x, 0.0, 0.0)
+    norm_weight, eps, (offset, _, _), _ = norm or (x, 0.0, (0.0, False, False), None)
     tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
         _linears, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y, norm_weight.contiguous(),

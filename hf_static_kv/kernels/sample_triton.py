@@ -85,9 +85,6 @@ def _key(score):
     """An integer that is larger where the score is."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    """An integer that is larger where the score is, and equal where it is equal: 0.0 and -0.0 have the key 0."""
-    bits = score.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, _LOWEST - bits, bits)
 
 
 @triton.jit

@@ -2,10 +2,10 @@
 
 advance          the inputs, by one position
     cache_position = cache_position + 1
-    position_ids   = cache_position - seq_start
+    position_ids   = position_ids + 1
     spans          = seq_start, max(seq_start, end - window), end      where end = cache_position + 1
 
-    cache_position: [1]   seq_start: [B, 1]   windows: [L]   spans: [B, L, 3]   position_ids: [B, 1]   all int64
+    cache_position: [1]   seq_start: [B, 1]   windows: [L]   spans: [B, L, 3]   position_ids: [..., B, 1]   all int64
 
 write_token      the keys and values of one token, in the storage of a layer
     keys[:, :, cache_position] = key_states      values[:, :, cache_position] = value_states
@@ -44,7 +44,7 @@ def advance_plain(
     spans[..., 0] = seq_start
     spans[..., 1] = torch.maximum(seq_start, end - windows)
     spans[..., 2] = end
-    position_ids.copy_(cache_position - seq_start)
+    position_ids += 1
 
 
 @torch.library.custom_op("hf_static_kv::write_token", mutates_args=("keys", "values"))

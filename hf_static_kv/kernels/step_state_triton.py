@@ -12,16 +12,17 @@ _NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multipro
 
 @triton.jit
 def _advance(
-    cache_position, seq_start, windows, spans, position_ids, spans_b, spans_l, B, L,
-    TILE_B: tl.constexpr, TILE_L: tl.constexpr, PDL: tl.constexpr,
+    cache_position, seq_start, windows, spans, position_ids, spans_b, spans_l, B, L, N,
+    TILE_B: tl.constexpr, TILE_L: tl.constexpr, TILE_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_sync(PDL)
-    position = tl.load(cache_position) + 1
-    tl.debug_barrier()  # all threads have read it before one writes it
+    position, n = tl.load(cache_position) + 1, tl.arange(0, TILE_N)
+    ids = tl.load(position_ids + n, mask=n < N, other=0) + 1
+    tl.debug_barrier()  # all threads have read them before one writes them
     tl.store(cache_position, position)
+    tl.store(position_ids + n, ids, mask=n < N)
     b, layer = tl.arange(0, TILE_B), tl.arange(0, TILE_L)
     start = tl.load(seq_start + b, mask=b < B, other=0)
-    tl.store(position_ids + b, position - start, mask=b < B)
     window = tl.load(windows + layer, mask=layer < L, other=0)
     mask = (b[:, None] < B) & (layer[None, :] < L)
     span = spans + b[:, None] * spans_b + layer[None, :] * spans_l
@@ -38,7 +39,8 @@ def advance_triton(
         raise ValueError("advance needs spans whose last dim has stride 1.")
     launch(
         _advance, (1,), cache_position, seq_start, windows, spans, position_ids, *spans.stride()[:2], batch, layers,
-        TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers), num_warps=4,
+        position_ids.numel(), TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers),
+        TILE_N=triton.next_power_of_2(position_ids.numel()), num_warps=4,
     )  # fmt: skip
 
 

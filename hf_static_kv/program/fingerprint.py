@@ -22,7 +22,9 @@ _SETTINGS = (bool, int, float, str)
 
 def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
     """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
-    return _fingerprint(model, modules, [keys, *_tensors(modules)], is_exact)
+    states = states_of_a_call(modules)
+    tensors = [tensor for tensor in _tensors(modules) if id(tensor) not in states]
+    return _fingerprint(model, modules, [keys, *tensors], is_exact)
 
 
 def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:
@@ -56,6 +58,12 @@ def _tensors(modules: Sequence[Module]) -> list[Tensor]:
         tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
     return [part for tensor in tensors for part in unwrapped(tensor)]
+
+
+def states_of_a_call(modules: Sequence[Module]) -> dict[int, str]:
+    """Tensors that whole models keep as plain attributes, names by `id`: what a call leaves there (`rope_deltas`)."""
+    models = [module.__dict__ for module in modules if isinstance(module, PreTrainedModel)]
+    return {id(own): name for names in models for name, own in names.items() if isinstance(own, Tensor)}
 
 
 @torch.no_grad()

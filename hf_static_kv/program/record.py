@@ -78,6 +78,10 @@ class Program:
     def __iter__(self) -> Iterator[Call]:
         return iter([self.calls[order] for order in sorted(self.calls)])
 
+    def calls_of(self, *functions: Callable[..., Any]) -> list[Call]:
+        """The calls of these functions, in their order."""
+        return [call for call in self if call.func in functions]
+
     def maker(self, value: object) -> Call | None:
         """The call that gives this value; None for a tensor from outside."""
         return self.made_by.get(value) if isinstance(value, Value) else None

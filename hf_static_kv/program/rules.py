@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, fused_linears, gated_linear, linears
+from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, Linear, fused_linears, gated_linear, linears
 from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.linears import activated
@@ -64,8 +64,8 @@ def angles_from_table(program: Program) -> None:
     """
     cos, sin = angles(position_ids)         ->   cos, sin = lookup(position_ids, table)
     """
-    lengths = {call.args[0].shape[2] for call in program if call.func is _WRITE_TOKEN}
-    for call in [call for call in program if call.func is angles and len(lengths) == 1]:
+    lengths = {call.args[0].shape[2] for call in program.calls_of(_WRITE_TOKEN)}
+    for call in program.calls_of(angles) if len(lengths) == 1 else []:
         positions, x, *others = call.args
         if len(positions.shape) == 2:
             like = None if x is None else torch.empty(1, dtype=x.dtype, device=x.device)
@@ -80,12 +80,19 @@ def transpose_first(program: Program) -> None:
     """
     y = transpose(norm(x), 1, 2)            ->   y = norm(transpose(x, 1, 2))        next to the rotation of y
     """
-    for call in program:
-        before = program.maker(call.args[0]) if call.func is Tensor.transpose and call.args[1:] == (1, 2) else None
-        if before is not None and before.func is norm and program.only_user(call.args[0]) is call:
-            (x, its_norm), between = before.args, call.args[0]
+    for call in program.calls_of(Tensor.transpose):
+        between = call.args[0]
+        before = _own_norm(program, between, call)
+        if before is not None and call.args[1:] == (1, 2):
+            x, its_norm = before.args
             before.func, before.args, call.func, call.args = call.func, (x, 1, 2), norm, (between, its_norm)
             between.shape = call.results[0].shape  # type: ignore[union-attr]
+
+
+def _own_norm(program: Program, x: Any, user: Call) -> Call | None:
+    """The norm that gives x, where no other call takes x."""
+    before = program.maker(x)
+    return before if before is not None and before.func is norm and program.only_user(x) is user else None
 
 
 @rule(keeps_bits=True)
@@ -95,48 +102,30 @@ def write_rotated(program: Program) -> None:
     q, k = rotary(q, k, cos, sin)
     write_token(storage, k, v, position)
     """
-    for call in [call for call in program if call.func is _WRITE_TOKEN]:
+    for call in program.calls_of(_WRITE_TOKEN):
         keys, values, rotated_key, value, position = call.args
         rotation = program.maker(rotated_key)
         if rotation is None or rotation.func is not rotary or rotated_key is not rotation.results[1]:
             continue
-        parts, states, norms = [rotation, call], [], []
-        for x in rotation.args[:2]:
-            before = program.maker(x)
-            is_normed = before is not None and before.func is norm and program.only_user(x) is rotation
-            parts += [before] if before is not None and is_normed else []
-            states.append(before.args[0] if before is not None and is_normed else x)
-            norms.append(before.args[1] if before is not None and is_normed else None)
+        before = [_own_norm(program, x, rotation) for x in rotation.args[:2]]
+        states = [one.args[0] if one else x for x, one in zip(rotation.args[:2], before, strict=True)]
+        norms = [one.args[1] if one else None for one in before]
         arguments = *states, value, *rotation.args[2:], keys, values, position, *norms
+        parts = [rotation, call, *filter(None, before)]
         program.fuse(parts, rotate_and_write, *arguments, results=rotation.results[:1])
 
 
 # --- linear layers
 
 
-class Linear(NamedTuple):
-    """Linear layers with one input, and what is computed with them.
-
-    y = residual + activation(norm(x) W^T + b)      gated: residual + activation(norm(x) gate^T) * (norm(x) up^T)
-    """
-
-    weights: list[Tensor]  # [N_i, K]
-    biases: list[Tensor]  # as many, or none
-    norm: Norm | None = None
-    activation: str = ""
-    is_gated: bool = False
-    residual: Any = None
-
-
 def run_linear(x: Tensor, layer: Linear) -> Any:
     """The output; where several weights share the input, a tuple of outputs."""
-    weights, biases, norm_before, activation_after, is_gated, to_add = layer
-    if norm_before is None and to_add is None and (is_gated or not activation_after):  # as inside `exact`
-        y = gated_linear(x, *weights, activation_after) if is_gated else linears(x, weights, biases)
+    weights = layer.weights
+    if layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation):  # as inside `exact`
+        y = gated_linear(x, *weights, layer.activation) if layer.is_gated else linears(x, weights, layer.biases)
     else:
-        around = {"norm": norm_before, "activation": activation_after, "is_gated": is_gated, "residual": to_add}
-        y = fused_linears(x, weights, biases, **around)
-    return y if is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
+        y = fused_linears(x, layer)
+    return y if layer.is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
 
 
 class Found(NamedTuple):
@@ -172,12 +161,11 @@ def few_tokens(program: Program) -> None:
     """
     y = linear(x, w, b)                     ->   y = run_linear(x, [w], [b])
     """
-    for call in program:
-        if call.func is F.linear and not call.kwargs:
-            x, weight, bias = (*call.args, None)[:3]
-            if _is_plain(x, weight, bias):
-                layer = Linear([weight], [] if bias is None else [bias])
-                program.fuse([call], run_linear, x, layer, results=call.results)
+    for call in [call for call in program.calls_of(F.linear) if not call.kwargs]:
+        x, weight, bias = (*call.args, None)[:3]
+        if _is_plain(x, weight, bias):
+            layer = Linear([weight], [] if bias is None else [bias])
+            program.fuse([call], run_linear, x, layer, results=call.results)
 
 
 @rule(keeps_bits=False)
@@ -185,7 +173,7 @@ def conv1d(program: Program) -> None:
     """
     y = view(addmm(b, view(x), w))          ->   y = run_linear(x, [w^T], [b])       (GPT-2's Conv1D)
     """
-    for call in [call for call in program if call.func is torch.addmm and not call.kwargs]:
+    for call in [call for call in program.calls_of(torch.addmm) if not call.kwargs]:
         bias, x, weight = call.args
         before, after = program.maker(x), program.only_user(call.results[0])
         if before is None or after is None or not (before.func is after.func is Tensor.view):
@@ -220,7 +208,7 @@ def gate(program: Program) -> None:
     g, u = run_linear(x, [gate]), run_linear(x, [up])   ->   y = run_linear(x, [gate, up], activation, is_gated)
     y = activation(g) * u
     """
-    for call in [call for call in program if call.func in _PRODUCTS and len(call.args) == 2]:
+    for call in [call for call in program.calls_of(*_PRODUCTS) if len(call.args) == 2]:
         for active, up in (call.args, call.args[::-1]):
             activates = program.maker(active)
             if activates is None or not (name := _activation(activates)):
@@ -320,7 +308,7 @@ def layer_norm(program: Program) -> None:
     y = layer_norm(x, [D], weight, bias)    ->   y = norm(x, norm)
     """
     names = ("input", "normalized_shape", "weight", "bias", "eps")
-    for call in [call for call in program if call.func is F.layer_norm]:
+    for call in program.calls_of(F.layer_norm):
         given = {"bias": None, "eps": 1e-5, **dict(zip(names, call.args, strict=False)), **call.kwargs}
         x, weight = given["input"], given.get("weight")
         if len(given["normalized_shape"]) == 1 and weight is not None and weight.dtype == x.dtype:
@@ -337,7 +325,7 @@ def norm_of_sum(program: Program) -> None:
     h = x + inner(y)                        ->   h, z = add_norm(x, y, norm, inner)               (Gemma)
     z = norm(h)
     """
-    for call in [call for call in program if call.func is norm]:
+    for call in program.calls_of(norm):
         h, its_norm = call.args
         total, results = program.maker(h), [h, *call.results]
         if total is None or not _is_sum(total) or its_norm.weight.dtype != h.dtype:
@@ -358,7 +346,7 @@ def norm_before(program: Program) -> None:
 
     Every program of the linear layer computes the norm again: with many of them a launch of its own is faster.
     """
-    for call in [call for call in program if call.func is norm]:
+    for call in program.calls_of(norm):
         found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
         if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
             continue

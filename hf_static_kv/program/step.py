@@ -10,7 +10,7 @@ cache_position, position_ids, spans      advance on the device: the host changes
 
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from threading import Lock, get_ident
@@ -46,31 +46,43 @@ _SYNC_WARNING = "called a synchronizing CUDA operation"
 class DecodeStep:
     """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
 
-    Holds the cache's storage and not the cache, whose length the caller moves.
+    Holds the cache's storage and not the cache, whose length the caller moves. Where a position has several parts,
+    `parts` are the leading dims of `position_ids`, as [3] for [3, B, 1]; `settings` are further keywords of the model.
     """
 
-    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: StaticContiguousCache,
+        batch_size: int,
+        parts: Sequence[int] = (),
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         if len(cache.storage_groups) > 1:
             raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
         self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
-        device, storage, unlimited = cache.layers[0].device, cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
-        self.windows = torch.tensor([layer.sliding_window or unlimited for layer in cache.layers], device=device)  # [L]
+        storage, unlimited = cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
+        keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
+        windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
+        self.windows = torch.tensor(windows, device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.seq_start, self.position_ids = torch.zeros_like(self.token), torch.zeros_like(self.token)
+        self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
         # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
-        self.spans = self.token.new_zeros(batch_size, len(cache.layers), 4)[..., :3]
+        self.spans = self.token.new_zeros(batch_size, len(windows), 4)[..., :3]
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
         self._storage = weakref.ref(storage)  # a cache that grows replaces it
-        self.layers = [
-            StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, i])
-            for i, (keys, values) in enumerate(zip(storage.keys, storage.values, strict=True))
-        ]
-        self.cache = _StepCache(self.cache_position, cache.max_cache_len)
+        pairs = zip(storage.keys, storage.values, strict=True)
+        self.layers = {
+            i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
+            for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
+        }
+        self.cache = _StepCache(self.cache_position, cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
+        self._settings = dict(settings or {})
 
     @property
     def is_orphan(self) -> bool:
@@ -92,12 +104,16 @@ class DecodeStep:
         """Whether it runs a program, not the model itself."""
         return self in _PROGRAMS.get(self.model, ())
 
-    def set_position(self, length: int, seq_start: Tensor) -> None:
-        """The next token has position `length`; the sequence of batch row b begins at `seq_start[b]`."""
+    def set_position(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
+        """The next token is at `length`; the sequence of batch row b begins at `seq_start[b]`.
+
+        The model is told that its position is `position_ids` [..., B, 1], by default the distance from the beginning.
+        """
         if length >= self.max_cache_len:
             raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
+        self.position_ids.copy_((length - seq_start[:, None] if position_ids is None else position_ids) - 1)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
@@ -110,10 +126,18 @@ class DecodeStep:
         self.graph.replay()
         return self.logits
 
-    def record(self, length: int, seq_start: Tensor, is_exact: bool = False, without: Collection[str] = ()) -> None:
+    def record(
+        self,
+        length: int,
+        seq_start: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        is_exact: bool = False,
+        without: Collection[str] = (),
+    ) -> None:
         """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip."""
         model = self.model
-        self.set_position(length, seq_start)
+        self.set_position(length, seq_start, position_ids)
         self._advance()  # the pass writes at position `length`
         with ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
@@ -129,38 +153,39 @@ class DecodeStep:
         program = recorder.program(logits)
         with pass_context(model):
             rewrite(program, without, keeps_bits=is_exact)
-        self._tables = [call.args[1] for call in program if call.func is lookup]
+        self._tables = [call.args[1] for call in program.calls_of(lookup)]
         _PROGRAMS.setdefault(model, WeakKeyDictionary())[self] = program.compiled()
 
-    def capture(self, length: int, seq_start: Tensor) -> None:
+    def capture(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
         """Capture the step as a graph. The first `run` overwrites position `length`."""
         wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
+        at = length, seq_start, position_ids
         with _CAPTURING, torch.cuda.device(self.token.device):
             with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
-                self._run_once(length, seq_start)
-            self._warm_up(length, seq_start)
-            self.set_position(length, seq_start)
+                self._run_once(*at)
+            self._warm_up(*at)
+            self.set_position(*at)
             # `stream`: a failed capture leaves its own one current. "thread_local": other threads may use the device.
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
             with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
 
-    def _run_once(self, length: int, seq_start: Tensor) -> None:
-        self.set_position(length, seq_start)
+    def _run_once(self, *at: Any) -> None:
+        self.set_position(*at)
         self._forward()
 
-    def _warm_up(self, length: int, seq_start: Tensor) -> None:
+    def _warm_up(self, *at: Any) -> None:
         """Two passes before the capture: they compile kernels and let libraries allocate."""
         stream = _side_stream(self.token.device)
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
-                self._run_once(length, seq_start)
+                self._run_once(*at)
                 with _no_synchronization():  # in a capture, one leaves the allocator unusable for the whole process
-                    self._run_once(length, seq_start)
+                    self._run_once(*at)
         finally:  # a failed step is freed, and what runs next gets the memory that its kernels write
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -180,10 +205,11 @@ class DecodeStep:
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
-        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i < len(self.layers)}
+        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
         with replaced("layer_idx", layers):
-            return self.model(**inputs, past_key_values=self.cache, use_cache=True).logits[:, -1]  # type: ignore[no-any-return]
+            outputs = self.model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
+        return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
 
 @cache
@@ -201,9 +227,15 @@ class SelectingStep(DecodeStep):
     MAX_EOS = 16
 
     def __init__(
-        self, model: PreTrainedModel, cache: StaticContiguousCache, batch_size: int, kinds: Kinds | None = None
+        self,
+        model: PreTrainedModel,
+        cache: StaticContiguousCache,
+        batch_size: int,
+        parts: Sequence[int] = (),
+        settings: Mapping[str, Any] | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
-        super().__init__(model, cache, batch_size)
+        super().__init__(model, cache, batch_size, parts, settings)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position more.
             sequences=self.token.new_zeros(batch_size, cache.max_cache_len + 1),
@@ -281,16 +313,19 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    A graph holds no length: `get_seq_length` is 0. Verification refuses a model whose logits depend on it.
+    Recurrent states are those of the cache, which change in place. A graph holds no length: `get_seq_length` is 0.
+    Verification refuses a model whose logits depend on it.
     """
 
-    def __init__(self, cache_position: Tensor, max_cache_len: int) -> None:
-        super().__init__(layers=[])
-        self.cache_position, self.capacity = cache_position, max_cache_len
+    def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
+        super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
+        self.cache_position, self.capacity = cache_position, cache.max_cache_len
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        if not isinstance(layer_idx, StepLayer):
+            raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
         write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
         return layer_idx.keys, layer_idx.values
 

@@ -4,12 +4,11 @@ import pytest
 import torch
 from transformers import (
     AutoConfig,
-    BartConfig,
     GPT2Config,
     LlamaConfig,
     Mamba2Config,
     MllamaConfig,
-    Qwen3NextConfig,
+    WhisperConfig,
 )
 
 from hf_static_kv import StaticContiguousCache, StaticContiguousLayer, cache_bytes
@@ -115,9 +114,8 @@ BAD_CONSTRUCTION = {
         r"batch_size.*got -1",
     ),
     "bytes of no room": (lambda: cache_bytes(LlamaConfig(), -5), r"max_cache_len.*got -5"),
-    "an encoder-decoder": (lambda: StaticContiguousCache(BartConfig(), 8), r"'bart' is an encoder-decoder"),
+    "positions of a decoder": (lambda: StaticContiguousCache(WhisperConfig(), 449), r"positions 0 to 447.*<= 448"),
     "a recurrent model": (lambda: StaticContiguousCache(Mamba2Config(), 8), r"'mamba2'.*linear_attention"),
-    "a hybrid model": (lambda: StaticContiguousCache(Qwen3NextConfig(), 8), r"'qwen3_next'.*linear_attention"),
     "RWKV": (lambda: StaticContiguousCache(AutoConfig.for_model("rwkv"), 8), r"'rwkv' keeps a recurrent"),
     "cross-attention": (lambda: StaticContiguousCache(MllamaConfig(), 8), r"cross-attention"),
     "learned positions": (lambda: StaticContiguousCache(GPT2Config(), 1025), r"positions 0 to 1023.*<= 1024"),

@@ -1,7 +1,5 @@
 """What is read from a config: windows, shapes, bytes. The numbers of the dev models are their published ones."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +20,7 @@ from hf_static_kv import StaticContiguousCache, cache_bytes
 from hf_static_kv.cache.layout import local_shapes, missing_layers, plan_layers
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.testing import dev_config
-from tests.conftest import ARCHITECTURES, tiny_model, toy_model
+from tests.conftest import ARCHITECTURES, tiny_model, toy_config, toy_model
 
 LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"))
 
@@ -338,19 +336,22 @@ def test_the_edit_for_a_cut_model_works(build):
 # --- tensor parallelism: every rank has a part of the KV heads
 
 
-COLWISE = {"model.layers.*.self_attn.k_proj": "colwise"}
+def plan_of(style, module="k_proj"):
+    return {f"model.layers.*.self_attn.{module}": style, "model.layers.*.mlp.up_proj": "colwise"}
 
 
 @pytest.mark.parametrize(
     ("ranks", "plan", "heads"),
     [
-        (None, COLWISE, 4),
-        (1, COLWISE, 4),
-        (2, COLWISE, 2),
-        (4, {"model.layers.*.self_attn.qkv_proj": "colwise"}, 1),
-        (3, COLWISE, None),
-        (2, {"model.layers.*.self_attn.k_proj": "colwise_gather_output"}, None),
-        (2, {}, None),
+        (None, plan_of("colwise"), 4),
+        (1, plan_of("colwise"), 4),
+        (2, plan_of("colwise"), 2),
+        (4, plan_of("colwise", "qkv_proj"), 1),
+        (2, plan_of("colwise_gather_output"), 4),
+        (3, plan_of("mla_kv_a_proj", "kv_a_proj_with_mqa"), 4),  # one latent, which all ranks hold
+        (2, {}, 4),
+        (2, plan_of("a style of its own"), None),
+        (2, plan_of("colwise", "an unknown projection"), None),
     ],
 )
 def test_the_kv_heads_of_one_rank(ranks, plan, heads):
@@ -362,6 +363,7 @@ def test_the_kv_heads_of_one_rank(ranks, plan, heads):
 def test_where_the_heads_of_a_rank_are_not_certain_the_first_pass_allocates(monkeypatch, caplog):
     model = toy_model("llama")
     monkeypatch.setattr(model, "_tp_size", 3)
+    monkeypatch.setattr(model, "_tp_plan", plan_of("a style of its own"))
     cache = StaticContiguousCache.from_model(model, 16)
     assert cache.memory_bytes == 0
     assert "tp_size=3" in caplog.text
@@ -370,26 +372,20 @@ def test_where_the_heads_of_a_rank_are_not_certain_the_first_pass_allocates(monk
     assert cache.memory_bytes == cache_bytes(model.config, 16, dtype=torch.float32)
 
 
-TWO_RANKS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-from transformers.distributed import DistributedConfig
-from hf_static_kv import StaticContiguousCache
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(tp_size=2)).eval()
-cache = StaticContiguousCache.from_model(model, 16)
-assert [layer.shape.num_kv_heads for layer in cache.layers] == [1, 1]
-ids = torch.tensor([[5, 6, 7]])
-options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-tokens = model.generate(ids, past_key_values=cache, **options)
-assert torch.equal(tokens, model.generate(ids, use_cache=False, **options))
-torch.distributed.destroy_process_group()
-"""
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "olmo2", "gpt2"])
+def test_bytes_of_one_rank(name):
+    """From the plan of the config: olmo2's gives all heads to every rank, gpt2 has none."""
+    config = toy_config(name) if name == "gpt2" else toy_config(name, num_key_value_heads=4)
+    parts = 1 if name in ("olmo2", "gpt2") else 4
+    assert cache_bytes(config, 16, tp=4) == cache_bytes(config, 16) // parts
 
 
-@pytest.mark.slow
-def test_two_ranks_with_half_the_kv_heads_each(tmp_path):
-    toy_model("llama").save_pretrained(tmp_path / "model")
-    (tmp_path / "two_ranks.py").write_text(TWO_RANKS)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run([*launch, tmp_path / "two_ranks.py", tmp_path / "model"], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def test_bytes_that_cannot_be_told():
+    config = toy_config("llama")
+    with pytest.raises(ValueError, match="2 KV heads cannot be split over tp_size=4 ranks"):
+        cache_bytes(config, 16, tp=4)
+    assert cache_bytes(config, 16, tp=4, tp_plan=plan_of("colwise_gather_output")) == cache_bytes(config, 16)
+    with pytest.raises(ValueError, match="does not tell how tp=2 ranks share"):
+        cache_bytes(config, 16, tp=2, tp_plan=plan_of("a style of its own"))
+    with pytest.raises(ValueError, match="tp must be a positive int, got 0"):
+        cache_bytes(config, 16, tp=0)

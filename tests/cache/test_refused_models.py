@@ -24,16 +24,19 @@ REFUSED = {
     ),
     "bert": (lambda: CONFIG_MAPPING["bert"](), r"'bert' is an encoder.*is_decoder=True"),
     "roberta": (lambda: CONFIG_MAPPING["roberta"](), r"'roberta' is an encoder.*is_decoder=True"),
-    "nemotron_h": (lambda: CONFIG_MAPPING["nemotron_h"](), r"'nemotron_h' has layers of type linear_attention, whose"),
-    "nemotron_h without mamba": (
-        lambda: CONFIG_MAPPING["nemotron_h"](layer_types=["full_attention", "mlp"]),
-        r"'nemotron_h' has layers of type mlp, which have no keys and values",
+    "minimax": (lambda: CONFIG_MAPPING["minimax"](), r"'minimax' takes a cache of its own kind only.*`generate` then"),
+    "mamba": (lambda: CONFIG_MAPPING["mamba"](), r"'mamba' has no layer with keys and values \(linear_attention\)"),
+    "deepseek_v4": (
+        lambda: CONFIG_MAPPING["deepseek_v4"](),
+        r"'deepseek_v4' has layers of type compressed_sparse_attention, heavily_compressed_attention, whose state",
     ),
-    "an encoder as an encoder-decoder's decoder": (
-        lambda: CONFIG_MAPPING["vision-encoder-decoder"].from_encoder_decoder_configs(
-            CONFIG_MAPPING["vit"](), CONFIG_MAPPING["bert"](is_decoder=False)
-        ),
-        r"'vision-encoder-decoder' is an encoder-decoder.*Leave `past_key_values` out: `generate` then builds",
+    "mllama": (
+        lambda: CONFIG_MAPPING["mllama"](),
+        r"Layers \[3, .*\] of 'mllama_text_model' are cross-attention.*Leave `past_key_values` out: `generate`",
+    ),
+    "an encoder-decoder that is refused": (
+        lambda: CONFIG_MAPPING["prophetnet"](),
+        r"'prophetnet' computes other logits with a cache",
     ),
     "blt": (lambda: CONFIG_MAPPING["blt"](), r"'blt' keeps the keys of its byte encoder and .* decoder in two caches"),
 }

@@ -303,6 +303,18 @@ class TestReuse:
         run(model, decoder=decoder, cache=cache, max_new_tokens=3)
         assert list(decoder._steps[cache])[-1] == oldest  # known, and the newest now
 
+    @pytest.mark.parametrize("first", [40, -20])
+    def test_positions_of_ones_own(self, first):
+        """No table of angles has those after the end of the cache, or before its beginning."""
+        model, decoder, size = toy_model("llama"), GraphDecoder(), PROMPT.shape[1] + NEW_TOKENS - 1
+        positions = torch.arange(PROMPT.shape[1], device=DEVICE)[None] + first
+        expected = model.generate(PROMPT, position_ids=positions, **COMMON)
+        cache = StaticContiguousCache(model.config, size)
+        for own, tokens in ((None, run(model)), (positions, expected)):
+            cache.reset()
+            assert torch.equal(run(model, decoder=decoder, cache=cache, position_ids=own), tokens)
+            assert decoder.fallback_reason is None
+
     def test_a_model_for_images_too_with_a_text_alone(self):
         model = toy_with_images().eval().to(DEVICE)
         decoder = GraphDecoder()
@@ -466,9 +478,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
             query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
         )
 
-    def fused(x, weights, biases, *, norm, activation, is_gated, residual):
-        parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
-        return linears.fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+    def fused(x, layer):
+        return linears.fused_linears_triton(x, *layer)
 
     def add_norm(x, other, norm, before=None):
         return norms.norm_triton(x, other, norm, before)
@@ -476,6 +487,7 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def rotate(*args):
         return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
 
+    monkeypatch.setattr(linears, "_tiles", lambda *args: (32, 64, 2))  # few programs, of 10 ms each in the interpreter
     monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode))
     for name, kernel in (("fused_linears", fused), ("add_norm", add_norm), ("rotate_and_write", rotate)):
         monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))

@@ -11,7 +11,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.compat import has_hooks
 from tests.conftest import COMMON, Collect
 from tests.conftest import toy_model as toy_on_cpu
-from tests.decoding.conftest import CAPACITY, DEVICE, PROMPT, run, toy_model, toy_with_images
+from tests.decoding.conftest import CAPACITY, DEVICE, PROMPT, run, toy_model
 
 
 class TestRefusals:
@@ -64,14 +64,6 @@ class TestRefusals:
                 return_dict_in_generate=True,
             )
         assert stream.tokens == []
-
-    def test_positions_of_ones_own(self):
-        model, decoder = toy_model("llama"), GraphDecoder()
-        positions = torch.arange(13, device=DEVICE)[None] + 40
-        cache = StaticContiguousCache(model.config, CAPACITY)
-        expected = model.generate(PROMPT, position_ids=positions, past_key_values=cache, **COMMON)
-        assert torch.equal(run(model, decoder=decoder, position_ids=positions), expected)
-        assert decoder.fallback_reason == "position_ids do not count from the first token"
 
     def test_a_cache_implementation_that_is_asked_for(self, model):
         decoder = GraphDecoder()
@@ -136,14 +128,6 @@ class TestRefusals:
         cpu_offload(model, execution_device="cpu")
         assert torch.equal(run(model, PROMPT.cpu(), decoder, cache), expected)
         assert decoder.fallback_reason.startswith("a part of the model is offloaded to the CPU or the disk")
-
-    def test_images(self):
-        model, decoder = toy_with_images().eval().to(DEVICE), GraphDecoder()
-        ids = PROMPT.clone()
-        ids[0, 3] = model.config.image_token_id = 127
-        images = {"pixel_values": torch.rand(1, 3, 28, 28, device=DEVICE), "token_type_ids": (ids == 127).long()}
-        assert torch.equal(run(model, ids, decoder, **images), run(model, ids, **images))
-        assert decoder.fallback_reason.startswith("the prompt has images, video or audio (")
 
     def test_another_cache(self, model):
         decoder = GraphDecoder()

@@ -7,7 +7,7 @@ from transformers import LogitsProcessorList
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.kernels.sample import Kinds
 from hf_static_kv.program.step import DecodeStep, SelectingStep
-from tests.conftest import Collect
+from tests.conftest import Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run, toy_model
 
 SETTINGS = {
@@ -40,13 +40,16 @@ def kinds_of_step(decoder, cache):
 @pytest.mark.parametrize("prompt", [{"ids": PROMPT}, {"ids": BATCH}, padded()], ids=["one", "batch", "padded"])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_and_random_state(name, prompt):
-    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **SETTINGS[name]}
+    model, decoder = shared_toy_model("llama", device=DEVICE), GraphDecoder()
+    cache, how = StaticContiguousCache(model.config, CAPACITY), {"do_sample": True, **SETTINGS[name]}
     for seed in range(4):  # the first call makes the step, the others use it
         expected = run(model, seed=seed, **prompt, **how)
         state = random_state()
-        assert torch.equal(run(model, decoder=decoder, seed=seed, **prompt, **how), expected)
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=seed, **prompt, **how), expected)
         assert torch.equal(random_state(), state)
     assert decoder.fallback_reason is None
+    assert len(decoder._steps[cache]) == 1
 
 
 def test_other_numbers_use_the_same_step():

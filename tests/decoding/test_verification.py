@@ -13,7 +13,7 @@ from hf_static_kv.decoding import verification
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
-from tests.conftest import ARCHITECTURES, COMMON, PROMPT, toy_model
+from tests.conftest import ARCHITECTURES, COMMON, PROMPT, tiny_model, toy_model
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -124,6 +124,20 @@ def test_another_window_is_caught(model, fault, which, size, monkeypatch):
     sliding = [n for n, kind in enumerate(model.config.layer_types) if kind == "sliding_attention"]
     WINDOW_FAULTS[fault](monkeypatch, sliding[which])
     assert "from those of an ordinary step" in reason_of(model, size)
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0])
+def test_a_mask_that_layers_compute_from_the_values_is_caught(weight):
+    """Doge adds to the score of a key what it computes from the value. A step has spans and no mask.
+
+    With a weight of zero all keys get the same, which changes no softmax.
+    """
+    model = tiny_model("doge").to(DEVICE)
+    for module in model.modules():
+        if hasattr(module, "dt_proj"):
+            module.A.data.fill_(weight)
+    reason = reason_of(model, "short")
+    assert reason is None if weight == 0 else "from those of an ordinary step" in reason
 
 
 def test_an_interrupt_in_a_verification_leaves_the_prompt_and_nothing_else(model, monkeypatch):

@@ -12,7 +12,7 @@ from hf_static_kv.testing import MINIATURES, load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
-NEW_TOKENS = 70  # more than twice the window of the Gemma 3 miniature
+NEW_TOKENS = {"llama": 20, "qwen3": 20, "gemma3": 70}  # more than twice the window of the Gemma 3 miniature
 
 
 @pytest.mark.parametrize(
@@ -26,10 +26,10 @@ def test_tokens_and_text_equal_use_cache_false(name, mode):
     runs = []
     for how in ({"use_cache": False}, {"past_key_values": cache}):
         torch.manual_seed(42)
-        tokens = model.generate(**inputs, **how, **mode, max_new_tokens=NEW_TOKENS)[0]
+        tokens = model.generate(**inputs, **how, **mode, max_new_tokens=NEW_TOKENS[name])[0]
         runs.append((tokens.tolist(), tokenizer.decode(tokens)))
     assert runs[0] == runs[1]
-    assert cache.seq_len == inputs["input_ids"].shape[1] + NEW_TOKENS - 1
+    assert cache.seq_len == inputs["input_ids"].shape[1] + NEW_TOKENS[name] - 1
 
 
 @pytest.mark.parametrize("name", MINIATURES)

@@ -81,8 +81,8 @@ def count_what_a_failed_pass_wrote(monkeypatch):
 def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
     set_position = DecodeStep.set_position
 
-    def broken(step, length, seq_start):
-        set_position(step, length, seq_start)
+    def broken(step, *at):
+        set_position(step, *at)
         step.seq_start += 1
 
     monkeypatch.setattr(DecodeStep, "set_position", broken)

@@ -62,7 +62,7 @@ def launch_linears(dtype):
     large, bias = torch.empty(5000, 512, dtype=dtype), torch.empty(300, dtype=dtype)
     linear_triton.linears_triton(x, [gate, up], [bias, bias])
     linear_triton.linears_triton(x, [gate, up], [], "gelu_tanh")
-    norm, output = (x[0], 1e-5, 0.0), torch.empty(1, 300, dtype=dtype)
+    norm, output = (x[0], 1e-5, (0.0, True, False), None), torch.empty(1, 300, dtype=dtype)
     linear_triton.fused_linears_triton(x, [gate], [bias], norm, "relu", False, output)
     linear_triton.fused_linears_triton(x, [gate, up], [bias, bias], norm, "gelu", True, output)
     transposed = [weight.t().contiguous().t() for weight in (gate, up, large)]

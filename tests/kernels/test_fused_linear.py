@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from transformers.activations import NewGELUActivation
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.linear import fused_linears, linears_kernel
+from hf_static_kv.kernels.linear import Linear, fused_linears, fused_linears_plain, fuses, linears_kernel
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
 from hf_static_kv.kernels.norm import norm as run_norm
 from tests.conftest import given, settings, st
@@ -35,9 +35,8 @@ def norm_of(dim, dtype, style):
     return None if style is None else Norm(normal(dim, dtype=dtype, seed=7), 1e-5, style)
 
 
-def kernel(x, weights, biases=(), norm=None, activation="", is_gated=False, residual=None):
-    parts = None if norm is None else (norm.weight, norm.eps, norm.style.offset)
-    return linear_triton.fused_linears_triton(x, weights, biases, parts, activation, is_gated, residual)
+def kernel(x, weights, biases=(), *around, **options):
+    return linear_triton.fused_linears_triton(x, weights, biases, *around, **options)
 
 
 def exact_sums(x, weights, biases, norm):
@@ -54,11 +53,13 @@ def exact_sums(x, weights, biases, norm):
 
 
 class TestSums:
+    """Sums of contiguous weights without a norm are those of `linears`, in test_step_kernels.py."""
+
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize(
         ("is_transposed", "style"),
-        [(False, None), (False, LLAMA), (False, GEMMA), (True, None)],
-        ids=["rows", "rows, llama", "rows, gemma", "transposed"],
+        [(False, LLAMA), (False, GEMMA), (True, None)],
+        ids=["rows, llama", "rows, gemma", "transposed"],
     )
     @pytest.mark.parametrize("sizes", [(7,), (33, 6, 2), (48, 16)], ids=str)
     @pytest.mark.parametrize("dim", [48, 1100] if DEVICE == "cpu" else [48, 1024, 1100, 2100])
@@ -136,7 +137,7 @@ class TestSums:
         sizes = (size, size) if is_gated else (size, more)
         x, weights, biases = integers(1, dim), [integers(n, dim) for n in sizes], [integers(n) for n in sizes]
         residual = integers(1, size if is_gated else size + more)
-        expected = linear.fused_linears_plain(x, weights, biases, None, activation, is_gated, residual)
+        expected = fused_linears_plain(x, Linear(weights, biases, None, activation, is_gated, residual))
         weights = [transposed(weight) for weight in weights] if is_transposed and not is_gated else weights
         assert torch.equal(kernel(x, weights, biases, None, activation, is_gated, residual), expected)
 
@@ -146,7 +147,7 @@ class TestEpilogue:
     @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
     @pytest.mark.parametrize(("is_transposed", "style"), [(False, None), (False, LLAMA), (True, None)], ids=str)
     def test_activation_and_residual(self, dtype, is_transposed, activation, style):
-        sizes, dim = (33, 6), 300
+        sizes, dim = (33 if is_transposed else 9, 6), 300  # more than one tile
         x, weights = normal(1, 1, dim, dtype=dtype), [w / 8 for w in weights_of(sizes, dim, dtype, is_transposed)]
         biases, norm = [normal(size, dtype=dtype) for size in sizes], norm_of(dim, dtype, style)
         residual = normal(1, 1, sum(sizes), dtype=dtype)
@@ -217,22 +218,21 @@ class TestPlain:
         norm, residual = Norm(torch.randn(24), 1e-5, LLAMA), torch.randn(1, rows, 8)
         n = norm_plain(x, norm)
         parts = [F.linear(n, w, b) for w, b in zip(weights, biases, strict=True)]
-        got = fused_linears(x, weights, biases, norm=norm, activation="silu", is_gated=True, residual=residual)
+        got = fused_linears(x, Linear(weights, biases, norm, "silu", True, residual))
         assert torch.equal(got, residual + F.silu(parts[0]) * parts[1])
-        assert torch.equal(fused_linears(x, weights, biases, norm=norm), torch.cat(parts, dim=-1))
-        assert torch.equal(fused_linears(x, weights[:1], [], activation="relu"), F.relu(F.linear(x, weights[0])))
+        assert torch.equal(fused_linears(x, Linear(weights, biases, norm)), torch.cat(parts, dim=-1))
+        got = fused_linears(x, Linear(weights[:1], [], activation="relu"))
+        assert torch.equal(got, F.relu(F.linear(x, weights[0])))
 
     @pytest.mark.parametrize("is_gated", [False, True])
     def test_the_kernel_computes_the_same(self, is_gated):
-        x, weights, residual = (
-            normal(1, 60),
-            weights_of((8, 8), 60, torch.float32, False),
-            normal(1, 8 if is_gated else 16),
-        )
-        arguments = x, weights, [], norm_of(60, torch.float32, GEMMA), "gelu", is_gated, residual
-        torch.testing.assert_close(kernel(*arguments), linear.fused_linears_plain(*arguments), rtol=1e-4, atol=1e-4)
+        x, weights = normal(1, 60), weights_of((8, 8), 60, torch.float32, False)
+        norm, residual = norm_of(60, torch.float32, GEMMA), normal(1, 8 if is_gated else 16)
+        layer = Linear(weights, [], norm, "gelu", is_gated, residual)
+        torch.testing.assert_close(kernel(x, *layer), fused_linears_plain(x, layer), rtol=1e-4, atol=1e-4)
 
-    def test_gelu_tanh_is_the_activation_of_gpt2(self):
+    def test_gelu_tanh_is_the_activation_of_gpt2(self, monkeypatch):
+        monkeypatch.setattr(linear_triton, "_tiles", lambda *args: (128, 128, 4))  # 8 programs, not 500
         x = torch.linspace(-8, 8, 999, device=DEVICE)
         torch.testing.assert_close(linear.activate(x, "gelu_tanh"), NewGELUActivation()(x))
         got = kernel(torch.ones(1, 1, device=DEVICE), [x[:, None]], activation="gelu_tanh")
@@ -247,26 +247,27 @@ class TestPlain:
 class TestOnAGPU:
     def test_what_the_kernel_takes(self):
         x, weight = normal(1, 1, 32, dtype=torch.bfloat16), normal(8, 32, dtype=torch.bfloat16)
-        assert linear.fuses(x, [weight, weight])
-        assert linear.fuses(x, [transposed(weight)])
-        assert not linear.fuses(x, [transposed(weight)] * 2, is_gated=True)
-        assert not linear.fuses(x, [weight, transposed(weight)])
-        assert not linear.fuses(x.expand(1, 2, 32), [weight])
-        assert not linear.fuses(x.double(), [weight.double()])
-        assert not linear.fuses(x, [weight.float()])
+        assert fuses(x, Linear([weight, weight], []))
+        assert fuses(x, Linear([transposed(weight)], []))
+        assert not fuses(x, Linear([transposed(weight)] * 2, [], is_gated=True))
+        assert not fuses(x, Linear([weight, transposed(weight)], []))
+        assert not fuses(x.expand(1, 2, 32), Linear([weight], []))
+        assert not fuses(x.double(), Linear([weight.double()], []))
+        assert not fuses(x, Linear([weight.float()], []))
 
     def test_one_token_runs_in_the_kernel(self):
         x, weights = normal(1, 64), weights_of((9, 9), 64, torch.float32, False)
         norm, residual = norm_of(64, torch.float32, LLAMA), normal(1, 9)
-        got = fused_linears(x, weights, [], norm=norm, activation="silu", is_gated=True, residual=residual)
-        assert torch.equal(got, kernel(x, weights, [], norm, "silu", True, residual))
+        layer = Linear(weights, [], norm, "silu", True, residual)
+        assert torch.equal(fused_linears(x, layer), kernel(x, *layer))
 
     def test_transposed_weights_after_a_norm_and_with_a_gate(self):
         x, weights = normal(1, 200), weights_of((9, 9), 200, torch.float32, True)
         norm = norm_of(200, torch.float32, LLAMA)
-        assert torch.equal(fused_linears(x, weights, [], norm=norm), kernel(run_norm(x, norm), weights))
+        assert torch.equal(fused_linears(x, Linear(weights, [], norm)), kernel(run_norm(x, norm), weights))
         gate, up = (F.linear(x, weight) for weight in weights)
-        assert torch.equal(fused_linears(x, weights, [], activation="silu", is_gated=True), F.silu(gate) * up)
+        got = fused_linears(x, Linear(weights, [], activation="silu", is_gated=True))
+        assert torch.equal(got, F.silu(gate) * up)
         assert torch.equal(linear.gated_linear(x, *weights, "silu"), F.silu(gate) * up)
 
     def test_the_parts_of_a_captured_launch(self):
@@ -296,11 +297,11 @@ class TestOnAGPU:
 
     def test_what_it_does_not_take_is_computed_plainly(self):
         x, weights = normal(1, 40), [normal(8, 40), transposed(normal(6, 40))]
-        assert torch.equal(fused_linears(x, weights, []), linear.linears_plain(x, weights, []))
+        assert torch.equal(fused_linears(x, Linear(weights, [])), linear.linears_plain(x, weights, []))
 
 
 def test_on_a_cpu_nothing_is_fused():
-    assert not linear.fuses(torch.ones(1, 4), [torch.ones(2, 4)])
+    assert not fuses(torch.ones(1, 4), Linear([torch.ones(2, 4)], []))
 
 
 class _CentredStyle(NamedTuple):
@@ -327,4 +328,4 @@ class _CentredStyle(NamedTuple):
 def test_what_does_not_fit_is_refused(message, options):
     weights, biases = [torch.ones(size, 4) for size in options.pop("sizes", (2,))], options.pop("biases", [])
     with pytest.raises(ValueError, match=message):
-        fused_linears(torch.ones(1, 4), options.pop("weights", weights), biases, **options)
+        fused_linears(torch.ones(1, 4), Linear(options.pop("weights", weights), biases, **options))

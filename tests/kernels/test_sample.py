@@ -170,7 +170,7 @@ def logits_of(shape, vocabulary, seed):
 class TestKernels:
     @pytest.fixture(autouse=True)
     def _few_chunks(self, monkeypatch):
-        """The interpreter takes 20 ms for a program."""
+        """The interpreter takes 10 ms for a program."""
         self.kernels = triton_module("hf_static_kv.kernels.sample_triton")
         if DEVICE == "cpu":
             monkeypatch.setattr(self.kernels, "_NUM_CHUNKS", 2)

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels import linear_triton
+from hf_static_kv.kernels import linear_triton, step_state_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.step_state_triton import advance_triton, select_greedy_triton
 
@@ -50,7 +50,10 @@ class TestLinears:
         assert ((got.double() - (x.double() @ whole.double().T + bias)).abs() <= bound).all()
 
     @pytest.mark.parametrize(("size", "dim"), [(8200, 64), (20, 4100)])
-    def test_the_tiles_of_large_weights(self, size, dim):
+    def test_the_tiles_of_large_weights(self, size, dim, monkeypatch):
+        tiles = linear_triton._tiles(size, dim, False)
+        monkeypatch.setattr(linear_triton, "_tiles", lambda *args: tiles)
+        size = 20 if DEVICE == "cpu" else size  # the interpreter takes 10 ms for a program
         x, weight = normal(1, dim), normal(size, dim)
         got = linears_kernel(x, [weight], [])
         assert ((got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)).all()
@@ -125,20 +128,22 @@ class TestAdvance:
         windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
         position=st.integers(9, 40),
         columns=st.sampled_from([3, 4, 5]),
+        parts=st.sampled_from([[], [1], [4]]),
     )
     @settings(max_examples=20, deadline=None)
-    def test_one_position_further(self, seq_start, windows, position, columns):
+    def test_one_position_further(self, seq_start, windows, position, columns, parts):
         """Spans may be a view of wider ones, as in a captured step: the columns after them stay as they are."""
         states = []
         for advance in (advance_plain, advance_triton):
             tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)]
             spans = torch.full((len(seq_start), len(windows), columns), -1, device=DEVICE)
-            positions = torch.zeros(len(seq_start), 1, dtype=torch.int64, device=DEVICE)
+            positions = torch.arange(len(seq_start) * max([1, *parts]), device=DEVICE).view(*parts, len(seq_start), 1)
             advance(tensors[0], tensors[1][:, None], tensors[2], spans[..., :3], positions)
-            states.append([tensors[0].tolist(), spans.tolist(), positions.tolist()])
+            states.append([tensors[0].tolist(), spans.tolist(), positions.flatten().tolist()])
         end, rest = position + 2, [-1] * (columns - 3)
         naive = [[[start, max(start, end - window), end, *rest] for window in windows] for start in seq_start]
-        assert states[0] == states[1] == [[position + 1], naive, [[position + 1 - start] for start in seq_start]]
+        further = [number + 1 for number in range(len(seq_start) * max([1, *parts]))]
+        assert states[0] == states[1] == [[position + 1], naive, further]
 
     def test_spans_with_a_stride_in_their_last_dim_are_refused(self):
         numbers = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
@@ -148,6 +153,12 @@ class TestAdvance:
 
 
 class TestGreedy:
+    @pytest.fixture(autouse=True)
+    def _few_chunks(self, monkeypatch):
+        """The interpreter takes 10 ms for a program."""
+        if DEVICE == "cpu":
+            monkeypatch.setattr(step_state_triton, "_NUM_CHUNKS", 8)
+
     @given(data=st.data(), vocabulary=st.sampled_from([5, 128, 300, 1000]), batch=st.integers(1, 5))
     @settings(max_examples=10, deadline=None)
     def test_selection(self, data, vocabulary, batch):

@@ -98,10 +98,16 @@ def test_a_patch_that_takes_the_place_of_one_that_is_gone(decoding):
 
 
 def test_a_tensor_that_is_no_parameter(decoding):
-    decoding.model.model.scale_of_mine = torch.ones(2, device=DEVICE)
+    decoding.model.model.layers[0].scale_of_mine = torch.ones(2, device=DEVICE)
     assert decoding.steps() == 1
-    decoding.model.model.scale_of_mine = torch.zeros(2, device=DEVICE)
+    decoding.model.model.layers[0].scale_of_mine = torch.zeros(2, device=DEVICE)
     assert decoding.steps() == 2
+
+
+def test_a_tensor_that_each_call_leaves_on_the_model(decoding):
+    for number in range(3):
+        decoding.model.model.offset_of_a_call = torch.full((1,), number, device=DEVICE)
+        assert decoding.steps() == 1
 
 
 def test_hooks_of_all_modules(decoding):

@@ -1,0 +1,136 @@
+"""A cache of two parts: keys and values by position, and the recurrent states of hybrid models.
+
+A step has ended when every layer has taken part. A state is changed in place and cannot go back, so a pass that failed
+on the way leaves states of two moments: the cache then refuses everything but `reset`.
+"""
+
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from hf_static_kv import compat
+from hf_static_kv.cache.allocation import AllocatedCache
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.layout import LayerPlan
+from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, put_back
+
+Moment = tuple[int, States]  # the length of a sequence, and its recurrent states
+
+
+class HybridCache(AllocatedCache):
+    """Knows which layers have taken part in a step, and what becomes of their states. See `StaticContiguousCache`."""
+
+    def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
+        self._written: set[int] = set()  # the layers that have written keys in the step in progress
+        self._moved: set[int] = set()  # the layers that have read or changed a state in it
+        self._last_layer: int | None = None  # the layer that has completed a step, and may go on
+        self._is_broken = False  # states are of a pass that failed
+        self._num_writers = sum(plan.has_keys for plan in plans)
+        self._num_movers = sum(plan.num_states > 0 for plan in plans)
+        super()._build(plans, max_cache_len)
+
+    def _complete_step(self) -> None:
+        raise NotImplementedError
+
+    def _complete_if_all_took_part(self, layer_idx: int) -> None:
+        is_complete = len(self._written) == self._num_writers and len(self._moved) == self._num_movers
+        self._last_layer = layer_idx if is_complete else None
+        if is_complete:
+            self._complete_step()
+
+    def _take_part(self, layer_idx: int | None) -> None:
+        """A layer reads or changes its state. What the last layer of a step does next belongs to the same step."""
+        if layer_idx is None or layer_idx == self._last_layer or not self._plans[layer_idx].num_states:
+            return
+        self._refuse_broken()
+        self._moved.add(layer_idx)
+        self._complete_if_all_took_part(layer_idx)
+
+    def _refuse_moved_states(self) -> None:
+        """A pass begins: a step that is still in progress has failed."""
+        self._is_broken = self._is_broken or bool(self._moved)
+        self._refuse_broken()
+
+    def _refuse_broken(self) -> None:
+        if self._is_broken:
+            raise RuntimeError(
+                "The last forward pass failed when some layers had changed their recurrent state, which cannot go "
+                "back: the cache holds no sequence that could go on. Call reset() and compute the sequence again."
+            )
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """(kv_length, kv_offset) of a layer. Masks are made when a pass begins."""
+        if self._num_movers and compat.makes_masks(sys._getframe(1)):
+            self._last_layer = None
+            self._refuse_moved_states()
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        self._take_part(layer_idx)
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._take_part(layer_idx)
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        self._take_part(layer_idx)
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+        self._take_part(layer_idx)
+        forget_other_shapes(self.layers[layer_idx], state_idx, conv_states)
+        with _as_storage():
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
+        self._take_part(layer_idx)
+        with _as_storage():
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def moment(self) -> Moment:
+        """What `return_to` needs to come back here: the length, and a copy of all recurrent states."""
+        return int(self.get_seq_length()), copies_of(self.stateful_layers)
+
+    def return_to(self, moment: Moment) -> None:
+        """Remove the tokens that were appended since this moment."""
+        length, states = moment
+        self._end_step()
+        for layer in self.kv_layers:
+            layer.crop(min(0, length - layer.length))
+        put_back(states)
+        self._is_broken = False
+
+    def _end_step(self, end: Any = StaticContiguousLayer.discard) -> None:
+        """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
+        for layer in self.kv_layers:
+            end(layer)
+        self._written.clear()
+        self._moved.clear()
+
+    def _crop_states(self, tokens_to_remove: int) -> None:
+        moved = [layer for layer in self.stateful_layers if any(layer.has_previous_state.values())]
+        recorded = [layer for layer in moved if layer.record_past]  # as assisted decoding asks for
+        if tokens_to_remove < 0 and not all(layer.record_past and layer.is_croppable for layer in moved):
+            raise ValueError(
+                f"crop({tokens_to_remove}): {len(moved)} of {len(self.layers)} layers keep a recurrent state, which "
+                "cannot go back to an earlier token. Call reset() and compute the shorter sequence."
+            )
+        for layer in recorded:
+            LinearAttentionLayer.crop(layer, tokens_to_remove)
+
+    def _reset_states(self) -> None:
+        for layer in self.stateful_layers:
+            LinearAttentionLayer.reset(layer)
+        self._is_broken, self._last_layer = False, None
+
+
+def _as_storage() -> Any:
+    """Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -1,0 +1,212 @@
+"""Hybrid models: keys and values in our layers, recurrent states in transformers' own."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attachment, cache_bytes
+from tests.conftest import BATCH, PROMPT
+from tests.hybrids import FAMILIES, hybrid_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+PROMPT, BATCH = (ids.remainder(90).to(DEVICE) for ids in (PROMPT, BATCH))
+PADDED = torch.ones_like(BATCH).index_fill(1, torch.arange(3, device=DEVICE), 0)
+PADDED[0] = 1
+CAPACITY = 48
+MODES = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.8},
+    "padded": {"inputs": BATCH, "attention_mask": PADDED},
+    "beams": {"num_beams": 3},
+    "chunked prompt": {"prefill_chunk_size": 5},
+}
+served = pytest.mark.parametrize("family", [name for name in FAMILIES if name in CONFIG_MAPPING])
+# These run in the loop of `generate`, and say why.
+LOOPED = {
+    "zamba": "layer 2 has no attention of its own",
+    "zamba2": "layer 1 has no attention of its own",
+    "kimi_linear": "the cache holds latents",
+    "bailing_hybrid": "the cache holds latents",
+    "inkling_text": "the scores have a position bias",
+}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model_of(family):
+        if family not in made:
+            made[family] = hybrid_model(family).to(DEVICE)
+        return made[family]
+
+    return model_of
+
+
+def run(model, seed=3, new=8, **how):
+    torch.manual_seed(seed)
+    ids = how.pop("inputs", PROMPT)
+    how.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, max_new_tokens=new, **{"do_sample": False, **how})
+
+
+@served
+@pytest.mark.parametrize("mode", MODES)
+def test_tokens_are_those_of_no_cache(family, mode, models):
+    model, how = models(family), MODES[mode]
+    expected = run(model, **how)
+    if mode in ("greedy", "sampled", "beams"):
+        assert torch.equal(expected, run(model, use_cache=False, **how))
+    cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=3)
+    assert torch.equal(run(model, past_key_values=cache, **how), expected)
+    cache.reset()
+    assert torch.equal(run(model, past_key_values=cache, **how), expected)
+
+
+@served
+def test_a_captured_step_moves_the_states(family, models):
+    model, decoder = models(family), GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
+    decoder.warns = False
+    for how in (MODES["greedy"], MODES["sampled"], MODES["padded"], {"inputs": PROMPT + 1}):
+        cache.reset()
+        assert torch.equal(run(model, past_key_values=cache, custom_generate=decoder, **how), run(model, **how))
+        reason = decoder.fallback_reason
+        assert (reason or "") == "" if family not in LOOPED else LOOPED[family] in reason
+
+
+@served
+def test_continuing_is_one_sequence(family, models):
+    model, cache = models(family), StaticContiguousCache(models(family).config, CAPACITY)
+    for decoder in (None, GraphDecoder()):
+        cache.reset()
+        first = run(model, past_key_values=cache, new=4)
+        ids = torch.cat([first, PROMPT[:, :3]], dim=1)
+        got = run(model, inputs=ids, past_key_values=cache, custom_generate=decoder)
+        kept = DynamicCache(config=model.config)
+        run(model, past_key_values=kept, new=4)
+        assert torch.equal(got, run(model, inputs=ids, past_key_values=kept))
+
+
+@served
+def test_an_attached_model_keeps_its_tokens(family, models):
+    model = copy.deepcopy(models(family))
+    calls = [{}, {"inputs": PROMPT[:, :5]}, MODES["padded"], MODES["beams"], MODES["sampled"]]
+    expected = [run(model, **how) for how in calls]
+    attach(model, reuse_prefix=True)
+    for how, tokens in zip(calls, expected, strict=True):
+        assert torch.equal(run(model, **how), tokens)
+    if family not in LOOPED and DEVICE == "cuda":
+        assert attachment(model).fallback_reason is None
+    assert len(attachment(model).caches) > 0
+
+
+def test_an_end_token_stops_the_states_with_the_tokens():
+    model, decoder = hybrid_model("qwen3_5_text").to(DEVICE), GraphDecoder()
+    plain = run(model, new=12)
+    end = int(plain[0, PROMPT.shape[1] + 5])
+    cache, kept = StaticContiguousCache(model.config, CAPACITY), DynamicCache(config=model.config)
+    first = run(model, new=12, eos_token_id=end, past_key_values=cache, custom_generate=decoder)
+    assert torch.equal(first, run(model, new=12, eos_token_id=end, past_key_values=kept))
+    more = torch.cat([first, PROMPT[:, :2]], dim=1)
+    got = run(model, inputs=more, past_key_values=cache, custom_generate=decoder)
+    assert torch.equal(got, run(model, inputs=more, past_key_values=kept))
+
+
+# --- what a cache of two parts says
+
+
+def test_bytes_of_both_parts():
+    model = hybrid_model("qwen3_5_text").to(DEVICE)
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    keys = cache_bytes(model.config, CAPACITY, dtype=torch.float32)
+    assert cache.memory_bytes == keys == cache.key_storage.nbytes + cache.value_storage.nbytes
+    run(model, past_key_values=cache)
+    states = [layer for layer in cache.layers if hasattr(layer, "conv_states")]
+    parts = [part for layer in states for part in (layer.conv_states, layer.recurrent_states)]
+    tensors = [tensor for part in parts for tensor in part.values()]
+    assert len(states) == 2
+    assert cache.memory_bytes == keys + sum(tensor.nbytes for tensor in tensors)
+
+
+def test_a_state_cannot_go_back():
+    model = hybrid_model("qwen3_5_text").to(DEVICE)
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    cache.crop(0)
+    tokens = run(model, past_key_values=cache)
+    cache.crop(0)
+    with pytest.raises(ValueError, match=r"crop\(-2\): 2 of 4 layers keep a recurrent state.*reset\(\)"):
+        cache.crop(-2)
+    assert cache.seq_len == tokens.shape[1] - 1
+    assert not cache.is_croppable
+
+
+def fail(*args):
+    raise OSError("it failed")
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_pass_that_fails_on_the_way_is_never_continued(family, when, models):
+    model = copy.deepcopy(models(family))
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    expected = run(model)
+    layers = [module for name, module in model.named_modules() if name.split(".")[-1].isdigit() and ".layers." in name]
+    for failing in layers:
+        cache.reset()
+        if when == "later":
+            run(model, past_key_values=cache, new=2)
+        length = cache.seq_len
+        handle = failing.register_forward_pre_hook(fail)
+        with pytest.raises(OSError, match="it failed"):
+            model(PROMPT, past_key_values=cache, use_cache=True)
+        handle.remove()
+        assert cache.seq_len == length
+        if failing is layers[0]:  # nothing had moved
+            model(PROMPT, past_key_values=cache, use_cache=True)
+            assert cache.seq_len == length + PROMPT.shape[1]
+            continue
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"recurrent state, which cannot go back.*Call reset\(\)"):
+                model(PROMPT, past_key_values=cache, use_cache=True)
+        cache.reset()
+        assert torch.equal(run(model, past_key_values=cache), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
+def test_rows_are_selected_in_both_parts(family, models):
+    model = models(family)
+    cache, other = (StaticContiguousCache.from_model(model, CAPACITY, batch_size=4) for _ in range(2))
+    model(BATCH, past_key_values=cache, use_cache=True)
+    cache.batch_select_indices(torch.tensor([1, 1, 0], device=DEVICE))
+    rows = BATCH[[1, 1, 0]]
+    model(rows, past_key_values=other, use_cache=True)
+    token = rows[:, :1]
+    got, expected = (model(token, past_key_values=each, use_cache=True).logits for each in (cache, other))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_has_both_parts(copied, models):
+    model = models("falcon_h1")
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    tokens = run(model, past_key_values=cache, new=4)
+    other = copied(cache)
+    ids = torch.cat([tokens, PROMPT[:, :2]], dim=1)
+    assert torch.equal(run(model, inputs=ids, past_key_values=cache), run(model, inputs=ids, past_key_values=other))
+
+
+def test_states_made_in_inference_mode_serve_outside_of_it(models):
+    model = models("qwen3_next")
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    with torch.inference_mode():
+        first = run(model, past_key_values=cache, new=4)
+    with torch.no_grad():
+        ids = torch.cat([first, PROMPT[:, :2]], dim=1)
+        model(ids[:, cache.seq_len :], past_key_values=cache, use_cache=True)
+    cache.reset()
+    assert torch.equal(run(model, past_key_values=cache), run(model))
