@@ -85,7 +85,7 @@ def triton_module(name):
 # --- toy models of the architectures in the generate matrix; windows and chunks are shorter than every prompt
 
 WINDOW = 8
-_COMMON = {
+TOY_SIZES = {
     "vocab_size": 128,
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -103,7 +103,7 @@ _COMMON = {
 }
 _MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
-# name: (model_type, what differs from _COMMON)
+# name: (model_type, what differs from TOY_SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
@@ -137,7 +137,7 @@ _NOT_IN = {
 
 def toy_config(name: str, **overrides) -> PreTrainedConfig:
     model_type, own = ARCHITECTURES[name]
-    fields = {**_COMMON, **own, **overrides}
+    fields = {**TOY_SIZES, **own, **overrides}
     fields = {key: value for key, value in fields.items() if key not in _NOT_IN.get(model_type, ())}
     if model_type == "gpt2":
         fields = {_GPT2_NAMES.get(key, key): value for key, value in fields.items()}

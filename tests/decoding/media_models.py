@@ -9,24 +9,10 @@ from torch import Tensor
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from tests.conftest import TOY_SIZES
 from tests.decoding.conftest import DEVICE
 
 MEDIA, FIRST, LAST = 120, 121, 122  # tokens: a part of an image or a sound, and those before and after it
-_TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.4,  # far above the usual 0.02, so that a wrong key shows in the tokens
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -70,7 +56,7 @@ class Family(NamedTuple):
 
 def _text(model_type: str, **own) -> dict[str, Any]:
     known = CONFIG_MAPPING[model_type]().to_dict()
-    return {"model_type": model_type, **{name: size for name, size in _TEXT.items() if name in known}, **own}
+    return {"model_type": model_type, **{name: size for name, size in TOY_SIZES.items() if name in known}, **own}
 
 
 def _images(number: int) -> dict[str, Tensor]:
