@@ -141,6 +141,7 @@ class CacheFile:
             cache.allocate_members(members, batch_size, (_dtype(group.dtypes[0]), _dtype(group.dtypes[1])))
 
     def _check_layers(self, cache: AllocatedCache) -> None:
+        _check_kinds(cache, "loaded")
         windows = [layer.sliding_window for layer in cache.layers]
         if windows != self.header.sliding_windows:
             raise ValueError(
@@ -243,7 +244,7 @@ def save_cache(
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
     """The ids [B, n] of the first positions, from the caller or as `generate` has told them."""
-    _check_kinds(cache)
+    _check_kinds(cache, "saved")
     length, rows = min(layer.length for layer in cache.layers), cache.layers[0].batch_size
     if any(layer.was_assigned for layer in cache.layers):
         known = None
@@ -263,10 +264,10 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
     return ids
 
 
-def _check_kinds(cache: AllocatedCache) -> None:
+def _check_kinds(cache: AllocatedCache, what: str) -> None:
     for layer_idx, layer in enumerate(cache.layers):
         if type(layer) is not StaticContiguousLayer:
-            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be saved yet.")
+            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be {what} yet.")
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:

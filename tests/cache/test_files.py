@@ -23,6 +23,7 @@ from hf_static_kv.cache.identity import ModelIdentity, weights_digest
 from hf_static_kv.testing import MINIATURES, load_model
 from tests.cache.conftest import assert_same, snapshot
 from tests.conftest import BATCH, COMMON, PROMPT, given, settings, shared_toy_model, st, toy_model
+from tests.hybrids import hybrid_model
 
 ROOT = Path(__file__).parents[2]
 MODELS = [*MINIATURES, "gpt2", "mistral"]
@@ -442,6 +443,19 @@ def test_what_cannot_be_saved(tmp_path, case):
     with pytest.raises(ValueError, match=message):
         cache.save(path, model=model, **arguments)
     assert os.listdir(tmp_path) == ["b.safetensors"]
+
+
+@pytest.mark.parametrize(("family", "kind"), [("lfm2", "LinearAttentionLayer"), ("falcon_h1", "StatefulLayer")])
+def test_hybrid_caches_are_refused_by_name(tmp_path, monkeypatch, family, kind):
+    model = hybrid_model(family)
+    cache = StaticContiguousCache.from_model(model, 64)
+    tokens = generate(model, PROMPT, cache)
+    with pytest.raises(ValueError, match=f"Layer 0 is a {kind}, which cannot be saved yet"):
+        cache.save(tmp_path / "a.safetensors", model=model, tokens=tokens)
+    saved(tmp_path / "a.safetensors", shared_toy_model("llama"))
+    monkeypatch.setattr(ModelIdentity, "difference", lambda *_: None)
+    with pytest.raises(ValueError, match=f"Layer 0 is a {kind}, which cannot be loaded yet"):
+        StaticContiguousCache.load(tmp_path / "a.safetensors", model, 64)
 
 
 # --- checksums
