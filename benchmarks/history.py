@@ -140,6 +140,12 @@ def _sampling(record: Record) -> Iterator[dict[str, Any]]:
         yield {"contender": row["contender"], "case": case, **_min_max(row["ms"], record["trials"])}
 
 
+def _files(record: Record) -> Iterator[dict[str, Any]]:
+    for row in record["rows"]:
+        case = f"{row['case']}, {record['workload']['prompt_len']} tokens"
+        yield {"contender": row["contender"], "case": case, **_min_max(row["ms"], record["trials"])}
+
+
 def _speedup(record: Record) -> Iterator[dict[str, Any]]:
     for row in record["rows"]:
         for contender, key in (("no-cache", "uncached_s"), ("contiguous", "cached_s")):
@@ -163,6 +169,7 @@ _FIGURES = {
     "attach": _attach,
     "step": _step,
     "sampling": _sampling,
+    "files": _files,
     "speedup": _speedup,
     "update": _update,
 }

@@ -13,7 +13,7 @@ def losses(records: dict[str, list[Record]]) -> list[str]:
     lines += [*without_decoder(generated), *first_token(generated), *memory(generated)]
     lines += [line for record in records["context"] for line in context_behind(record)]
     lines += [line for record in records["speedup"] for line in slower_than_no_cache(record)]
-    lines += cost_of_exact(records["exact"]) + cost_of_attach(records["attach"])
+    lines += cost_of_exact(records["exact"]) + cost_of_attach(records["attach"]) + files_behind(records["files"])
     return lines + update_behind(records["update"][0])
 
 
@@ -93,6 +93,18 @@ def cost_of_exact(records: list[Record]) -> list[str]:
         factors = [ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times]
         costs.append(f"{name} takes {span(factors)} times as long")
     return [f"Inside `exact`: {'; '.join(costs)}."]
+
+
+def files_behind(records: list[Record]) -> list[str]:
+    """Where a cache file takes longer than a plain safetensors file of the same bytes."""
+    named = {"save": "saving", "save_flushed": "saving where both are flushed to disk", "load": "loading"}
+    slower = [
+        f"{words} {record['factors'][name]['median']:.0%} on {title(record)}"
+        for record in records
+        for name, words in named.items()
+        if record["factors"][name]["median"] < 1
+    ]
+    return [f"A cache file, in shares of the rate of safetensors alone: {'; '.join(slower)}."] if slower else []
 
 
 def cost_of_attach(records: list[Record]) -> list[str]:

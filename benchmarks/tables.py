@@ -161,6 +161,37 @@ def _chat_cell(record: Record, history: int, spread: bool) -> str:
     return " → ".join(with_range(found[name], spread) for name in CHAT) if found else "-"
 
 
+# --- bench_files.py
+
+
+def files(records: list[Record], spread: bool = False) -> str:
+    """Models as columns: GB/s of saving and loading, and the first token."""
+    rows = [["tokens; MB", *(f"{r['workload']['prompt_len']:,}; {r['file_bytes'] / 1e6:,.0f}" for r in records)]]
+    for case, names in {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}.items():
+        cells = (" → ".join(_rate_cell(record, case, name, spread) for name in names) for record in records)
+        flushed = " → then fsync" if "flushed" in names else ""
+        rows.append([f"{case}, GB/s: safetensors{flushed} → `{case}`", *cells])
+    rows.append(["first token, ms: from the ids → from the file", *(_first_token_cell(r, spread) for r in records)])
+    return table([f"files{' (min to max)' if spread else ''}", *map(title, records)], rows)
+
+
+def _first_token_cell(record: Record, spread: bool) -> str:
+    ids, file = (with_range(files_ms(record, "first token", name), spread) for name in ("ids", "file"))
+    return f"{ids} → {file}, {with_range(record['factors']['first_token'], spread)} times sooner"
+
+
+def files_ms(record: Record, case: str, name: str) -> dict[str, float]:
+    (row,) = (row for row in record["rows"] if (row["case"], row["contender"]) == (case, name))
+    return dict(row["ms"])
+
+
+def _rate_cell(record: Record, case: str, name: str, spread: bool) -> str:
+    ms = files_ms(record, case, name)
+    ends = {"median": "median", "min": "max", "max": "min"}  # the slowest trial has the lowest rate
+    rates = {end: record["file_bytes"] / 1e6 / ms[of] for end, of in ends.items()}
+    return with_range(rates, spread)
+
+
 # --- bench_step.py
 
 STEP_BY_CHANGE = "Each row has one change more than the row above."  # records from before there were rules

@@ -26,7 +26,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 Records = dict[str, list[Record]]
-KINDS = ("generation", "families", "batch", "context", "exact", "attach", "step", "sampling", "speedup", "update")
+KINDS = ("generation", "families", "batch", "context", "exact", "attach", "step", "sampling", "files")
+KINDS += ("speedup", "update")
 NOT_MEASURED = "Not measured yet."
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?results\b")
@@ -79,6 +80,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "attach": lambda records: tables.attach(records["attach"]) if records["attach"] else NOT_MEASURED,
     "step": lambda records: f"{tables.step_caption(records['step'])}\n\n{tables.step(records['step'])}",
     "sampling": lambda records: tables.sampling(records["sampling"]) if records["sampling"] else NOT_MEASURED,
+    "files": lambda records: tables.files(records["files"]) if records["files"] else NOT_MEASURED,
     "update": lambda records: tables.update(records["update"][0], every=3),
 }
 
@@ -135,6 +137,7 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         f"## A captured step\n{tables.step_caption(records['step'])} The last row is the attention of one layer alone.",
         tables.step(records["step"], spread=True),
         *sampling_section(records["sampling"]),
+        *files_section(records["files"]),
         "## Speed-up over `use_cache=False`, without `GraphDecoder`\nOn paper: (N + 1) / 2. Predicted: from the "
         "measured times of passes over 1 to N tokens.",
         tables.speedup(records["speedup"]),
@@ -157,6 +160,12 @@ def sampling_section(records: list[Record]) -> list[str]:
     """Nothing where there is no record."""
     how = "In one process, in turns, from the second call on. T: temperature 0.8."
     return [f"## Sampling\n{how}", tables.sampling(records, spread=True)] if records else []
+
+
+def files_section(records: list[Record]) -> list[str]:
+    """Nothing where there is no record."""
+    how = "In one process, in turns, files in the page cache. A question follows the tokens of the file."
+    return [f"## Files\n{how}", tables.files(records, spread=True)] if records else []
 
 
 def records_table(records: Records) -> str:

@@ -4,6 +4,7 @@ r"""Talk to a model in the terminal. `attach(model, reuse_prefix=True)`: each tu
     python examples/chat.py --model llama --max-new-tokens 40  # no chat template: the model goes on writing
     python examples/chat.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16
     printf 'Hi\nWhy?\n' | python examples/chat.py --plain      # the same chat without attach, to compare
+    python examples/chat.py --folder chats                     # /save NAME, and /load NAME in a later process
 
 --model takes a short name, a hub id, a folder or a GGUF file. Exit status 2 for a bad argument.
 """
@@ -11,11 +12,14 @@ r"""Talk to a model in the terminal. `attach(model, reuse_prefix=True)`: each tu
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import re
 import signal
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 import transformers
@@ -31,6 +35,8 @@ with suppress(ImportError):  # Windows has none
 
 HELP = """/reset         a new chat; the system message stays
 /system TEXT   another system message from the next turn on; without TEXT none
+/save NAME     keep this chat, its keys and values too, in --folder
+/load NAME     go on with a saved chat; none of it is computed again
 /info          what attach holds for this model
 /quit          the end, as Ctrl-D
 Ctrl-C stops an answer. To say something that begins with a slash, put a space before it."""
@@ -127,6 +133,33 @@ class Chat:
     def reused_tokens(self) -> int:
         return 0 if self.args.plain else attachment(self.model).reused_tokens
 
+    def path(self, name: str) -> Path:
+        """The file of a chat's text. Its keys and values are beside it, under a name that attach chooses."""
+        if self.args.folder is None:
+            raise BadArgument("chats are saved in a folder: start with --folder FOLDER")
+        if not re.fullmatch(r"[\w-]+", name):
+            raise BadArgument(f"a chat has a name of letters, digits, - and _, got {name!r}")
+        return self.args.folder / f"{name}.json"
+
+    def save(self, name: str) -> str:
+        path, chat = self.path(name), {"system": self.system, "messages": self.messages, "ids": self.ids}
+        if not self.ids:
+            raise BadArgument("there is nothing to save yet")
+        try:
+            saved = attachment(self.model).save(torch.tensor([self.ids], device=self.model.device))
+        except ValueError as error:
+            raise BadArgument(str(error)) from error
+        path.write_text(json.dumps(chat))
+        return f"{path}: {len(self.ids)} tokens, {saved.stat().st_size / 1e6:.1f} MB of keys and values"
+
+    def load(self, name: str) -> str:
+        try:
+            chat = json.loads(self.path(name).read_text())
+            self.system, self.messages, self.ids = chat["system"], chat["messages"], chat["ids"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise BadArgument(f"no chat {name!r} can be loaded: {error}") from error
+        return f"A chat of {len(self.messages) // 2} turns, {len(self.ids)} tokens."
+
     def obey(self, line: str) -> str:
         """What a command has to say."""
         name, _, text = line.strip().partition(" ")
@@ -136,6 +169,8 @@ class Chat:
         if name == "/system":
             self.system = text.strip()
             return f"System message: {self.system or 'none, or the default of the chat template'}"
+        if name in ("/save", "/load"):
+            return (self.save if name == "/save" else self.load)(text.strip())
         if name == "/info":
             return "--plain: the model is not attached" if self.args.plain else str(attachment(self.model))
         return HELP if name == "/help" else f"There is no command {name}: /help shows them"
@@ -175,10 +210,13 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=0.0, help="above 0: sample; default: the likeliest tokens")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--folder", type=Path, help="where /save and /load keep chats")
     parser.add_argument("--plain", action="store_true", help="without attach, to compare")
     args = parser.parse_args(argv)
     if args.max_new_tokens < 1 or args.temperature < 0:
         parser.error("--max-new-tokens must be at least 1, and --temperature at least 0")
+    if args.plain and args.folder:
+        parser.error("--plain keeps nothing: leave out --folder")
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         parser.error(f"--device {args.device}: this machine has no CUDA device")
     return args
@@ -195,7 +233,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"chat.py: {error}", file=sys.stderr)
         return 2
     if not args.plain:
-        attach(model, reuse_prefix=True)
+        attach(model, reuse_prefix=args.folder or True)
     if not tokenizer.chat_template:
         print(dim("No chat template: the model goes on writing after your line"))
         tokenizer.chat_template = tokenizer.decode(tokenizer.encode("")) + ONE_TEXT  # its first token, if it has one

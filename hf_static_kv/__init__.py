@@ -2,8 +2,10 @@
 
 from hf_static_kv.attaching import Attachment, attach, attached, attachment, detach
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.files import CacheFile
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import cache_bytes
+from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
@@ -11,6 +13,7 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attachment", "GraphDecoder", "StaticContiguousCache", "StaticContiguousLayer", "StepRecorder", "__version__",
-    "attach", "attached", "attachment", "cache_bytes", "detach", "exact", "full_attention", "trace_attention",
+    "Attachment", "CacheFile", "GraphDecoder", "PrefixStore", "StaticContiguousCache", "StaticContiguousLayer",
+    "StepRecorder", "__version__", "attach", "attached", "attachment", "cache_bytes", "detach", "exact",
+    "full_attention", "trace_attention",
 ]  # fmt: skip

@@ -10,10 +10,12 @@ on the model: copies, pickles and checkpoints are those of the model without it.
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from threading import RLock
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,6 +30,7 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import check_positive, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
+from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.storage import is_out_of_memory
@@ -58,8 +61,14 @@ class Settings:
 
     max_cache_len: int | None = None
     max_bytes: int | None = None
-    reuse_prefix: bool = False
+    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore = False
     exact: bool = False
+
+    @property
+    def store(self) -> PrefixStore | None:
+        """Where prefixes are saved; None where they are kept in memory only."""
+        folder = self.reuse_prefix
+        return None if isinstance(folder, bool) else folder if isinstance(folder, PrefixStore) else PrefixStore(folder)
 
     def __post_init__(self) -> None:
         sizes = {"max_cache_len": self.max_cache_len, "max_bytes": self.max_bytes}
@@ -91,7 +100,7 @@ class Attachment:
         self.fallback_reason: str | None = None
         self.decoder = GraphDecoder()
         self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
-        self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes)
+        self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
         self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
         self._is_short_of_memory = False
 
@@ -123,6 +132,17 @@ class Attachment:
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reason = f", fallback_reason={self.fallback_reason!r}" if self.fallback_reason else ""
         return f"Attachment({figures}, captured_steps={self.captured_steps}{reason})"
+
+    def save(self, input_ids: Tensor | None = None) -> Path:
+        """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes too.
+
+        The prefix is all that the cache of the last call holds, or as much of `input_ids` [B, n] as a kept cache holds.
+        """
+        model = next((model for model, own in _ATTACHMENTS.items() if own is self), None)
+        if model is None:
+            raise ValueError("The model is detached, and nothing is kept of it: call attach, and generate, again.")
+        with self._one_at_a_time, self._exact(model):
+            return self.pool.save(model, content_fingerprint(model), input_ids)
 
     # --- a call
 
@@ -196,7 +216,7 @@ class Attachment:
 
     def _pays(self, request: Request) -> bool:
         """Whether our cache is no slower than transformers' own, or is needed for what was asked for."""
-        is_wanted = self.settings.reuse_prefix or self.settings.exact
+        is_wanted = bool(self.settings.reuse_prefix) or self.settings.exact
         return is_wanted or request.model.device.type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
 
     def _exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -296,7 +316,7 @@ def attach(
     *,
     max_cache_len: int | None = None,
     max_bytes: int | None = None,
-    reuse_prefix: bool = False,
+    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore = False,
     exact: bool = False,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
@@ -308,7 +328,9 @@ def attach(
     `max_cache_len` is the least capacity of a cache: calls of up to that many tokens share one. `max_bytes` bounds the
     caches of the model together, by default half of the free memory of its GPU (a quarter of the memory of the host).
     `reuse_prefix=True` keeps the tokens of earlier calls: a prompt that begins with them computes the rest only, as in
-    a chat; in bf16 this may round differently. `exact=True` runs every call inside `exact(model)`.
+    a chat; in bf16 this may round differently. With a folder (or a `PrefixStore`) the prefixes that
+    `attachment(model).save()` wrote there are found as well, by every process. `exact=True` runs every call inside
+    `exact(model)`.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]])

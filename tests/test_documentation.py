@@ -33,7 +33,8 @@ def run_blocks(page, blocks):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if code_blocks(page)], ids=lambda page: page.name)
-def test_the_code_blocks_run(page):
+def test_the_code_blocks_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     blocks = code_blocks(page)
     assert len(list(run_blocks(page, blocks))) == len(blocks)
 

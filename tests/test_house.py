@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = {
     "": ["compat"],
     "cache": [
-        "debug", "storage", "ranks", "layout", "request", "layer", "indexed", "states", "allocation", "hybrid", "cache",
-        "pool",
+        "debug", "storage", "ranks", "layout", "request", "layer", "indexed", "states", "allocation", "identity",
+        "fileformat", "filepieces", "files", "hybrid", "cache", "prefixes", "pool",
     ],
     "kernels": [
         "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample", "decode_attention_triton",

@@ -1,1 +1,5 @@
-"""The drop-in cache. Reading order: debug, storage, layout, request, layer, allocation, cache."""
+"""The drop-in cache.
+
+Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, filepieces, files, cache,
+prefixes, pool.
+"""

@@ -72,6 +72,16 @@ class AllocatedCache(Cache):
                 (layers or self.layers)[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
+    def allocate_members(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
+        """Storage for layers that have none."""
+        self._allocate_groups(members, batch_size, dtypes, None)
+        self._unconfirmed.difference_update(*(layers for _, _, layers in members))
+
+    def planned_shape(self, layer_idx: int) -> LayerShape | None:
+        """The shape of a layer, from its storage or else from the config; None where the config does not tell."""
+        layer = self.layers[layer_idx]
+        return layer.shape if layer.is_initialized else self._plans[layer_idx].shape
+
     def _confirm(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]

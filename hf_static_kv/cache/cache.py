@@ -1,6 +1,7 @@
 """`StaticContiguousCache`: the drop-in for `generate`. Builds the layers, keeps steps atomic, rearranges the batch."""
 
 import logging
+import os
 from collections.abc import Sequence
 from threading import Lock, get_ident
 from time import monotonic, sleep
@@ -13,7 +14,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_static_kv import compat
 from hf_static_kv.cache import debug, layout
 from hf_static_kv.cache.allocation import PerLayer, for_each_layer
+from hf_static_kv.cache.files import CacheFile, save_cache, tokens_to_save
 from hf_static_kv.cache.hybrid import HybridCache, Moment
+from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
 from hf_static_kv.cache.request import PAIR_NEEDED, Request, check_request, is_in_use, running_model, running_request
@@ -21,6 +24,7 @@ from hf_static_kv.cache.states import select_states
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
+_ROOM = 256  # positions after the tokens of a file, where no capacity is given
 _TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
 
 
@@ -133,6 +137,58 @@ class StaticContiguousCache(HybridCache):
         places = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
         cache._allocate(places, batch_size, dtype or torch.get_default_dtype())
         return cache
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        model: PreTrainedModel,
+        max_cache_len: int | None = None,
+        *,
+        tokens: int | None = None,
+        repeat: int = 1,
+    ) -> "StaticContiguousCache":
+        """A cache with the sequences of a file of `save`; `known_ids` are their tokens.
+
+        `max_cache_len=None` leaves room for 256 tokens more, and the cache grows. `tokens=n` loads the first n.
+        Each batch row becomes `repeat` rows. A file of another model, of another dtype or layout, or that is damaged is
+        refused with a `ValueError`; what is checked, and how well, is in docs/files.md.
+        """
+        with CacheFile(path) as file:
+            file.check_model(ModelIdentity.of(model))
+            length = file.check_length(tokens, max_cache_len)
+            check_positive(repeat=repeat)
+            if max_cache_len is None:
+                cache = cls.for_calls(model, length + _ROOM, file.header.num_rows * repeat)
+            else:
+                cache = cls(model.config, max_cache_len)
+            cache.fill(file, model, length, repeat)
+        return cache
+
+    def fill(self, file: CacheFile, model: PreTrainedModel, length: int, repeat: int = 1) -> None:
+        """Replace the sequences by the first tokens of a file of this model. After an error the cache is empty."""
+        self.reset()
+        file.allocate(self, model, file.header.num_rows * repeat)
+        file.read_into(self, length, repeat)
+        self.remember(file.tokens[:, :length].repeat_interleave(repeat, dim=0).to(model.device))
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: PreTrainedModel,
+        tokens: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> None:
+        """Write the sequences to a file that `load` reads: the tokens that are there, not the capacity.
+
+        `tokens` [B, n] are the ids of the first positions, for instance what `generate` returned; of more than
+        `seq_len` the first count, with fewer only their positions are saved. By default: those that are known, which
+        are all after `GraphDecoder` and those of the prompt after plain `generate`. `attention_mask` [B, m], of the
+        prompt or of all, tells the left padding. The file is written beside `path`, flushed and renamed: at every
+        moment the old one or the new one is whole.
+        """
+        save_cache(self, path, model, tokens_to_save(self, self._known_ids, tokens), attention_mask)
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._step_size: tuple[int, int] | None = None  # (batch, tokens) of the step in progress

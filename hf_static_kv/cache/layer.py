@@ -138,6 +138,11 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         first = self._first_visible()
         return self.group.views(self._index, self.batch_size, first, self.length + tokens - first)
 
+    def free_views(self, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, n, D] of the first positions of an empty layer, filled before its length moves."""
+        assert self.group is not None, "the layer has no storage"
+        return self.group.views(self._index, batch_size, 0, length)
+
     def commit(self) -> None:
         """Append the pending tokens."""
         if self.pending:

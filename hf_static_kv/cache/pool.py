@@ -6,13 +6,17 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
 from hf_static_kv.cache.storage import free_bytes
@@ -41,10 +45,14 @@ class Lease:
 
     def common_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the cache holds; at least one is left to compute."""
-        known, ids = self.cache.known_ids, request.tokens
-        if known is None or ids is None or len(known) != len(ids) or known.device != ids.device:
+        return 0 if request.tokens is None else min(self.num_held(request.tokens), request.tokens.shape[1] - 1)
+
+    def num_held(self, ids: Tensor) -> int:
+        """How many of the tokens [B, n] the cache holds, from the first on."""
+        known = self.cache.known_ids
+        if known is None or len(known) != len(ids) or known.device != ids.device:
             return 0
-        length = min(known.shape[1], ids.shape[1] - 1, self.cache.seq_len)
+        length = min(known.shape[1], ids.shape[1], self.cache.seq_len)
         is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
         common = int(is_common.cumprod(dim=0).sum())
         return 0 if self.cache.stateful_layers and common < self.cache.seq_len else common  # states cannot go back
@@ -56,14 +64,17 @@ class CachePool:
     A capacity is rounded up to a power of two, so that calls of like size share storage and captured steps;
     `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches together; by default it is half of
     the free memory of a GPU, or a quarter of the memory of the host. A call that may need more begins with less, and
-    its cache grows as the tokens come. The least recently used of the free caches goes first.
+    its cache grows as the tokens come. The least recently used of the free caches goes first. `store` has prefixes of
+    earlier processes.
 
     The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the others waiting. So
     they agree once on the least of their bounds. All else follows from numbers that they share.
     """
 
-    def __init__(self, max_cache_len: int | None = None, max_bytes: int | None = None) -> None:
-        self.max_cache_len, self.max_bytes = max_cache_len, max_bytes
+    def __init__(
+        self, max_cache_len: int | None = None, max_bytes: int | None = None, store: PrefixStore | None = None
+    ) -> None:
+        self.max_cache_len, self.max_bytes, self.store = max_cache_len, max_bytes, store
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
         self.hits = self.reused_tokens = 0
@@ -82,6 +93,7 @@ class CachePool:
         lease = self._take(request, content)
         is_callers = False
         try:
+            self._load_prefix(lease, request)
             yield lease.cache
             is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
@@ -92,6 +104,32 @@ class CachePool:
                 self.lent.remove(lease)
                 if not is_callers:
                     self._keep(lease)
+
+    def _load_prefix(self, lease: Lease, request: Request) -> None:
+        if self.store is not None and lease.content is not None and request.tokens is not None:
+            before = lease.cache.seq_len
+            self.store.fill(lease.cache, request.model, request.tokens, lease.content)
+            self.reused_tokens += lease.cache.seq_len - before
+
+    def save(self, model: PreTrainedModel, content: Any, input_ids: Tensor | None) -> Path:
+        """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to the store."""
+        if self.store is None:
+            raise ValueError("There is no folder to save to: call attach(model, reuse_prefix=folder).")
+        with self._lock:
+            kept = [lease for lease in self.free if lease.content == content and lease.cache.known_ids is not None]
+            ids = input_ids if input_ids is not None or not kept else kept[-1].cache.known_ids
+            held = {} if ids is None else {lease: lease.num_held(ids) for lease in kept}
+            lease = max(kept, key=lambda lease: held[lease], default=None)
+            if lease is None or ids is None or not held[lease]:
+                raise ValueError("No cache holds these tokens: call generate with them, on the model as it is now.")
+            self.free.remove(lease)
+            self.lent.append(lease)
+        try:
+            return self.store.add(lease.cache, model, ids[:, : held[lease]])
+        finally:
+            with self._lock:
+                self.lent.remove(lease)
+                self.free.append(lease)
 
     def clear(self) -> None:
         """Drop the free caches."""

@@ -14,12 +14,10 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.cache.identity import adapter_states, sample, unwrapped
 from hf_static_kv.patching import attention_of, original_function
 
-_SAMPLED = 16  # elements of each weight
 _SETTINGS = (bool, int, float, str)
-# A replay does not see these attributes of an adapter, and merging writes weights in place.
-_ADAPTER_STATES = ("active_adapters", "disable_adapters", "merged_adapters", "scaling")
 
 
 def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
@@ -48,7 +46,7 @@ def _fingerprint(
     addresses, kinds = hash(tuple(tensor.data_ptr() for tensor in tensors)), [type(module) for module in modules]
     configs = {id(config): config for config in (model.config, model.config.get_text_config())}.values()
     settings = [v for owner in (*modules, *configs) for v in owner.__dict__.values() if type(v) in _SETTINGS]
-    state, distinct_kinds = hash((*kinds, *settings, *_adapters(modules))), tuple(dict.fromkeys(kinds))
+    state, distinct_kinds = hash((*kinds, *settings, *adapter_states(modules))), tuple(dict.fromkeys(kinds))
     functions, patches = _functions(distinct_kinds), _patches(modules, is_exact)
     return weakref.ref(model), addresses, state, distinct_kinds, functions, patches, _rotary_values(modules)
 
@@ -59,7 +57,7 @@ def _tensors(modules: Sequence[Module]) -> list[Tensor]:
     for module in modules:
         tensors += compat.own_parts(module, "parameters") + compat.own_parts(module, "buffers")
         tensors += [own for own in module.__dict__.values() if isinstance(own, Tensor)]
-    return [part for tensor in tensors for part in _unwrapped(tensor)]
+    return [part for tensor in tensors for part in unwrapped(tensor)]
 
 
 def states_of_a_call(modules: Sequence[Module]) -> dict[int, str]:
@@ -68,22 +66,13 @@ def states_of_a_call(modules: Sequence[Module]) -> dict[int, str]:
     return {id(own): name for names in models for name, own in names.items() if isinstance(own, Tensor)}
 
 
-def _unwrapped(tensor: Tensor) -> list[Tensor]:
-    """The tensor, or those inside a wrapper such as a quantised weight."""
-    inner = compat.inner_tensors(tensor)
-    return [tensor] if inner is None else [part for wrapped in inner for part in _unwrapped(wrapped)]
-
-
 @torch.no_grad()
 def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
     """Some elements of each tensor, read from the device at once."""
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        if tensor.dtype.itemsize == 1:
-            tensor = tensor.view(torch.uint8)  # torch cannot list a float8
-        size, step = min(_SAMPLED, tensor.numel()), max(1, tensor.numel() // _SAMPLED)
-        sample = tensor.as_strided((size,), (step,)) if tensor.is_contiguous() else tensor.flatten()[::step]
-        samples.setdefault((tensor.device, tensor.dtype), []).append(sample)
+        sampled = sample(tensor)
+        samples.setdefault((sampled.device, sampled.dtype), []).append(sampled)
     return tuple(tuple(torch.cat(parts).tolist()) for key, parts in samples.items() if key[0].type != "meta")
 
 
@@ -101,13 +90,6 @@ def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
     found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
     return next((type(tensor).__name__ for tensor in found), None)
-
-
-def _adapters(modules: Sequence[Module]) -> list[tuple[str, ...]]:
-    # Not `hasattr(module, ...)`: `Module.__getattr__` is slow. A whole model has a method of this name.
-    has_state = (m for m in modules if hasattr(type(m), "active_adapters") or "active_adapters" in m.__dict__)
-    adapters = [module for module in has_state if not callable(module.active_adapters)]
-    return [tuple(str(getattr(module, name, None)) for name in _ADAPTER_STATES) for module in adapters]
 
 
 def _functions(kinds: Sequence[type[Any]]) -> tuple[Any, ...]:

@@ -483,8 +483,9 @@ class TestSampling:
         records["step"] = [rules_record(model) for model in models]
         records["sampling"] = [sampling_record(model) for model in models]
         records["families"] = [family_record(records, name) for name in FAMILIES]
+        records["files"] = [files_record()] * 3
         page = results_page(records, history.read())
-        assert len(page.splitlines()) <= 150
+        assert len(page.splitlines()) <= 160
         assert "## Sampling" in page
         assert "Qwen3-30B-A3B" in page
         assert "GPT-2 XL" in BLOCKS["families"](records)
@@ -670,11 +671,62 @@ TINY = {
     "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
     "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
+    "bench_files": ["--tokens", 20, "--question-tokens", 3, "--trials", 2],
     "bench_sampling": ["--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2],
     "bench_step": ["--prompt-len", 8, "--new-tokens", 8],
     "bench_speedup": ["--tokens", 3, 6, "--trials", 2],
     "bench_update": ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5],
 }
+
+
+def files_record(**changes):
+    """A record of `bench_files.py`: 1 GB, saved at 4 of 5 GB/s, loaded at 10 of 5, the first token 3 times sooner."""
+    from bench_files import factors
+    from measure import spread
+
+    seconds = {("save", "plain"): 0.2, ("save", "flushed"): 0.25, ("save", "ours"): 0.25, ("load", "plain"): 0.2}
+    seconds |= {("load", "ours"): 0.1, ("first token", "ids"): 0.45, ("first token", "file"): 0.15}
+    rows = [
+        {"case": case, "contender": name, "trials_s": [own] * 3, "ms": spread([own * 1e3] * 3)}
+        for (case, name), own in seconds.items()
+    ]
+    workload = {"model": "llama-3.2-1b", "dtype": "bfloat16", "batch_size": 1, "prompt_len": 32768}
+    shared = {"hardware": "NVIDIA H200", "host": "x", "threads": 8, "torch": "2.11", "transformers": "5.17"}
+    shared |= {"commit": "a", "command": "python benchmarks/bench_files.py --model llama-3.2-1b", "workload": workload}
+    figures = {"trials": 3, "file_bytes": 10**9, "is_what_was_saved": True, "rows": rows}
+    return {**shared, **figures, "factors": factors(rows), **changes}
+
+
+class TestFiles:
+    def test_rates_shares_and_factors(self):
+        import losses
+        import tables
+
+        record = files_record()
+        page = tables.files([record])
+        assert "| tokens; MB | 32,768; 1,000 |" in page
+        assert "| save, GB/s: safetensors → then fsync → `save` | 5.00 → 4.00 → 4.00 |" in page
+        assert "| load, GB/s: safetensors → `load` | 5.00 → 10.0 |" in page
+        assert "| first token, ms: from the ids → from the file | 450 → 150, 3.00 times sooner |" in page
+        (line,) = losses.files_behind([record])
+        assert line == "A cache file, in shares of the rate of safetensors alone: saving 80% on Llama-3.2-1B."
+        assert losses.files_behind([]) == []
+
+    def test_a_cache_that_comes_back_changed_is_an_error(self):
+        from bench_files import problems
+
+        assert problems(files_record()) == []
+        assert problems(files_record(is_what_was_saved=False)) == ["the loaded cache is not what was saved"]
+
+    def test_the_page_has_a_section_when_there_is_a_record(self):
+        import history
+        from write_results import BLOCKS, load, results_page
+
+        records = {**load(), "files": []}
+        assert "## Files" not in results_page(records, history.read())
+        assert BLOCKS["files"](records) == "Not measured yet."
+        records["files"] = [files_record()]
+        assert "→ 150 (150 to 150), 3.00 (3.00 to 3.00) times sooner |" in results_page(records, history.read())
 
 
 class TestScripts:
@@ -690,7 +742,7 @@ class TestScripts:
             monkeypatch.setattr(bench_step, name, size)
         model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
         files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
-        has_no_plot = script in ("bench_attach", "bench_exact", "bench_sampling", "bench_step")
+        has_no_plot = script in ("bench_attach", "bench_exact", "bench_files", "bench_sampling", "bench_step")
         plot = [] if has_no_plot else ["--plot", tmp_path / "report.png"]
         outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
         result = run(script, *model, *TINY[script], *outputs, *plot)
@@ -734,6 +786,8 @@ class TestScripts:
             ("bench_attach", ["--turns", 0], "--turns must be at least 1, got 0"),
             ("bench_attach", ["--histories", 500], "more than the 512 of llama's context"),
             ("bench_attach", ["--histories", 0, 64], "--histories 0 is no chat: pass it alone"),
+            ("bench_files", ["--tokens", 500], "516 tokens: more than the 512 of llama's context"),
+            ("bench_files", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
             ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
             ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
             ("bench_step", ["--new-tokens", 49], "--new-tokens must be at least 50, got 49"),

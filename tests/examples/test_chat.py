@@ -154,6 +154,28 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(chat, say, monkeypatch, time
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_a_saved_chat_goes_on_in_another_run(say, tmp_path):
+    lines, folder = ["ROMEO: What light?", "JULIET: It is the east"], ("--folder", str(tmp_path / "chats"))
+    whole = say([*lines, "ROMEO: Speak"])
+    first = say([*lines, "/save night"], *folder)
+    assert re.search(r"night.json: \d+ tokens, \d\.\d MB of keys and values\n", first.text)
+    second = say(["/load night", "ROMEO: Speak"], *folder)
+    assert "A chat of 2 turns, " in second.text
+    assert second.text.split("> ROMEO: Speak\n")[1] == whole.text.split("> ROMEO: Speak\n")[1]
+    assert second.figures == whole.figures[2:]  # as many tokens reused as in one process
+
+
+def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(say, tmp_path):
+    folder = ("--folder", str(tmp_path))
+    (tmp_path / "bad.json").write_text("[1]")
+    text = say(["/save a", "/load a", "/load bad", "/save ../a", "/load"], *folder).text
+    assert "> /save a\nchat.py: there is nothing to save yet\n" in text
+    assert re.search(r"> /load a\nchat.py: no chat 'a' can be loaded: .*No such file", text)
+    assert "> /load bad\nchat.py: no chat 'bad' can be loaded: " in text
+    assert text.count("chat.py: a chat has a name of letters, digits, - and _") == 2
+    assert "chat.py: chats are saved in a folder: start with --folder FOLDER" in say(["/save a"]).text
+
+
 def test_sampling(say):
     assert len(say(["Hello"], "--temperature", "0.8").figures) == 1
 

@@ -123,6 +123,23 @@ def test_explain(run, tmp_path, monkeypatch):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_prompt_file_reads_a_text_once(run, tmp_path):
+    options = ["--model", "gemma3", "--tokens", 60, "--file", tmp_path / "a.safetensors", "--max-new-tokens", 8]
+    first, second = run("prompt_file", *options), run("prompt_file", *options)
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    assert first.stdout.startswith("60 tokens read in ")
+    assert second.stdout.startswith("first token after ")
+
+    def answers(result):
+        return [line for line in result.stdout.splitlines() if "?" in line]
+
+    assert len(answers(first)) == 2
+    assert answers(first) == answers(second)
+    refused = run("prompt_file", *options[:2], "--tokens", 50, *options[4:])
+    assert refused.returncode == 2
+    assert refused.stderr.endswith("a.safetensors holds another text: remove it, or give another --file\n")
+
+
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
 
 

@@ -11,8 +11,9 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.compat import has_hooks
-from hf_static_kv.program.fingerprint import _unwrapped, content_fingerprint, type_without_address
+from hf_static_kv.program.fingerprint import content_fingerprint, type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -164,7 +165,7 @@ def test_weights_that_are_wrapped(decoding):
         assert linear.weight.data_ptr() == 0
         counts.append(decoding.steps())
     assert counts == [1, 2]
-    assert [tensor.data_ptr() for tensor in _unwrapped(linear.weight)] == [weights[1].data_ptr()]
+    assert [tensor.data_ptr() for tensor in unwrapped(linear.weight)] == [weights[1].data_ptr()]
 
 
 def test_weights_that_do_not_tell_their_address(decoding):

@@ -1,0 +1,218 @@
+"""The format of a cache file: a safetensors header, its parts as plain values, and the checksums.
+
+```
+8 bytes    length of the header
+header     JSON: "__metadata__" holds everything but the states as strings, then comes the table of tensors
+checksums  int64 [tensors, n]: one for each tensor and position
+keys.0     [L, B, H, n, Dk]      group 0: L layers of one shape and dtype, B batch rows, H KV heads, n tokens
+values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
+```
+
+`Header.encode` is the only definition of the header: one that differs from it by a byte is refused. `digest` covers the
+header and the checksums, a checksum covers what one tensor has for one position.
+"""
+
+import json
+from dataclasses import asdict, dataclass, fields
+from hashlib import blake2b, shake_128
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.cache.identity import ModelIdentity
+from hf_static_kv.cache.storage import LayerShape
+
+FORMAT, VERSION = "hf_static_kv", 1
+MAX_HEADER_BYTES = 32 << 20  # about four million token ids
+CHECKSUM_BYTES = 8
+DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name, that of safetensors
+_WORDS = (torch.int32, torch.int16, torch.int8)
+
+
+class Entry(NamedTuple):
+    """One tensor of a file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    offset: int  # from the end of the header, in bytes
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class FileGroup:
+    """Layers of one shape and dtype, which have one pair of tensors in a file."""
+
+    layers: list[int]
+    shape: LayerShape
+    dtypes: tuple[str, str]  # of keys, of values
+
+    @classmethod
+    def parse(cls, values: Any) -> "FileGroup":
+        _check(isinstance(values, dict) and set(values) == {"layers", "shape", "dtypes"}, "a group")
+        shape, layers, dtypes = values["shape"], values["layers"], values["dtypes"]
+        _check(isinstance(shape, dict) and set(shape) == {field.name for field in fields(LayerShape)}, "a shape")
+        _check(_are_ints([*shape.values()], 1) and _are_ints(layers, 0), "the numbers of a group")
+        _check(isinstance(dtypes, list) and len(dtypes) == 2 and all(name in DTYPES for name in dtypes), "the dtypes")
+        return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]))
+
+
+@dataclass(frozen=True)
+class Header:
+    """Everything that a file says but its states."""
+
+    tokens: list[list[int]]  # [B, n], left padding included
+    left_padding: list[int]  # positions before the first token of each batch row
+    sliding_windows: list[int | None]  # of each layer
+    groups: list[FileGroup]
+    model: ModelIdentity
+    library_version: str
+    transformers_version: str
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens[0])
+
+    def is_in(self, dtype: torch.dtype) -> bool:
+        """Whether all keys and values are of this dtype."""
+        return all(entry.dtype == dtype for entry in self.entries()[1:])
+
+    def entries(self) -> list[Entry]:
+        """The tensors in the order of the file."""
+        found = [Entry("checksums", torch.int64, [2 * len(self.groups), self.num_tokens], 0, self.checksum_bytes)]
+        for number, group in enumerate(self.groups):
+            dims = (group.shape.key_head_dim, group.shape.value_head_dim)
+            for name, dim, dtype_name in zip(("keys", "values"), dims, group.dtypes, strict=True):
+                shape = [len(group.layers), self.num_rows, group.shape.num_kv_heads, self.num_tokens, dim]
+                dtype, offset = getattr(torch, dtype_name), found[-1].offset + found[-1].num_bytes
+                num_bytes = prod(shape) * dtype.itemsize
+                found.append(Entry(f"{name}.{number}", dtype, shape, offset, num_bytes))
+        return found
+
+    def pairs(self) -> list[list[Entry]]:
+        """Keys and values of each group."""
+        entries = self.entries()[1:]
+        return [entries[i : i + 2] for i in range(0, len(entries), 2)]
+
+    def add_up(self, sums: list[tuple[Entry, Tensor]]) -> Tensor:
+        """The checksums [tensors, n] of a file from those [n] of its layers."""
+        names = [entry.name for entry in self.entries()[1:]]
+        totals = torch.zeros(len(names), len(sums[0][1]), dtype=torch.int64)
+        for entry, own in sums:
+            totals[names.index(entry.name)] += own.cpu()
+        return totals
+
+    @property
+    def checksum_bytes(self) -> int:
+        return 2 * len(self.groups) * self.num_tokens * CHECKSUM_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes after the header."""
+        last = self.entries()[-1]
+        return last.offset + last.num_bytes
+
+    def encode(self, checksums: bytes) -> bytes:
+        """The start of a file, up to its first tensor."""
+        unsigned = self._json(digest="")
+        signed = self._json(blake2b(unsigned + checksums, digest_size=16).hexdigest())
+        signed += b" " * (-len(signed) % 8)
+        return len(signed).to_bytes(8, "little") + signed
+
+    def _json(self, digest: str) -> bytes:
+        own = {"tokens": self.tokens, "left_padding": self.left_padding, "sliding_windows": self.sliding_windows}
+        own["groups"] = [asdict(group) for group in self.groups]
+        metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": digest}
+        metadata |= {name: json.dumps(value) for name, value in own.items()} | asdict(self.model)
+        metadata |= {"library_version": self.library_version, "transformers_version": self.transformers_version}
+        names = {**DTYPES, "int64": "I64"}
+        tensors = {
+            entry.name: {
+                "dtype": names[str(entry.dtype).removeprefix("torch.")],
+                "shape": entry.shape,
+                "data_offsets": [entry.offset, entry.offset + entry.num_bytes],
+            }
+            for entry in self.entries()
+        }
+        return json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+
+    @classmethod
+    def parse(cls, text: bytes) -> "Header":
+        """The header of a file; a `ValueError` names what is wrong with it."""
+        metadata = _metadata(text)
+        windows, padding = (json.loads(metadata[name]) for name in ("sliding_windows", "left_padding"))
+        tokens, groups = (json.loads(metadata[name]) for name in ("tokens", "groups"))
+        _check(isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens), "the tokens")
+        _check(len({len(row) for row in tokens}) == 1 and all(i < 1 << 63 for row in tokens for i in row), "the tokens")
+        _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
+        _check(max(padding) < len(tokens[0]), "the left padding")
+        _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
+        _check(isinstance(groups, list) and bool(groups), "the groups")
+        identity = ModelIdentity(**{field.name: metadata[field.name] for field in fields(ModelIdentity)})
+        _check(isinstance(json.loads(identity.config), dict), "the config")
+        versions = metadata["library_version"], metadata["transformers_version"]
+        found = cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
+        layers = [layer for group in found.groups for layer in group.layers]
+        _check(sorted(layers) == list(range(len(windows))), "the layers")
+        return found
+
+
+def _metadata(text: bytes) -> dict[str, str]:
+    """The strings of a header. A format of a later version is named before anything else is looked at."""
+    content = json.loads(text)
+    metadata = content.get("__metadata__") if isinstance(content, dict) else None
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise ValueError("it is no file of `StaticContiguousCache.save`")
+    version = metadata.get("format_version")
+    if version != str(VERSION):
+        written = f"hf_static_kv {metadata.get('library_version')}"
+        raise ValueError(
+            f"its format is {version}, of {written}; this one reads format {VERSION}. Install a newer hf_static_kv"
+        )
+    names = {"tokens", "left_padding", "sliding_windows", "groups", "library_version", "transformers_version"}
+    names |= {field.name for field in fields(ModelIdentity)}
+    _check(names <= metadata.keys() and all(isinstance(value, str) for value in metadata.values()), "the strings")
+    return metadata
+
+
+def _are_ints(values: Any, least: int) -> bool:
+    """Whether this is a list of at least one int, none of them below `least`."""
+    return isinstance(values, list) and bool(values) and all(type(value) is int and value >= least for value in values)
+
+
+def _check(is_right: bool, what: str) -> None:
+    if not is_right:
+        raise ValueError(f"{what} in its header cannot be read")
+
+
+# --- checksums
+
+
+def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
+    """Odd numbers [B, H, W] below 2^32 for the W words of states [B, H, n, D]: from SHAKE-128 of the layer's name."""
+    rows, heads, _, dim = states.shape
+    words = dim * states.dtype.itemsize // _word(states).itemsize
+    drawn = shake_128(f"{name} {layer_idx}".encode()).digest(4 * rows * heads * words)
+    numbers = torch.frombuffer(bytearray(drawn), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return (numbers | 1).view(rows, heads, words).to(states.device)
+
+
+def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
+    """Sum of the words [n, W] of states [n, D] times their weights [W], modulo 2^64: int64 [n].
+
+    A changed word changes the sum, for its weight is odd. Any other change is missed with a probability below 2^-30 at
+    each position that it touches. Sums of integers are the same on every device.
+    """
+    return (states.view(_word(states)) * weights).sum(-1)
+
+
+def _word(states: Tensor) -> torch.dtype:
+    """The largest integer that divides the bytes of a head: of 4 bytes but for odd dims."""
+    num_bytes = states.shape[-1] * states.dtype.itemsize
+    return next(word for word in _WORDS if num_bytes % word.itemsize == 0)

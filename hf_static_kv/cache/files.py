@@ -1,0 +1,337 @@
+"""Caches to files and back: checked before anything is changed, written beside the old file and renamed."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+from typing import Any, BinaryIO
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import hf_static_kv
+from hf_static_kv.cache import layout
+from hf_static_kv.cache.allocation import AllocatedCache
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, Header, position_checksums
+from hf_static_kv.cache.filepieces import LayerStates, bytes_of, pieces, staging_for
+from hf_static_kv.cache.identity import ModelIdentity
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.storage import Members, StorageGroup
+
+_READERS = 4  # threads that read for a GPU: its bus takes more than one thread copies from the page cache
+
+
+class CacheFile:
+    """A file of `StaticContiguousCache.save`, open, with its header checked; the states are checked as they are read.
+
+    ```python
+    with CacheFile("chat.safetensors") as file:
+        print(file.tokens, file.attention_mask)  # [B, n] each
+    ```
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        # One descriptor for header and states: a file that is replaced meanwhile is read as it was.
+        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        self._seeking = Lock()
+        try:
+            self._read_header()
+        except (ValueError, RecursionError) as error:
+            self.close()
+            raise ValueError(f"{self.path} cannot be loaded: {error}.") from error
+
+    def __enter__(self) -> "CacheFile":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._file.close()
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token ids [B, n], left padding included."""
+        return torch.tensor(self.header.tokens)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """[B, n]: 0 under the left padding, 1 at tokens."""
+        starts = torch.tensor(self.header.left_padding)
+        return (torch.arange(self.header.num_tokens) >= starts[:, None]).long()
+
+    def _read_header(self) -> None:
+        size = os.fstat(self._file.fileno()).st_size
+        start = self._read_bytes(0, min(8, size))
+        length = int.from_bytes(start, "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise ValueError(f"it has {size} bytes, too few for its header: it is damaged or truncated")
+        text = self._read_bytes(8, length)
+        self.header = Header.parse(text)
+        self._start, wanted = 8 + length, 8 + length + self.header.num_bytes
+        if size != wanted:
+            raise ValueError(f"it has {size} bytes and should have {wanted}: it is damaged or truncated")
+        checksums = self._read_bytes(self._start, self.header.checksum_bytes)
+        if self.header.encode(checksums) != start + text:
+            raise ValueError("its header is damaged")
+        self._checksums = torch.frombuffer(bytearray(checksums), dtype=torch.int64).view(-1, self.header.num_tokens)
+
+    def _read_bytes(self, offset: int, num_bytes: int) -> bytes:
+        buffer = bytearray(num_bytes)
+        self._read(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def _read(self, offset: int, buffer: memoryview) -> None:
+        """Fill the buffer from this place of the file. Threads may do so at the same time."""
+        while buffer:
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._file.fileno(), [buffer], offset)
+            else:  # Windows
+                with self._seeking:
+                    self._file.seek(offset)
+                    count = self._file.readinto(buffer) or 0
+            if count == 0:
+                raise ValueError("it ends early: it is truncated")
+            buffer, offset = buffer[count:], offset + count
+
+    # --- checks
+
+    def check_model(self, identity: ModelIdentity) -> None:
+        """Refuse states of another model."""
+        if (difference := identity.difference(self.header.model)) is not None:
+            raise ValueError(
+                f"{self.path} cannot be loaded: {difference}. It belongs to the model that computed it "
+                f"(saved with transformers {self.header.transformers_version}, hf_static_kv "
+                f"{self.header.library_version}). Load that model, or read the text again and save it."
+            )
+
+    def check_length(self, tokens: int | None, max_cache_len: int | None) -> int:
+        """The number of tokens to load."""
+        held = self.header.num_tokens
+        length = held if tokens is None else tokens
+        layout.check_positive(tokens=length)
+        if length > held:
+            raise ValueError(f"tokens={length}: {self.path} holds {held}. Ask for at most that many.")
+        if max_cache_len is not None and length > max_cache_len:
+            raise ValueError(
+                f"{self.path} holds {held} tokens, and max_cache_len={max_cache_len} is too short for {length}. Use "
+                f"max_cache_len >= {length} (and what will be generated), or load a part: tokens={max_cache_len}."
+            )
+        return length
+
+    def allocate(self, cache: AllocatedCache, model: PreTrainedModel, batch_size: int) -> None:
+        """Storage for layers that have none, in the dtypes of the file, each where the model computes it.
+
+        Layers of another number, window, shape or dtype than those of the file are refused.
+        """
+        self._check_layers(cache)
+        devices = layout.layer_devices(model, len(cache.layers))
+        for group in self.header.groups:
+            places: dict[torch.device, list[int]] = {}
+            for layer_idx in group.layers:
+                if not cache.layers[layer_idx].is_initialized:
+                    places.setdefault(devices[layer_idx], []).append(layer_idx)
+            members: list[Members] = [(group.shape, device, layers) for device, layers in places.items()]
+            cache.allocate_members(members, batch_size, (_dtype(group.dtypes[0]), _dtype(group.dtypes[1])))
+
+    def _check_layers(self, cache: AllocatedCache) -> None:
+        _check_kinds(cache, "loaded")
+        windows = [layer.sliding_window for layer in cache.layers]
+        if windows != self.header.sliding_windows:
+            raise ValueError(
+                f"{self.path} cannot be loaded: the sliding windows of its layers are {self.header.sliding_windows}, "
+                f"and those of this model {windows}. Load the model that it was saved from."
+            )
+        for group in self.header.groups:
+            for layer_idx in group.layers:
+                planned = cache.planned_shape(layer_idx)
+                layer = cache.layers[layer_idx]
+                dtypes = (_name(layer.dtype), _name(layer.value_dtype)) if layer.is_initialized else group.dtypes
+                if (planned or group.shape, dtypes) != (group.shape, group.dtypes):
+                    raise ValueError(
+                        f"{self.path} cannot be loaded: its layer {layer_idx} has {group.shape} in {group.dtypes}, and "
+                        f"that of this model {planned or group.shape} in {dtypes}. Load the model it was saved from."
+                    )
+
+    # --- states
+
+    @torch.no_grad()
+    def read_into(self, cache: AllocatedCache, length: int, repeat: int = 1) -> None:
+        """Put the first tokens into an allocated, empty cache; each batch row becomes `repeat` rows in succession.
+
+        The lengths move when all checksums are right: until then, and after an error, the cache is empty.
+        """
+        rows = self.header.num_rows * repeat
+        parts = list(self._parts(cache, rows, length, repeat))
+        on_gpu = any(part.states.is_cuda for part in parts)
+        # Threads begin on the default stream: pass on the one that has filled the storage.
+        jobs = [(p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None) for p in parts]
+        with ThreadPoolExecutor(_READERS) as pool:
+            sums = list((pool.map if on_gpu else map)(self._read_part, jobs))
+        self._check_sums(parts, sums, length)
+        for layer in cache.layers:
+            for states in layer.free_views(rows, length) if repeat > 1 else ():
+                for row in range(0, rows, repeat):
+                    states[row + 1 : row + repeat] = states[row]
+        for layer in cache.layers:
+            layer.batch_size, layer.length = rows, length
+
+    def _parts(self, cache: AllocatedCache, rows: int, length: int, repeat: int) -> Iterator[LayerStates]:
+        for group, entries in zip(self.header.groups, self.header.pairs(), strict=True):
+            for i, layer_idx in enumerate(group.layers):
+                views = cache.layers[layer_idx].free_views(rows, length)
+                for entry, states in zip(entries, views, strict=True):
+                    yield LayerStates(entry, i, layer_idx, states[::repeat])
+
+    def _read_part(self, job: tuple[LayerStates, Any]) -> Tensor:
+        """Read the states of one layer; their checksums [n], on the device."""
+        part, stream = job
+        row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
+        with torch.cuda.stream(stream):
+            weights, sums = part.weights(), part.no_checksums()
+            staging = staging_for(part.states)
+            for row, head, first, piece in pieces(part.states):
+                position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
+                target = piece if staging is None else staging[: piece.numel()].view(piece.shape)
+                self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
+                if staging is not None:
+                    piece.copy_(target)
+                sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
+        return sums
+
+    def _check_sums(self, parts: list[LayerStates], sums: list[Tensor], length: int) -> None:
+        totals = self.header.add_up([(part.entry, own) for part, own in zip(parts, sums, strict=True)])
+        if bool((wrong := totals != self._checksums[:, :length]).any()):
+            tensor, position = wrong.nonzero()[0].tolist()
+            name = self.header.entries()[1 + tensor].name
+            raise ValueError(
+                f"{self.path} cannot be loaded: {name} does not have its checksum at position {position}. The file is "
+                "damaged: copy it again, or read the text again and save it."
+            )
+
+
+# --- saving
+
+
+@torch.no_grad()
+def save_cache(
+    cache: AllocatedCache, path: str | os.PathLike[str], model: PreTrainedModel, tokens: Tensor, mask: Tensor | None
+) -> None:
+    """Write the first positions of a cache, as many as there are tokens [B, n], in the place of `path`."""
+    groups, padding = _file_groups(cache), _left_padding(tokens, mask)
+    windows = [layer.sliding_window for layer in cache.layers]
+    versions = hf_static_kv.__version__, transformers.__version__
+    header = Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
+    parts = [
+        LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : header.num_tokens])
+        for group, entries in zip(groups, header.pairs(), strict=True)
+        for entry, name in zip(entries, ("keys", "values"), strict=True)
+        for i, layer_idx in enumerate(group.layers)
+    ]
+    checksums = header.add_up([(part.entry, part.checksums()) for part in parts]).numpy().tobytes()
+    with atomic_writer(Path(path)) as file:
+        file.write(header.encode(checksums))
+        file.write(checksums)
+        for part in parts:
+            _write(file, part.states)
+
+
+def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
+    """The ids [B, n] of the first positions, from the caller or as `generate` has told them."""
+    _check_kinds(cache, "saved")
+    length, rows = min(layer.length for layer in cache.layers), cache.layers[0].batch_size
+    if any(layer.was_assigned for layer in cache.layers):
+        known = None
+    if (ids := known if tokens is None else tokens) is None:
+        raise ValueError("The ids of the cached tokens are not known: pass them as tokens=... [batch, tokens].")
+    ids = (ids[None] if ids.ndim == 1 else ids)[:, :length].cpu()
+    if ids.ndim != 2 or len(ids) != rows or ids.is_floating_point():
+        raise ValueError(
+            f"tokens are {list(ids.shape)} {ids.dtype}, and the cache holds {rows} rows of {length} tokens. Pass the "
+            "ids that `generate` returned."
+        )
+    if ids.shape[1] == 0:
+        raise ValueError("There are no tokens to save.")
+    common = 0 if known is None else min(known.shape[1], ids.shape[1])
+    if known is not None and len(known) == rows and not torch.equal(ids[:, :common], known[:, :common].cpu()):
+        raise ValueError("The tokens are not those that the cache was computed from. Pass what `generate` returned.")
+    return ids
+
+
+def _check_kinds(cache: AllocatedCache, what: str) -> None:
+    for layer_idx, layer in enumerate(cache.layers):
+        if type(layer) is not StaticContiguousLayer:
+            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be {what} yet.")
+
+
+def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
+    """The positions before the first token of each batch row, from a mask [B, m] of the prompt or of all tokens."""
+    if mask is None:
+        return [0] * len(tokens)
+    mask = mask[:, : tokens.shape[1]].cpu().bool()
+    starts = (~mask).sum(1)
+    is_left = len(mask) == len(tokens) and torch.equal(mask, torch.arange(mask.shape[1]) >= starts[:, None])
+    if not is_left or int(starts.max()) == tokens.shape[1]:
+        raise ValueError(
+            f"attention_mask is {list(mask.shape)}, and the tokens are {list(tokens.shape)}: it must have their rows, "
+            "0 under left padding and 1 after it."
+        )
+    return [int(start) for start in starts]
+
+
+def _file_groups(cache: AllocatedCache) -> list[FileGroup]:
+    """The groups of the cache as a file describes them, or a `ValueError` for what cannot be saved."""
+    found: dict[int, tuple[StorageGroup, list[int]]] = {}
+    for layer_idx, layer in enumerate(cache.layers):
+        if layer.group is None or layer.used() != [(cache.layers[0].batch_size, cache.layers[0].length)]:
+            raise ValueError(f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be saved.")
+        found.setdefault(id(layer.group), (layer.group, []))[1].append(layer_idx)
+    groups = []
+    for storage, layers in found.values():
+        dtypes = _name(storage.keys.dtype), _name(storage.values.dtype)
+        if unknown := [name for name in dtypes if name not in DTYPES]:
+            raise ValueError(f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}.")
+        groups.append(FileGroup(layers, storage.shape, dtypes))
+    return groups
+
+
+def _write(file: BinaryIO, states: Tensor) -> None:
+    staging = staging_for(states)
+    for _, _, _, piece in pieces(states):
+        source = piece if staging is None else staging[: piece.numel()].view(piece.shape).copy_(piece)
+        file.write(bytes_of(source))
+
+
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of `path` when the block is done: at every moment there is the old one or the new."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # before the name is there: a power cut would leave a name without its bytes
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if hasattr(os, "O_DIRECTORY"):  # Windows has none, and keeps the name by itself
+        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)  # type: ignore[no-any-return]  # one of DTYPES
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

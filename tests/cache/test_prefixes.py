@@ -1,0 +1,259 @@
+"""Prefixes in a folder: found by their tokens, shared by processes, bounded, and never a reason for a call to fail."""
+
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_static_kv import CacheFile, PrefixStore, StaticContiguousCache, attach, attached, attachment, detach
+from hf_static_kv.cache.prefixes import _STALE_SECONDS
+from tests.conftest import COMMON, shared_toy_model, toy_model
+
+ROOT = Path(__file__).parents[2]
+TEXT = torch.arange(3, 103)[None]  # 100 tokens
+QUESTION = torch.tensor([[9, 55, 9]])
+
+
+def ask(model, ids, **how):
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6, **how})
+
+
+def reused(model, ids, folder, **settings):
+    """Tokens of a new attachment to the model, and how many tokens of the prompt it has not computed."""
+    with attached(model, reuse_prefix=folder, **settings) as info:
+        tokens = ask(model, ids)
+    assert torch.equal(tokens, ask(model, ids))
+    return info.reused_tokens
+
+
+def save(model, folder, ids=TEXT, **settings):
+    with attached(model, reuse_prefix=folder, **settings) as info:
+        ask(model, ids)
+        return info.save(ids)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_a_saved_prefix_is_found_by_the_longest_one(tmp_path, name):
+    model = shared_toy_model(name)
+    save(model, tmp_path, TEXT[:, :40])
+    save(model, tmp_path)
+    assert len(os.listdir(tmp_path)) == 2
+    assert reused(model, torch.cat([TEXT, QUESTION], dim=1), tmp_path) == 100
+    assert reused(model, torch.cat([TEXT[:, :70], QUESTION], dim=1), tmp_path) == 70
+    assert reused(model, TEXT, tmp_path) == 99  # one is left to compute
+    assert reused(model, torch.cat([QUESTION, TEXT], dim=1), tmp_path) == 0
+
+
+def test_in_a_new_process(tmp_path):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+    code = (
+        "from tests.cache.test_prefixes import *\n"
+        f"print(reused(shared_toy_model('llama'), torch.cat([TEXT, QUESTION], dim=1), {str(tmp_path)!r}))"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert result.stdout == "100\n", result.stderr
+
+
+def test_what_the_last_call_holds_is_saved_and_the_memory_goes_on_with_it(tmp_path):
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path) as info:
+        tokens = ask(model, TEXT)
+        assert info.save() == info.save()  # the same tokens are one file
+        assert len(os.listdir(tmp_path)) == 1
+        ask(model, torch.cat([tokens, QUESTION], dim=1))
+        assert info.reused_tokens == 105  # in memory: the last token was not computed
+    assert reused(model, torch.cat([tokens, QUESTION], dim=1), tmp_path) == 105
+
+
+def test_a_prefix_of_one_row_serves_a_batch(tmp_path):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+    batch = torch.cat([TEXT.repeat(3, 1), torch.tensor([[4, 5], [6, 7], [8, 9]])], dim=1)
+    assert reused(model, batch, tmp_path) == 100
+    assert reused(model, torch.cat([batch[:2], batch[:1].roll(1, dims=1)]), tmp_path) == 0
+
+
+def test_a_batch_is_a_prefix_of_the_same_batch(tmp_path):
+    model, batch = shared_toy_model("llama"), torch.cat([TEXT, TEXT + 1])
+    save(model, tmp_path, batch)
+    assert reused(model, torch.cat([batch, QUESTION.repeat(2, 1)], dim=1), tmp_path) == 100
+    assert reused(model, torch.cat([TEXT, QUESTION], dim=1), tmp_path) == 0
+
+
+def test_inside_exact_only_what_was_computed_inside(tmp_path):
+    model, prompt = toy_model("llama").bfloat16(), torch.cat([TEXT, QUESTION], dim=1)
+    save(model, tmp_path)
+    with attached(model, reuse_prefix=tmp_path, exact=True) as info:
+        ask(model, prompt)
+        assert info.reused_tokens == 0
+    save(model, tmp_path, exact=True)
+    with attached(model, exact=True):
+        expected = ask(model, prompt)
+    with attached(model, reuse_prefix=tmp_path, exact=True) as info:
+        assert torch.equal(ask(model, prompt), expected)
+        assert info.reused_tokens == 100
+
+
+@pytest.mark.parametrize("change", ["weights", "seed", "attention"])
+def test_not_for_another_model(tmp_path, change):
+    model = toy_model("llama")
+    save(model, tmp_path)
+    if change == "weights":
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    other = toy_model("llama", **{"seed": 1} if change == "seed" else {"attn": "eager"})
+    assert reused(model if change == "weights" else other, TEXT, tmp_path) == 0
+    assert reused(toy_model("llama"), TEXT, tmp_path) == 99
+
+
+def test_weights_that_changed_after_the_call_are_not_saved_with_its_keys(tmp_path):
+    model = toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path) as info:
+        ask(model, TEXT)
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+        with pytest.raises(ValueError, match="on the model as it is now"):
+            info.save()
+    assert os.listdir(tmp_path) == []
+
+
+def test_not_under_autocast(tmp_path):
+    model = toy_model("llama")
+    save(model, tmp_path)
+    with attached(model, reuse_prefix=tmp_path) as info, torch.autocast("cpu", torch.bfloat16):
+        ask(model, TEXT)
+        assert info.reused_tokens == 0
+
+
+def test_any_file_of_save_in_the_folder_is_found_but_not_with_left_padding(tmp_path):
+    model, mask = shared_toy_model("llama"), torch.ones_like(TEXT)
+    cache = StaticContiguousCache.from_model(model, 128)
+    ask(model, TEXT, past_key_values=cache)
+    cache.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT)
+    assert reused(model, TEXT, tmp_path) == 99
+    mask[0, 0] = 0
+    cache.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT, attention_mask=mask)
+    assert reused(model, TEXT, tmp_path) == 0
+
+
+# --- the folder
+
+
+def names(folder):
+    return {path.name for path in Path(folder).glob("*.safetensors")}
+
+
+def test_the_least_recently_used_goes_first(tmp_path):
+    model = shared_toy_model("llama")
+    texts = [torch.randint(3, 100, (1, 60)) for _ in range(4)]
+    first = save(model, tmp_path, texts[0])
+    (tmp_path / "mine.safetensors").write_bytes(first.read_bytes())  # another name: not counted, not removed
+    store = PrefixStore(tmp_path, max_bytes=int(2.5 * first.stat().st_size))
+    paths = [first, save(model, store, texts[1])]
+    os.utime(first, (1, 1))
+    os.utime(paths[1], (2, 2))
+    os.remove(tmp_path / "mine.safetensors")
+    assert reused(model, texts[0], store) == 59  # used now
+    paths.append(save(model, store, texts[2]))
+    assert names(tmp_path) == {paths[0].name, paths[2].name}
+    (tmp_path / "mine.safetensors").write_bytes(b"mine")
+    with pytest.raises(ValueError, match=r"A prefix of .* bytes is more than the 100 of max_bytes"):
+        save(model, PrefixStore(tmp_path, max_bytes=100), texts[3])
+    assert names(tmp_path) == {"mine.safetensors"}
+
+
+def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path):
+    old, new = (tmp_path / f".{'0' * 32}.safetensors.{digit * 16}.tmp" for digit in "12")
+    for path in (old, new, tmp_path / "notes.tmp"):
+        path.write_bytes(b"half")
+        os.utime(path, (1, 1))
+    os.utime(new, (time.time() - _STALE_SECONDS / 2,) * 2)
+    save(shared_toy_model("llama"), tmp_path)
+    assert not old.exists()
+    assert new.exists()
+    assert (tmp_path / "notes.tmp").exists()
+
+
+def test_another_process_adds_and_removes(tmp_path):
+    """Two stores on one folder are what two processes have."""
+    model, here, there = shared_toy_model("llama"), PrefixStore(tmp_path), PrefixStore(tmp_path)
+    with attached(model, reuse_prefix=here) as info:
+        ask(model, TEXT[:, :20])
+        path = save(model, there)
+        assert attachment(model) is info
+        ask(model, TEXT)
+        assert info.reused_tokens == 99
+    path.unlink()
+    assert reused(model, TEXT, here) == 0
+
+
+def test_a_file_that_is_removed_when_it_is_about_to_be_read(tmp_path, monkeypatch, caplog):
+    model = shared_toy_model("llama")
+    path, longest = save(model, tmp_path), PrefixStore._longest
+
+    def removed(self, *args):
+        found = longest(self, *args)
+        path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(PrefixStore, "_longest", removed)
+    assert reused(model, TEXT, tmp_path) == 0
+    assert caplog.text == ""
+
+
+def test_too_little_memory_for_a_file_is_left_to_the_call(tmp_path, monkeypatch):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+
+    def fail(self, *args):
+        raise torch.OutOfMemoryError("too little")
+
+    monkeypatch.setattr(CacheFile, "allocate", fail)
+    assert reused(model, TEXT, tmp_path) == 0
+
+
+@pytest.mark.parametrize("place", [100, -100], ids=["header", "states"])
+def test_a_damaged_file_is_named_once_and_the_call_computes(tmp_path, caplog, place):
+    model, store = shared_toy_model("llama"), PrefixStore(tmp_path)
+    path = save(model, store)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+    with caplog.at_level(logging.WARNING), attached(model, reuse_prefix=store) as info:
+        ask(model, TEXT)
+        ask(model, TEXT.roll(1, dims=1))
+        assert info.reused_tokens == 0
+    assert caplog.text.count("A saved prefix is not used.") == 1
+    assert str(path) in caplog.text
+
+
+def test_arguments(tmp_path):
+    model = toy_model("llama")
+    info = attach(model, reuse_prefix=str(tmp_path / "made" / "here"))
+    assert attach(model, reuse_prefix=str(tmp_path / "made" / "here")) is info
+    assert (tmp_path / "made" / "here").is_dir()
+    with pytest.raises(ValueError, match="call generate with them"):
+        info.save()
+    ask(model, TEXT)
+    with pytest.raises(ValueError, match="call generate with them"):
+        info.save(QUESTION)
+    detach(model)
+    with pytest.raises(ValueError, match="The model is detached"):
+        info.save()
+    with (
+        attached(model, reuse_prefix=True) as info,
+        pytest.raises(ValueError, match=r"attach\(model, reuse_prefix=folder\)"),
+    ):
+        info.save()
+    with pytest.raises(ValueError, match="max_bytes must be a positive int"):
+        PrefixStore(tmp_path, max_bytes=0)
