@@ -129,7 +129,7 @@ def draw(results: list[Result], args: argparse.Namespace) -> None:
     ratios.set_yscale("symlog", linthresh=least / 2)
     ratios.set_ylim(bottom=-least / 10)
     ratios.set(xlabel="update", title=f"largest |ratio - 1| over the sampled tokens, {args.dtype}")
-    rewards.set(xlabel="update", ylim=(0, 1), title=f"share of lines that end in '{args.letter}'")
+    rewards.set(xlabel="update", ylim=(0, 1.05), title=f"share of lines that end in '{args.letter}'")
     for axis in (ratios, rewards):
         axis.legend(frameon=False)
         axis.spines[["top", "right"]].set_visible(False)

@@ -24,6 +24,7 @@ from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
+from hf_static_kv.program.fingerprint import draws_random_numbers
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
@@ -35,7 +36,11 @@ def exact(model: Module) -> Iterator[None]:
 
     Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
     slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
-    reaches the tokens before it. Do not change or copy the model inside. On exit, also on an error, it is restored.
+    reaches the tokens before it. Do not copy the model inside, and change no more than the values of its weights. On
+    exit, also on an error, it is restored.
+
+    A pass with gradients has these bits too. Its backward pass is ordinary; with gradient checkpointing it must run
+    inside. Every dropout must be 0, or the model in eval mode.
 
     `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
     too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
@@ -74,12 +79,9 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
     if TRACED_ATTENTION_NAME in attention:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
-    for name, part in modules.items():
-        if isinstance(part, torch.nn.Dropout) and part.training and part.p > 0:  # so is that of a new adapter
-            remedy = "set its p to 0, or call model.eval()"
-            raise ValueError(
-                f"{name} drops out {part.p:.0%} of its input in training, and exact has no dropout: {remedy}."
-            )
+    if drawing := [name for name, part in modules.items() if draws_random_numbers([part])]:
+        dropout = "has a dropout, which draws random numbers in training"
+        raise ValueError(f"{drawing[0]} {dropout}, and exact has none: set its rates to 0, or call model.eval().")
     if any(map(is_part, model.parameters())):
         split = "This model is split over processes (tensor parallelism, FSDP)"
         raise ValueError(f"{split}, and exact has no batch-invariant sum over them. Load it on one device.")

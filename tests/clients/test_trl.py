@@ -1,5 +1,8 @@
 """TRL's GRPO: the weights change between two calls of `generate`, which sample."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -97,14 +100,21 @@ def test_a_prefix_is_reused_between_evaluations_and_not_after_a_step(tmp_path):
     assert info.reused_tokens == 3 * (len(tokenizer(QUESTION).input_ids) - 1)
 
 
-class ExactTrainer(trl.GRPOTrainer):
-    """The trainer of docs/exact.md. It notes the log-probabilities of each sequence, sampled and trained on."""
+def trainer_of_the_page():
+    """The class that docs/exact.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text()
+    names = {"trl": trl, "token_logprobs": token_logprobs}
+    exec(re.search(r"```py\n(class .*?)```", page, re.DOTALL)[1], names)
+    return names["ExactTrainer"]
+
+
+class NotingTrainer(trainer_of_the_page()):
+    """Notes the log-probabilities of each sequence, sampled and trained on."""
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        prompt_len = input_ids.shape[1] - logits_to_keep
-        logps = token_logprobs(model, input_ids, attention_mask, prompt_len=prompt_len, temperature=self.temperature)
-        self.trained.append(by_sequence(input_ids, attention_mask, logps))
-        return logps, -logps.detach(), None
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep)
+        self.trained.append(by_sequence(input_ids, attention_mask, result[0]))
+        return result
 
     def note_sampled(self):
         """TRL asks `generate` for tokens alone."""
@@ -134,7 +144,7 @@ def by_sequence(sequences, mask, logps):
 def test_sampled_logprobs_are_the_trainers(setting, tmp_path):
     """To the bit, at every step, over left-padded prompts of unlike lengths."""
     own = {**SETTINGS[setting], "beta": 0.0, "temperature": 0.9}
-    trainer, _ = make_trainer(ExactTrainer, "llama", tmp_path, {}, **own)
+    trainer, _ = make_trainer(NotingTrainer, "llama", tmp_path, {}, **own)
     trainer.note_sampled()
     before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
     with exact(trainer.model):

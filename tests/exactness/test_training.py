@@ -192,17 +192,24 @@ class TestKernels:
 
 
 class TestDropout:
-    def test_a_module_is_refused_by_its_name(self):
-        model = toy_model("gpt2", "eager").train()
-        with pytest.raises(ValueError, match=r"transformer\.drop drops out 10% of its input in training"), exact(model):
+    @pytest.mark.parametrize(
+        ("name", "rates", "part"),
+        [
+            ("gpt2", {}, r"transformer\.drop"),
+            ("llama", {"attention_dropout": 0.25}, r"model\.layers\.0\.self_attn"),
+        ],
+    )
+    def test_it_is_refused_by_its_name_in_training(self, name, rates, part):
+        model = toy_model(name, "eager", **rates).train()
+        with pytest.raises(ValueError, match=rf"^{part} has a dropout, .* or call model\.eval\(\)"), exact(model):
             pass
         with exact(model.eval()):
             assert model(batch()[0]).logits.requires_grad
 
-    def test_that_of_attention(self):
-        model = toy_model("llama", "eager", attention_dropout=0.25).train()
+    def test_that_of_attention_after_a_change_to_training(self):
+        model = toy_model("llama", "eager", attention_dropout=0.25)
         with exact(model), pytest.raises(ValueError, match=r"attention drops out 0.25: set attention_dropout to 0"):
-            model(batch()[0])
+            model.train()(batch()[0])
 
     def test_one_that_is_a_function(self):
         model = training_model("llama")
