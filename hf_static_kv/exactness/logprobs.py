@@ -6,6 +6,7 @@
 Inside `exact` both give the same bits for the same tokens, whatever batch, padding or cache the logits come from.
 """
 
+from contextlib import ExitStack
 from inspect import signature
 from typing import Any
 
@@ -67,6 +68,9 @@ def token_logprobs(
     if sequences.ndim != 2 or not 1 <= prompt_len < sequences.shape[1]:
         given = f"sequences {tuple(sequences.shape)} and prompt_len {prompt_len}"
         raise ValueError(f"{given} do not fit: [B, T] and 1 to T - 1, with a token before each one that is asked for.")
+    if attention_mask is not None and attention_mask.shape not in (sequences.shape, (len(sequences), prompt_len)):
+        fitting = f"{tuple(sequences.shape)}, or that of the prompts, {(len(sequences), prompt_len)}"
+        raise ValueError(f"attention_mask must be {fitting}, got {tuple(attention_mask.shape)}.")
     head = _Head(inner)
     states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(0, 1)  # [B * n, hidden size]
     tokens = sequences[:, prompt_len:]
@@ -79,11 +83,9 @@ class _Head:
     """What a model computes after its layers (linear layer, soft cap, scales), by the model's own code."""
 
     def __init__(self, model: Any) -> None:
-        self.model, self.layers = model, model.base_model
-        if self.layers is model:
-            name = type(model).__name__
-            raise ValueError(f"token_logprobs takes a model with a head, such as AutoModelForCausalLM, got {name}.")
-        self.output: Any = None  # of the layers
+        self.model = model
+        self.layers: Any = None  # the module of all layers
+        self.output: Any = None  # of that module
 
     def inputs(self, sequences: Tensor, mask: Tensor | None) -> Tensor:
         """The hidden states of all tokens, [B, T, hidden size]; positions count from the first token of a row."""
@@ -92,13 +94,18 @@ class _Head:
             given["attention_mask"] = mask = F.pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1)
             if "position_ids" in signature(self.model.forward).parameters:
                 given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)  # as `generate` counts
-        with self.layers.register_forward_hook(self._keep):
+        with ExitStack() as hooks:
+            for layers in {self.model.base_model, self.model.get_decoder()} - {self.model}:
+                hooks.enter_context(layers.register_forward_hook(self._keep))
             self.model(sequences, **given, use_cache=False, logits_to_keep=1)
+        if self.layers is None:
+            name = type(self.model).__name__
+            raise ValueError(f"token_logprobs takes a model with a head, such as AutoModelForCausalLM, got {name}.")
         states: Tensor = self.output.last_hidden_state
         return states
 
     def _keep(self, module: Module, args: Any, output: Any) -> None:
-        self.output = output
+        self.layers, self.output = module, output  # where one is inside the other, the outer one is last
 
     def logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """Of tokens [n] after hidden states [n, hidden size]; for gradients the logits are computed again."""

@@ -19,6 +19,7 @@ from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, norm, norm_plain
 from hf_static_kv.testing import load_model
 from tests.conftest import toy_model
+from tests.exactness.test_exact import OTHER_FAMILIES, small_model
 
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
@@ -294,6 +295,17 @@ class TestTokenLogprobs:
                 rtol=1e-3, atol=1e-4,
             )  # fmt: skip
 
+    @pytest.mark.parametrize("name", ["opt", "granite", "bert"])
+    def test_other_heads(self, name):
+        """OPT's layers are inside its base model, Granite divides logits, BERT's head has layers of its own."""
+        model, (ids, mask) = small_model(name, **OTHER_FAMILIES[name]), batch()
+        with exact(model):
+            found, alone = token_logprobs(model, ids, mask), token_logprobs(model, ids[1:, PADDING:])
+            assert torch.equal(found[1:, PADDING:], alone)
+        logits = model(ids, **with_positions(mask)).logits[:, :-1]
+        expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        torch.testing.assert_close(found * mask[:, :-1], expected * mask[:, :-1], rtol=1e-4, atol=1e-4)
+
     def test_chunks_have_the_same_bits_and_bound_the_logits(self, monkeypatch):
         model, (ids, mask) = training_model("llama"), batch()
         sizes = []
@@ -327,5 +339,8 @@ class TestTokenLogprobs:
         for prompt_len in (0, PROMPT_LEN):
             with pytest.raises(ValueError, match=rf"\(2, 12\) and prompt_len {prompt_len} do not fit"):
                 token_logprobs(model, ids, prompt_len=prompt_len)
+        for shape in ((2, 5), (2, 13), (1, 12), (12,)):
+            with pytest.raises(ValueError, match=r"must be \(2, 12\), or that of the prompts, \(2, 4\), got \("):
+                token_logprobs(model, ids, torch.ones(shape, dtype=torch.long), prompt_len=4)
         with pytest.raises(ValueError, match="takes a model with a head, such as AutoModelForCausalLM, got LlamaModel"):
             token_logprobs(model.model, ids)
