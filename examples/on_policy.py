@@ -1,12 +1,13 @@
 """Teach a miniature to end its lines in a given letter, on samples of its own, outside and inside `exact`.
 
     python examples/on_policy.py --plot on_policy.png                       # a few minutes on a CPU, in float32
-    python examples/on_policy.py --device cuda                              # seconds, in bfloat16
+    python examples/on_policy.py --device cuda                              # in bfloat16
 
 Each update samples completions in groups of one prompt. A completion's advantage is its reward minus the mean of its
-group, and its tokens are weighted by the ratio of two probabilities: in the training pass and when they were sampled
-(GRPO, one update for each sample). The weights are the same in both, so every ratio should be 1. It is, inside `exact`.
-Outside, generation and training round differently: by about 1e-6 in float32, by 1e-2 and more in bfloat16.
+group, in units of the group's spread. Its tokens are weighted by the ratio of two probabilities: in the training pass
+and when they were sampled (GRPO, one update for each sample). The weights are the same in both, so every ratio should
+be 1. It is, inside `exact`. Outside, generation and training round differently: on a CPU the largest |ratio - 1| is
+about 5e-6 in float32 and 5e-2 in bfloat16, which is much slower there.
 
 Printed for each update: the mean reward (the share of lines that end in the letter), the largest |ratio - 1| over the
 sampled tokens, and the largest Kullback-Leibler divergence of the two distributions of a token. Exit status 1 when a
