@@ -4,6 +4,7 @@ Comparisons of passes are `torch.equal`. Gradients are compared with float64, an
 """
 
 import copy
+import sys
 from functools import partial
 
 import pytest
@@ -14,6 +15,7 @@ from torch.autograd import gradcheck
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, selected_logprobs, token_logprobs
 from hf_static_kv.attention import exact_attention
 from hf_static_kv.exactness import logprobs
+from hf_static_kv.exactness.invariant_operations import invariant_operation
 from hf_static_kv.kernels import linear, rotary
 from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, norm, norm_plain
@@ -144,6 +146,24 @@ class TestOperations:
     def test_gated_linear(self, activation):
         operation, plain = (partial(f, activation=activation) for f in (linear.gated_linear, linear.gated_linear_plain))
         assert gradcheck(partial(differentiable, operation, plain), (heads(2, 3, 4), heads(5, 4), heads(5, 4) + 1))
+
+    @pytest.mark.parametrize("size", [1, 127, 5000])
+    def test_log_softmax(self, size):
+        """The subtraction, the sum of size / 16 terms and its logarithm, and the last subtraction are rounded."""
+        x = 10 * heads(3, size).detach().float()
+        found = invariant_operation(torch.ops.aten._log_softmax.default)(x, -1, False)
+        error = (found - x.double().log_softmax(-1)).abs().max().item()
+        largest = (x.amax(-1) - x.amin(-1)).max().item()
+        assert error <= torch.finfo(torch.float32).eps * (2 * largest + size / 16 + 16)
+        with pytest.raises(RuntimeError, match=r"aten\.log_softmax over dim 0 of \(3, \d+\)"):
+            invariant_operation(torch.ops.aten._log_softmax.default)(x, 0, False)
+
+    def test_selected_logprobs_does_not_use_torchs_own(self, monkeypatch):
+        """On a CPU no case is known where that shows in the bits."""
+        names, home = [], sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
+        monkeypatch.setattr(home, "invariant_operation", lambda f: names.append(str(f)) or invariant_operation(f))
+        selected_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]))
+        assert "aten._log_softmax.default" in names
 
     def test_inputs_that_need_no_gradient_and_outputs_that_are_not_used(self):
         x, y = heads(2, 3), heads(2, 3).detach()
