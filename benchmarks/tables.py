@@ -134,7 +134,12 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> st
 def training(records: list[Record], spread: bool = False) -> str:
     """One record a row, without `exact` → inside: differences, errors of gradients, times and memory of a step."""
     cases = list(records[0]["ms"]["usual"])
-    head = ["", "largest difference of log-probabilities", "largest \\|ratio - 1\\|", "relative error of gradients"]
+    head = [
+        "",
+        "largest difference of log-probabilities",
+        "largest deviation of a ratio from 1",
+        "relative error of gradients",
+    ]
     head += [f"a step with `{name}`, ms{'; GiB' if records[0]['gib']['usual'] else ''}" for name in cases]
     rows = []
     for record in records:

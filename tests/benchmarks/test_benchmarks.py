@@ -707,6 +707,10 @@ class TestScripts:
         assert min(figures) > 0
         if plot:
             assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        if script == "bench_training":
+            rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+            assert len({row.count("|") for row in rows}) == 1
+            assert record["differences"]["exact"] == {"log-probability": 0, "ratio": 0}
         if script == "bench_sampling":
             assert_the_step_selects(record["rows"])
 
