@@ -162,16 +162,17 @@ def exact_attention(
 
 def attention_over_spans(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring) -> Tensor:
     """`invariant_attention` in torch's own operations, for its gradients: SDPA where it computes the scores."""
+    scale, softcap, sinks = scoring
     _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]
     positions, is_empty = torch.arange(key.shape[2], device=key.device), first >= end
     mask = (positions >= first) & (positions < end) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
-    if scoring[1:] == (None, None):
+    if softcap is None and sinks is None:
         causal = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
         is_causal = torch.equal(mask, causal.expand_as(mask))  # flash attention takes no mask
         groups = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
         output = F.scaled_dot_product_attention(
-            query, key, value, None if is_causal else mask, is_causal=is_causal, scale=scoring[0]
+            query, key, value, None if is_causal else mask, is_causal=is_causal, scale=scale
         ).transpose(1, 2)
     else:
         output, _ = plain_attention(query, key, value, mask, scoring)

@@ -204,7 +204,7 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm, aten.bmm.default: _bmm,
     aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
     aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
-    aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # looks up; what it may sum is no one token's
+    aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # a mean over tokens is no token's own
     aten.native_layer_norm.default: _layer_norm,
     aten.native_dropout.default: _no_dropout, aten.bernoulli_.float: _no_dropout,
     torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
