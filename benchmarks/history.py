@@ -109,6 +109,17 @@ def _exact(record: Record) -> Iterator[dict[str, Any]]:
             yield {"contender": contender, "case": case, **_min_max(figures, record.get("trials", 5))}
 
 
+def _training(record: Record) -> Iterator[dict[str, Any]]:
+    workload = record["workload"]
+    for side, differences in record["differences"].items():
+        contender = {"usual": "without exact"}.get(side, side)
+        case = f"log-probabilities of {workload['new_tokens']} sampled tokens, prompt {workload['prompt_len']}"
+        yield {"contender": contender, "case": case, "logit_difference": differences["log-probability"]}
+        for name, figures in record["ms"][side].items():
+            case = f"training step with {name}, {workload['train_len']} tokens"
+            yield {"contender": contender, "case": case, **_min_max(figures, record["trials"])}
+
+
 def _attach(record: Record) -> Iterator[dict[str, Any]]:
     prompt_len, trials = record["workload"]["prompt_len"], record["trials"]
     for row in record["contenders"]:
@@ -166,6 +177,7 @@ _FIGURES = {
     "generation": _generation,
     "context": _context,
     "exact": _exact,
+    "training": _training,
     "attach": _attach,
     "step": _step,
     "sampling": _sampling,

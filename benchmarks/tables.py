@@ -29,6 +29,7 @@ from record_figures import (
 )
 
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
+SIDES = ("usual", "exact")
 LIMIT = "what the measured bandwidth allows"
 
 
@@ -125,6 +126,35 @@ def exact(records: list[Record], spread: bool = False) -> str:
 def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> str:
     factor = f"{inside['median'] / usual['median']:.2f}x"
     return f"{with_range(usual, spread)} → {with_range(inside, spread)}, {factor}"
+
+
+# --- bench_training.py
+
+
+def training(records: list[Record], spread: bool = False) -> str:
+    """One record a row, without `exact` → inside: differences, errors of gradients, times and memory of a step."""
+    cases = list(records[0]["ms"]["usual"])
+    head = [
+        "",
+        "largest difference of log-probabilities",
+        "largest deviation of a ratio from 1",
+        "relative error of gradients",
+    ]
+    head += [f"a step with `{name}`, ms{'; GiB' if records[0]['gib']['usual'] else ''}" for name in cases]
+    rows = []
+    for record in records:
+        pairs = [[record["differences"][side][key] for side in SIDES] for key in ("log-probability", "ratio")]
+        pairs.append([record["gradient_errors"][side] for side in SIDES])
+        cells = [f"{usual:.2g} → {inside:.2g}" for usual, inside in pairs]
+        cells += [_training_cell(record, name, spread) for name in cases]
+        rows.append([f"{model_name(record)}, {record['workload']['dtype']}", *cells])
+    return table(head, rows)
+
+
+def _training_cell(record: Record, name: str, spread: bool) -> str:
+    cost = _cost(*(record["ms"][side][name] for side in SIDES), spread)
+    peaks = [figure(record["gib"][side][name]) for side in SIDES if record["gib"][side]]
+    return f"{cost}; {' → '.join(peaks)}" if peaks else cost
 
 
 # --- bench_attach.py

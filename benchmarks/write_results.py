@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 Records = dict[str, list[Record]]
-KINDS = ("generation", "families", "batch", "context", "exact", "attach", "step", "sampling", "files")
+KINDS = ("generation", "families", "batch", "context", "exact", "training", "attach", "step", "sampling", "files")
 KINDS += ("speedup", "update")
 NOT_MEASURED = "Not measured yet."
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
@@ -77,6 +77,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "families": lambda records: tables.generation(records["families"]) if records["families"] else NOT_MEASURED,
     "context": lambda records: tables.context(records["context"], ends=True),
     "exact": lambda records: tables.exact(records["exact"]),
+    "training": lambda records: tables.training(records["training"]) if records["training"] else NOT_MEASURED,
     "attach": lambda records: tables.attach(records["attach"]) if records["attach"] else NOT_MEASURED,
     "step": lambda records: f"{tables.step_caption(records['step'])}\n\n{tables.step(records['step'])}",
     "sampling": lambda records: tables.sampling(records["sampling"]) if records["sampling"] else NOT_MEASURED,
@@ -133,6 +134,7 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         "## `exact`\nThe largest difference of logits in each comparison; then the time without `exact` → inside, "
         "minimum to maximum of 5 trials.",
         tables.exact(records["exact"], spread=True),
+        *training_section(records["training"]),
         *attach_section(records["attach"]),
         f"## A captured step\n{tables.step_caption(records['step'])} The last row is the attention of one layer alone.",
         tables.step(records["step"], spread=True),
@@ -143,6 +145,15 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         tables.speedup(records["speedup"]),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def training_section(records: list[Record]) -> list[str]:
+    """Nothing where there is no record."""
+    how = (
+        "Without `exact` → inside. Differences are between a generation and a training pass over its sequences with "
+        "more padding. Errors of gradients are against float64. A step is a forward and a backward pass."
+    )
+    return [f"## Training\n{how}", tables.training(records, spread=True)] if records else []
 
 
 def attach_section(records: list[Record]) -> list[str]:

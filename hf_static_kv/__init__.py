@@ -8,6 +8,7 @@ from hf_static_kv.cache.layout import cache_bytes
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact
+from hf_static_kv.exactness.logprobs import selected_logprobs, token_logprobs
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
 from hf_static_kv.inspection.step_recorder import StepRecorder
 
@@ -15,5 +16,5 @@ __version__ = "0.2.0"
 __all__ = [
     "Attachment", "CacheFile", "GraphDecoder", "PrefixStore", "StaticContiguousCache", "StaticContiguousLayer",
     "StepRecorder", "__version__", "attach", "attached", "attachment", "cache_bytes", "detach", "exact",
-    "full_attention", "trace_attention",
+    "full_attention", "selected_logprobs", "token_logprobs", "trace_attention",
 ]  # fmt: skip

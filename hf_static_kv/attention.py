@@ -12,12 +12,14 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import attend, decode_attention, invariant_attention
+from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.patching import without_cudnn
 
 ATTENTION_NAME = "static_contiguous"
@@ -154,7 +156,38 @@ def exact_attention(
         raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
     packed: Any = attention_mask  # [B, 3, q, 1]
     spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans[:, None]  # [B, q, 3]
-    return invariant_attention(query, key, value, spans, *scoring_of(query, kwargs)), None
+    if kwargs.get("dropout"):
+        raise ValueError(
+            f"exact has no dropout, and attention drops out {kwargs['dropout']}: set attention_dropout to 0."
+        )
+    scale, softcap, sinks = scoring_of(query, kwargs)
+
+    def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return invariant_attention(query, key, value, spans, scale, softcap, sinks)  # type: ignore[no-any-return]
+
+    def plain(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+        return attention_over_spans(query, key, value, spans, (scale, softcap, sinks))
+
+    return differentiable(operation, plain, query, key, value, sinks), None
+
+
+def attention_over_spans(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring) -> Tensor:
+    """`invariant_attention` in torch's own operations, for its gradients: SDPA where it computes the scores."""
+    scale, softcap, sinks = scoring
+    _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]
+    positions, is_empty = torch.arange(key.shape[2], device=key.device), first >= end
+    mask = (positions >= first) & (positions < end) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
+    if softcap is None and sinks is None:
+        causal = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
+        is_causal = torch.equal(mask, causal.expand_as(mask))  # flash attention takes no mask
+        groups = query.shape[1] // key.shape[1]
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+        output = F.scaled_dot_product_attention(
+            query, key, value, None if is_causal else mask, is_causal=is_causal, scale=scale
+        ).transpose(1, 2)
+    else:
+        output, _ = plain_attention(query, key, value, mask, scoring)
+    return output.masked_fill(is_empty.transpose(1, 2), 0)
 
 
 def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:

@@ -158,6 +158,15 @@ def clear_attention_name(config: Any) -> None:
     config._attn_implementation = None
 
 
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"  # of a module whose parts are computed again in a backward pass
+
+
+def checkpoint_functions(model: Module) -> dict[Module, Callable[..., Any]]:
+    """The functions for gradient checkpointing where it is on. Without them: what is computed again is not exact."""
+    modules = (module for module in all_modules(model) if getattr(module, "gradient_checkpointing", False))
+    return {module: getattr(module, CHECKPOINT_FUNCTION) for module in modules if hasattr(module, CHECKPOINT_FUNCTION)}
+
+
 def planned_device(module: Module) -> torch.device | None:
     """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)

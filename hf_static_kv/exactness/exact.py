@@ -10,9 +10,10 @@ in the same call. A dispatch mode decides for each operation, so there is no lis
     anything else                               refused by name
 """
 
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial, wraps
+from itertools import count
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
+from hf_static_kv.program.fingerprint import draws_random_numbers
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
@@ -34,7 +36,11 @@ def exact(model: Module) -> Iterator[None]:
 
     Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
     slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
-    reaches the tokens before it. Do not change or copy the model inside. On exit, also on an error, it is restored.
+    reaches the tokens before it. Do not copy the model inside, and change no more than the values of its weights. On
+    exit, also on an error, it is restored.
+
+    A pass with gradients has these bits too. Its backward pass is ordinary; with gradient checkpointing it must run
+    inside. Every dropout must be 0, or the model in eval mode.
 
     `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
     too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
@@ -73,8 +79,9 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
     if TRACED_ATTENTION_NAME in attention:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
-    if any(module.training for module in modules.values()):  # a new adapter is in training mode
-        raise ValueError("exact is for inference: call model.eval() first.")
+    if drawing := [name for name, part in modules.items() if draws_random_numbers([part])]:
+        dropout = "has a dropout, which draws random numbers in training"
+        raise ValueError(f"{drawing[0]} {dropout}, and exact has none: set its rates to 0, or call model.eval().")
     if any(map(is_part, model.parameters())):
         split = "This model is split over processes (tensor parallelism, FSDP)"
         raise ValueError(f"{split}, and exact has no batch-invariant sum over them. Load it on one device.")
@@ -91,20 +98,45 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
     original = model.forward
 
-    @functools.wraps(original)
+    @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_autocast_enabled(model.device.type):
             raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
-        with _BatchInvariantMode():  # type: ignore[no-untyped-call]
+        with BatchInvariantMode(), _invariant_checkpointing(model):  # type: ignore[no-untyped-call]
             return original(*args, **kwargs)
 
     # Dynamo would trace through the dispatch mode and compile other kernels.
     invariant: Any = torch.compiler.disable(forward)  # type: ignore[no-untyped-call]
-    invariant.pass_context = _BatchInvariantMode
+    invariant.pass_context = BatchInvariantMode
     return patching.replaced("forward", {model: invariant})
 
 
-class _BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
+def _invariant_checkpointing(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """Layers that gradient checkpointing computes again, in a backward pass, have the bits of this pass."""
+    functions = compat.checkpoint_functions(model) if model.training else {}
+    return patching.replaced(
+        compat.CHECKPOINT_FUNCTION, {module: partial(_checkpoint, model, own) for module, own in functions.items()}
+    )
+
+
+def _checkpoint(model: PreTrainedModel, checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any) -> Any:
+    passes = count()
+
+    def invariant_layer(*args: Any) -> Any:
+        if next(passes) == 0:  # inside the mode already
+            return layer(*args)
+        if EXACT_ATTENTION_NAME not in patching.attention_of(model).values():
+            recomputed = "Gradient checkpointing computes layers again in the backward pass"
+            raise RuntimeError(f"{recomputed}, and this pass was made inside exact: call backward() inside exact, too.")
+        with BatchInvariantMode():  # type: ignore[no-untyped-call]
+            return layer(*args)
+
+    return checkpoint(invariant_layer, *args)
+
+
+class BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
+    """Every operation of torch that runs inside is batch-invariant, or is refused."""
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (operation := invariant_operation(func)) is not None:

@@ -150,6 +150,19 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (powers / invariant_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
 
 
+def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    if dim % x.ndim != x.ndim - 1:
+        raise no_kernel(f"aten.log_softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
+    scores = x.float()
+    scores = scores - scores.amax(dim=-1, keepdim=True)
+    total = invariant_sum(_in_blocks(aten.exp.default, scores))[..., None]
+    return (scores - _in_blocks(aten.log.default, total)).to(torch.float32 if half_to_float else x.dtype)
+
+
+def _no_dropout(*args: Any, **kwargs: Any) -> Tensor:
+    raise ValueError("exact has no dropout: set every dropout of the model's config to 0, or call model.eval().")
+
+
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -162,7 +175,9 @@ def _layer_norm(
     y = centred * inverse
     y = y if weight is None else y * weight.float()
     y = y if bias is None else y + bias.float()
-    return y.to(x.dtype), mean, inverse
+    # In the dtypes that the backward pass of torch's own kernels expects.
+    dtype = torch.float32 if x.is_cuda else (x if weight is None else weight).dtype
+    return y.to(x.dtype), mean.to(dtype), inverse.to(dtype)
 
 
 def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
@@ -188,6 +203,9 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: lambda x, other: invariant_linear(x, other.t()),
     aten.addmm.default: _addmm, aten.bmm.default: _bmm,
     aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
-    aten._softmax.default: _softmax, aten.native_layer_norm.default: _layer_norm,
+    aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
+    aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # a mean over tokens is no token's own
+    aten.native_layer_norm.default: _layer_norm,
+    aten.native_dropout.default: _no_dropout, aten.bernoulli_.float: _no_dropout,
     torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
 }  # fmt: skip

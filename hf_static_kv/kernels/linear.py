@@ -105,12 +105,16 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor
     check_gated(x, gate, up, activation)
     if is_supported(x, [gate, up], is_gated=True):
         return linears_kernel(x, [gate, up], [], activation)
-    return activate(F.linear(x, gate), activation) * F.linear(x, up)
+    return gated_linear_plain(x, gate, up, activation)
 
 
 @gated_linear.register_fake
 def _(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     return x.new_empty(*x.shape[:-1], gate.shape[0])
+
+
+def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
 
 def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from hf_static_kv.kernels.gradients import differentiable
+
 
 class NormStyle(NamedTuple):
     """How a norm centres x and multiplies by its weight."""
@@ -49,7 +51,13 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
         return norm_plain(x, norm)
     from hf_static_kv.kernels.norm_triton import norm_triton
 
-    return norm_triton(x, None, norm, None)[1]
+    def kernel(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return norm_triton(x, None, norm._replace(weight=weight, bias=bias), None)[1]
+
+    def plain(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return norm_plain(x, norm._replace(weight=weight, bias=bias))
+
+    return differentiable(kernel, plain, x, norm.weight, norm.bias)  # type: ignore[no-any-return]
 
 
 @wrap_torch_function(lambda x, *args, **kwargs: (x,))

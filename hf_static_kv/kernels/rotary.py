@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.norm import Norm, check_norm, norm
 from hf_static_kv.kernels.step_state import write_token
 
@@ -27,7 +28,7 @@ def rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
     if query.is_cuda and is_supported(query, key, cos, sin):
         from hf_static_kv.kernels.rotary_triton import rotary_triton
 
-        return rotary_triton(query, key, cos, sin)
+        return differentiable(rotary_triton, rotary_plain, query, key, cos, sin)  # type: ignore[no-any-return]
     return rotary_plain(query, key, cos, sin)
 
 

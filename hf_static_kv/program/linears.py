@@ -1,16 +1,19 @@
 """Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for a recording."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, TypeGuard
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 from transformers import activations
 
 from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
+from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.patching import is_unmodified, replaced
 
 
@@ -67,6 +70,8 @@ class _SingleLinear:
 
     def forward(self, input: Tensor) -> Tensor:  # the name of the argument is torch's
         module = self.module
+        if torch.is_grad_enabled():
+            return F.linear(input, module.weight, module.bias)
         return linear.linears(input, [module.weight], [] if module.bias is None else [module.bias])  # type: ignore[no-any-return]
 
 
@@ -78,7 +83,11 @@ class _GatedMLP:
         gate, up = self.module.gate_proj, self.module.up_proj
         if not _is_plain(gate) or not _is_plain(up):  # a hook or an adapter was added since
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
-        return self.module.down_proj(linear.gated_linear(x, gate.weight, up.weight, self.activation))  # type: ignore[no-any-return]
+        operation, plain = (partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain))
+        return self.module.down_proj(differentiable(operation, plain, x, gate.weight, up.weight))  # type: ignore[no-any-return]
+
+    def _gated(self, function: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return function(x, gate, up, self.activation)
 
 
 @contextmanager

@@ -675,6 +675,7 @@ TINY = {
     "bench_sampling": ["--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2],
     "bench_step": ["--prompt-len", 8, "--new-tokens", 8],
     "bench_speedup": ["--tokens", 3, 6, "--trials", 2],
+    "bench_training": ["--batch-size", 2, "--prompt-len", 8, "--new-tokens", 3, "--train-len", 9],
     "bench_update": ["--lengths", 8, 16, "--capacities", 80, "--repeats", 5],
 }
 
@@ -734,15 +735,18 @@ class TestScripts:
     def test_a_tiny_run(self, run, tmp_path, monkeypatch, script):
         import bench_exact
         import bench_step
+        import bench_training
         import history
 
         monkeypatch.setattr(bench_exact, "TRIALS", 1)
+        monkeypatch.setattr(bench_training, "TRIALS", 1)
         monkeypatch.setattr(bench_exact, "ROWS", 2)
         for name, size in (("REPLAYS", 2), ("REPLAY_TRIALS", 1), ("TRIALS", 1)):
             monkeypatch.setattr(bench_step, name, size)
         model = [] if script == "bench_update" else ["--model", "llama", "--device", "cpu"]
         files = {name: tmp_path / f"report.{name}" for name in ("json", "csv", "markdown")}
-        has_no_plot = script in ("bench_attach", "bench_exact", "bench_files", "bench_sampling", "bench_step")
+        without_plot = ("attach", "exact", "files", "sampling", "step", "training")
+        has_no_plot = script.removeprefix("bench_") in without_plot
         plot = [] if has_no_plot else ["--plot", tmp_path / "report.png"]
         outputs = [part for name, path in files.items() for part in (f"--{name}", path)]
         result = run(script, *model, *TINY[script], *outputs, *plot)
@@ -756,6 +760,10 @@ class TestScripts:
         assert min(figures) > 0
         if plot:
             assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+        if script == "bench_training":
+            rows = [line for line in result.stdout.splitlines() if line.startswith("|")]
+            assert len({row.count("|") for row in rows}) == 1
+            assert record["differences"]["exact"] == {"log-probability": 0, "ratio": 0}
         if script == "bench_sampling":
             assert_the_step_selects(record["rows"])
 
@@ -790,6 +798,7 @@ class TestScripts:
             ("bench_files", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
             ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
             ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
+            ("bench_training", ["--prompt-len", 7], "--prompt-len must be at least 8, got 7"),
             ("bench_step", ["--new-tokens", 49], "--new-tokens must be at least 50, got 49"),
             ("bench_sampling", ["--plain-tokens", 2], "--plain-tokens must be at least 3, got 2"),
             ("bench_update", ["--capacities", 64], "--capacities must be at least 194, got 64"),

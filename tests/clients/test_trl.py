@@ -1,9 +1,12 @@
 """TRL's GRPO: the weights change between two calls of `generate`, which sample."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
-from hf_static_kv import attach, attachment
+from hf_static_kv import attach, attachment, exact, selected_logprobs, token_logprobs
 from hf_static_kv.testing import load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION
 
@@ -24,6 +27,16 @@ SETTINGS = {
 
 def train(name, folder, attach_settings=None, texts=PROMPTS, evaluations=0, **own):
     """Completions, losses and norms of a few steps; the weights after them; the attachment, or None."""
+    trainer, completions = make_trainer(trl.GRPOTrainer, name, folder, attach_settings, texts, **own)
+    trainer.train()
+    [trainer.evaluate() for _ in range(evaluations)]
+    losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    weights = {key: weight.detach().clone() for key, weight in trainer.model.named_parameters()}
+    return completions, losses, weights, None if attach_settings is None else attachment(trainer.model)
+
+
+def make_trainer(kind, name, folder, attach_settings=None, texts=PROMPTS, **own):
+    """A trainer, and a list that it appends the completions of each batch to."""
     model, tokenizer = load_model(name, device=DEVICE)
     if attach_settings is not None:
         attach(model, **attach_settings)
@@ -52,7 +65,7 @@ def train(name, folder, attach_settings=None, texts=PROMPTS, evaluations=0, **ow
         **given | own,
     )
     prompts = datasets.Dataset.from_list([{"prompt": prompt} for prompt in texts])
-    trainer = trl.GRPOTrainer(
+    trainer = kind(
         model=model,
         reward_funcs=reward,
         args=arguments,
@@ -61,11 +74,7 @@ def train(name, folder, attach_settings=None, texts=PROMPTS, evaluations=0, **ow
         processing_class=tokenizer,
         **adapter,
     )
-    trainer.train()
-    [trainer.evaluate() for _ in range(evaluations)]
-    losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
-    weights = {key: weight.detach().clone() for key, weight in trainer.model.named_parameters()}
-    return completions, losses, weights, None if attach_settings is None else attachment(trainer.model)
+    return trainer, completions
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -89,3 +98,57 @@ def test_a_prefix_is_reused_between_evaluations_and_not_after_a_step(tmp_path):
     _, tokenizer = load_model("qwen3")
     assert info.calls == STEPS + 4
     assert info.reused_tokens == 3 * (len(tokenizer(QUESTION).input_ids) - 1)
+
+
+def trainer_of_the_page():
+    """The class that docs/exact.md shows."""
+    page = (Path(__file__).parents[2] / "docs" / "exact.md").read_text()
+    names = {"trl": trl, "token_logprobs": token_logprobs}
+    exec(re.search(r"```py\n(class .*?)```", page, re.DOTALL)[1], names)
+    return names["ExactTrainer"]
+
+
+class NotingTrainer(trainer_of_the_page()):
+    """Notes the log-probabilities of each sequence, sampled and trained on."""
+
+    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
+        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep)
+        self.trained.append(by_sequence(input_ids, attention_mask, result[0]))
+        return result
+
+    def note_sampled(self):
+        """TRL asks `generate` for tokens alone."""
+        self.trained, self.sampled, generate = [], [], self.model.generate
+
+        def noting_generate(input_ids, attention_mask, **kwargs):
+            output = generate(
+                input_ids=input_ids, attention_mask=attention_mask, **kwargs,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+            tokens, logits = output.sequences[:, input_ids.shape[1] :], torch.stack(output.logits, dim=1)
+            logps = selected_logprobs(logits, tokens, self.temperature)
+            mask = torch.nn.functional.pad(attention_mask, (0, tokens.shape[1]), value=1)
+            self.sampled.append(by_sequence(output.sequences, mask, logps))
+            return output.sequences
+
+        self.model.generate = noting_generate
+
+
+def by_sequence(sequences, mask, logps):
+    """The trainer shuffles the batch rows."""
+    rows = zip(sequences, mask, logps.detach(), strict=True)
+    return {tuple(ids[seen == 1].tolist()): numbers.tolist() for ids, seen, numbers in rows}
+
+
+@pytest.mark.parametrize("setting", ["plain", "checkpointed", "adapter"])
+def test_sampled_logprobs_are_the_trainers(setting, tmp_path):
+    """To the bit, at every step, over left-padded prompts of unlike lengths."""
+    own = {**SETTINGS[setting], "beta": 0.0, "temperature": 0.9}
+    trainer, _ = make_trainer(NotingTrainer, "llama", tmp_path, {}, **own)
+    trainer.note_sampled()
+    before = [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    with exact(trainer.model):
+        trainer.train()
+    assert len(trainer.sampled) == STEPS
+    assert trainer.trained == trainer.sampled
+    assert any(map(torch.ne, map(torch.sum, before), map(torch.sum, trainer.model.parameters())))

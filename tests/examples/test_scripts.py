@@ -69,6 +69,32 @@ def test_an_example_runs_in_its_own_process_with_an_installed_package(tmp_path):
     assert result.returncode == 2
 
 
+class TestOnPolicy:
+    OPTIONS = ("--device", "cpu", "--dtype", "float32", "--updates", 2, "--group", 2, "--max-new-tokens", 6)
+
+    def test_ratios_are_one_inside_exact_alone(self, run, tmp_path):
+        record, picture = tmp_path / "on_policy.json", tmp_path / "on_policy.png"
+        result = run("on_policy", *self.OPTIONS, "--json", record, "--plot", picture)
+        assert result.returncode == 0, result.stderr
+        results = json.loads(record.read_text())["results"]
+        assert [(r["exact"], r["ratio"] == 0, r["divergence"] == 0) for r in results] == [
+            *[(False, False, False)] * 2,
+            *[(True, True, True)] * 2,
+        ]
+        assert len(result.stdout.splitlines()) == 2 + 4
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
+    @pytest.mark.parametrize(
+        ("text", "share"), [("to me,\nand more!\nthen no\nthe", 2 / 3), ("no line", 0.0), ("\n", 0.0), ("E\n", 1.0)]
+    )
+    def test_reward(self, monkeypatch, text, share):
+        monkeypatch.syspath_prepend(ROOT / "examples")
+        assert importlib.import_module("on_policy").reward(text, "e") == pytest.approx(share)
+
+    def test_a_bad_argument(self, run):
+        assert "--letter must be one small letter, got 'ee'" in run("on_policy", "--letter", "ee").stderr
+
+
 def test_measure_exact_shows_a_difference_outside_and_none_inside(run, tmp_path):
     record = tmp_path / "exact.json"
     options = ["--model", "qwen3", "--device", "cpu", "--max-new-tokens", 6, "--json", record]

@@ -187,6 +187,7 @@ class TestReplacing:
 
 
 class TestSingleLinears:
+    @torch.no_grad()  # with gradients a linear layer is torch's own
     def test_each_is_one_operation(self, monkeypatch):
         model, ids, calls = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
         expected, own = model(ids).logits, linear.linears
