@@ -19,9 +19,11 @@ _FIELDS = (*_TENSORS, "is_conv_states_initialized", "is_recurrent_states_initial
 class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignore[misc,override]  # as transformers' own
     """Keys and values, and beside them the recurrent state of the same layer (Falcon-H1, Zamba)."""
 
-    def __init__(self, max_cache_len: int, sliding_window: int | None = None, number_of_states: int = 1) -> None:
+    def __init__(
+        self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False, number_of_states: int = 1
+    ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
-        StaticContiguousLayer.__init__(self, max_cache_len, sliding_window)
+        StaticContiguousLayer.__init__(self, max_cache_len, sliding_window, is_compact)
 
     __repr__ = StaticContiguousLayer.__repr__
     get_max_length = StaticContiguousLayer.get_max_length
