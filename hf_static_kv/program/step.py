@@ -6,6 +6,9 @@ capture    the list, as a CUDA graph; on a CPU the list runs as it is
 
 token -> list -> logits      each layer writes its keys and values straight into the storage
 cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
+
+In compact layers a position has another slot. The host moves their tokens together between two steps, about once in a
+window, and tells the step where slot 0 is then (`_Stretch`).
 """
 
 import warnings
@@ -43,6 +46,27 @@ _PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Ca
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
+class _Stretch:
+    """Where a step writes and reads in the compact layers of one window: as the step's own tensors, in slots."""
+
+    def __init__(self, seq_start: Tensor, windows: Tensor) -> None:
+        self.seq_start, self.windows = torch.zeros_like(seq_start), windows  # [B, 1], [L]
+        self.slot, self.unused = seq_start.new_zeros(1), seq_start.new_zeros(1)
+        self.spans = _new_spans(seq_start, len(windows))
+
+    def set(self, length: int, seq_start: Tensor, offset: int) -> None:
+        self.slot.fill_(length - 1 - offset)
+        self.seq_start.copy_(seq_start - offset)  # before slot 0 where that is negative
+
+    def advance(self) -> None:
+        advance(self.slot, self.seq_start, self.windows, self.spans, self.unused)
+
+
+def _new_spans(seq_start: Tensor, num_layers: int) -> Tensor:
+    """[B, L, 3], padded to four columns so that every layer's are 16-byte aligned and Triton compiles one variant."""
+    return seq_start.new_zeros(len(seq_start), num_layers, 4)[..., :3]
+
+
 class DecodeStep:
     """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
 
@@ -58,36 +82,43 @@ class DecodeStep:
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if len(cache.storage_groups) > 1:
-            raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
+        if (num_shapes := len({group.shape.of_a_token for group in cache.storage_groups})) > 1:
+            raise ValueError(f"The layers have {num_shapes} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
-        self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
-        storage, unlimited = cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
-        keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
+        # A graph does not need them, and a decoder may outlive them. A cache that grows replaces its groups.
+        self._model, self._cache = weakref.ref(model), weakref.ref(cache)
+        self._groups = [weakref.ref(group) for group in cache.storage_groups]
+        unlimited, device = torch.iinfo(torch.int64).max // 2, cache.storage_groups[0].keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
-        # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
-        self.spans = self.token.new_zeros(batch_size, len(windows), 4)[..., :3]
+        self.spans = _new_spans(self.seq_start, len(windows))
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
-        self._storage = weakref.ref(storage)  # a cache that grows replaces it
-        pairs = zip(storage.keys, storage.values, strict=True)
-        self.layers = {
-            i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
-            for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
-        }
-        self.cache = _StepCache(self.cache_position, cache)
+        self._stretches = {window: _Stretch(self.seq_start, self.windows) for window in cache.offsets}
+        self.layers = self._step_layers(cache, batch_size)
+        self.cache = _StepCache(cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
         self._settings = dict(settings or {})
 
+    def _step_layers(self, cache: StaticContiguousCache, batch_size: int) -> dict[int, StepLayer]:
+        keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
+        layers = {}
+        for n, (i, layer) in enumerate(zip(keyed, cache.kv_layers, strict=True)):
+            keys, values = layer.storage
+            stretch = self._stretches[layer.sliding_window] if layer.is_compact else None
+            slot, spans = (self.cache_position, self.spans) if stretch is None else (stretch.slot, stretch.spans)
+            storage = keys[:batch_size], values[:batch_size]
+            layers[i] = StepLayer(i, storage, self.cache_position, slot, spans[:, n])
+        return layers
+
     @property
     def is_orphan(self) -> bool:
         """Whether the model or the storage no longer exists, so that no call can use this step."""
-        return self._model() is None or self._storage() is None
+        return self._model() is None or any(group() is None for group in self._groups)
 
     @property
     def model(self) -> Any:
@@ -97,7 +128,9 @@ class DecodeStep:
     @property
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
-        return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
+        holders = (self, *self._stretches.values())
+        own = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
+        return own + self._tables
 
     @property
     def is_recorded(self) -> bool:
@@ -114,6 +147,13 @@ class DecodeStep:
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
         self.position_ids.copy_((length - seq_start[:, None] if position_ids is None else position_ids) - 1)
+        self.follow(length)
+
+    def follow(self, length: int) -> None:
+        """After the positions of compact layers have moved to other slots: the next token is still at `length`."""
+        cache = self._cache()
+        for window, offset in cache.offsets.items() if cache is not None else ():
+            self._stretches[window].set(length, self.seq_start, offset)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
@@ -151,6 +191,7 @@ class DecodeStep:
             with Recorder() as recorder:
                 logits = self._pass_of_model()
         program = recorder.program(logits)
+        program.num_positions = self.max_cache_len
         with pass_context(model):
             rewrite(program, without, keeps_bits=is_exact)
         self._tables = [call.args[1] for call in program.calls_of(lookup)]
@@ -200,6 +241,8 @@ class DecodeStep:
             return program()
 
     def _advance(self) -> None:
+        for stretch in self._stretches.values():
+            stretch.advance()
         advance(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
 
     def _pass_of_model(self) -> Tensor:
@@ -317,16 +360,16 @@ class _StepCache(Cache):
     Verification refuses a model whose logits depend on it.
     """
 
-    def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
+    def __init__(self, cache: StaticContiguousCache) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
-        self.cache_position, self.capacity = cache_position, cache.max_cache_len
+        self.capacity = cache.max_cache_len
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(layer_idx, StepLayer):
             raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
-        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
+        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, layer_idx.slot)
         return layer_idx.keys, layer_idx.values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
