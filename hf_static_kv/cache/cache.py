@@ -408,6 +408,13 @@ class StaticContiguousCache(HybridCache):
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
 
+    def can_crop_to(self, length: int) -> bool:
+        """Whether the sequence can be shortened to this length."""
+        removed = self.seq_len - length
+        if self.stateful_layers and removed:
+            return False
+        return length == 0 or all(removed <= layer.num_croppable for layer in self.kv_layers)
+
     def reset(self) -> None:
         """Remove all tokens, keep the storage and its address. No key or value is touched, states become zero."""
         self._end_step(StaticContiguousLayer.reset)

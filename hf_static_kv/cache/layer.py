@@ -161,7 +161,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         views = key_states, value_states
         if first < self.length:
             views = torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
-        self._tail = [states[:, :, -self._num_kept :].clone() for states in views]
+        self._tail = [states[:, :, -self.num_slots :].clone() for states in views]
         self.pending = key_states.shape[2]
         return views
 
@@ -211,7 +211,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def first_loaded(self, first: int, length: int) -> int:
         """The oldest position that an empty layer can take from a file that has the positions [first, length)."""
-        return first if length - first <= self.num_slots else length - self._num_kept
+        return max(first, length - self.num_slots)
 
     def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] of an empty layer for the positions [first, length). `fill` makes them count."""
