@@ -27,6 +27,7 @@ PARAMETERS = {
     "smollm2-135m": 134_515_008,
     "qwen3-30b-a3b": 30_532_122_624,
     "llama-3.1-8b": 8_030_261_248,
+    "gemma-3-4b": 3_880_263_168,  # of the text model
 }
 
 
