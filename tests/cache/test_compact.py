@@ -215,6 +215,23 @@ def test_a_pass_that_failed_while_positions_moved(layer_idx, before_write, token
     assert len({layer.offset for layer in sliding_layers(cache)}) == 1
 
 
+def test_the_decoder_after_a_pass_that_failed_when_one_layer_had_moved():
+    """A step has one offset for all layers of a window."""
+    model, decoder = toy_model("gemma3"), GraphDecoder()
+    cache = compact(model)
+    with torch.no_grad():
+        model(LONG[:, :SLOTS], past_key_values=cache)
+        hook = fail_once(model, 1, 1, before_write=True)
+        with pytest.raises(OutOfMemory):
+            model(LONG[:, SLOTS : SLOTS + 1], past_key_values=cache)
+        hook.remove()
+    cache.crop(-2)
+    assert [layer.offset for layer in cache.layers] == [11, 0, 0]
+    ids = LONG[:, : SLOTS - 1]
+    assert torch.equal(generate(model, ids, cache, custom_generate=decoder), generate(model, ids))
+    assert decoder.fallback_reason is None
+
+
 def test_a_call_that_falls_back_after_a_long_prompt_begins_where_it_was(monkeypatch):
     """The prompt has dropped positions that the cache held before: they are put back."""
     model, decoder = toy_model("gemma3"), GraphDecoder()
@@ -284,22 +301,23 @@ def test_assigned_states_replace_what_is_kept():
 
 @pytest.mark.parametrize("name", ["gemma3", "cohere2"])
 def test_exact(name):
-    """The bits of an uncached pass, for chunks of every kind, and in the decoder."""
-    model = toy_model(name).to(torch.bfloat16)
+    """The bits of an uncached pass, for chunks of every kind, and in the decoder.
+
+    Attention splits the sequence at position 64: it must be split there wherever slot 0 is.
+    """
+    model, ids = toy_model(name).to(torch.bfloat16), torch.cat([LONG, LONG[:, :15]], dim=1)
     cache, decoder = compact(model), GraphDecoder()
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 12}
     with exact(model), torch.no_grad():
-        expected = model(LONG).logits
-        chunks = LONG.split([13, 1, 1, 25, 1, 4], dim=1)
-        got = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
-        assert torch.equal(got, expected)
-        assert sliding_layers(cache)[0].oldest > 0
+        chunks = ids.split([13, 1, 1, 25, 1, 19], dim=1)
+        chunked = torch.cat([model(chunk, past_key_values=cache).logits for chunk in chunks], dim=1)
         cache.reset()
-        how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 10}
-        cached, uncached = (
-            generate(model, PROMPT, cache, custom_generate=decoder, **how),
-            generate(model, PROMPT, **how),
-        )
-    assert torch.equal(torch.stack(cached.logits), torch.stack(uncached.logits))
+        decoded = generate(model, ids, cache, custom_generate=decoder, **how)
+        expected = model(decoded.sequences, use_cache=False).logits
+    assert torch.equal(chunked, expected[:, :60])
+    assert torch.equal(torch.stack(decoded.logits, dim=1), expected[:, 59:-1].float())
+    assert decoder.fallback_reason is None
+    assert sliding_layers(cache)[0].offset > 0
 
 
 @pytest.mark.parametrize("with_decoder", [False, True])
