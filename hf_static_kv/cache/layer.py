@@ -56,7 +56,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def __repr__(self) -> str:
         window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
-        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window})"
+        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window}{', compact' * self.is_compact})"
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
