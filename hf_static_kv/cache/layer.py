@@ -247,7 +247,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def return_to(self, length: int, newest: list[Tensor]) -> None:
         """Remove the tokens that were appended since the layer had this length, and these `newest` states."""
         self.discard()
-        if self.length - length > self.num_croppable and length:
+        if newest and self.oldest > length - newest[0].shape[2]:  # some of them were dropped
             self.length = length
             self._replace(newest)
         else:
