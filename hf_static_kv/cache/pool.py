@@ -3,6 +3,7 @@
 import os
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -191,22 +192,24 @@ class CachePool:
 
         try:
             sliding = _sliding(model, capacity)
-            token_bytes = max(1, num_bytes(capacity) - num_bytes(capacity - 1))
+            wanted_bytes = num_bytes(capacity)
             refuse_missing_layers(model, len(plan_layers(config)))
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(model.device))
         bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
-        capacity -= max(0, -((bound - num_bytes(capacity)) // token_bytes))  # what does not fit, rounded up
+        if wanted_bytes > bound:
+            capacity = bisect_right(range(1, capacity), bound, key=num_bytes)  # the longest that fits
         if capacity < request.prompt_length:
             raise NotPooled(
                 f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
                 f"{num_bytes(request.prompt_length):,} bytes of cache, and {max(0, bound):,} of max_bytes are left"
             )
-        self._evict(bound - num_bytes(capacity), _MAX_FREE - 1)
+        planned_bytes = num_bytes(capacity)
+        self._evict(bound - planned_bytes, _MAX_FREE - 1)
         cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
-        return Lease(cache, _kind(request), num_bytes(capacity))
+        return Lease(cache, _kind(request), planned_bytes)
 
     def _keep(self, lease: Lease) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
