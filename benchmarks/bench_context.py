@@ -2,13 +2,15 @@
 
     python benchmarks/bench_context.py --model llama-3.2-1b --json context.json --plot context.png
     python benchmarks/bench_context.py --model llama --device cpu --contexts 64 128 256 --capacities 300 400 500
+    python benchmarks/bench_context.py --model gemma-3-1b --sliding --contexts 512 30720 --capacities 32768
+    python benchmarks/bench_context.py --model gemma-3-4b --sliding --contexts 512 131072 --capacities 131072
 
 Two sweeps, each contender in a fresh process, in turns:
   context    sequences of 512 to 32k tokens, capacity for the longest
   capacity   a sequence of 512 tokens, capacity 1k to 32k
 The last tokens of each sequence are generated. A figure is the median over the steps of `--rounds` clocked runs of
 `generate` after one run for warming up; the spread is the 10th to 90th percentile.
-`DynamicCache` has no capacity: it is measured once in the second sweep.
+`DynamicCache` has no capacity: it is measured once in the second sweep. `--sliding` compares full with compact layers.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from typing import Any
 import plots
 import tables
 import torch
-from contenders import CONTENDERS, Keywords, contender_names, refuse_gpu_only
+from contenders import CONTENDERS, Keywords, bytes_held, contender_names, refuse_gpu_only
 from measure import Clock, bytes_per_step, measure_bandwidth, percentile
 from outputs import at_least, benchmark_parser, run_benchmark
 from processes import Failed, FreshProcess
@@ -34,6 +36,7 @@ from workload import BadArgument, Workload, check_workload_arguments, context_le
 Record = dict[str, Any]
 DEFAULT = ["dynamic", "static", "static-compiled", "contiguous", "graph"]
 CONTEXTS, CAPACITIES = [512, 2048, 8192, 32768], [1024, 8192, 32768]
+SLIDING = {"cuda": ["graph", "graph-compact"], "cpu": ["contiguous", "contiguous-compact"]}
 HAVE_NO_CAPACITY = ("dynamic", "no-cache")
 
 
@@ -42,7 +45,7 @@ class Runner:
 
     def __init__(self, name: str, workload: Workload) -> None:
         self.name, self.workload, self.model = name, workload, workload.build_model()
-        self.point = (0, 0)
+        self.point, self.cache_bytes = (0, 0), 0
         self.next_keywords: Callable[[], Keywords] | None = None
 
     def measure(self, context: int, capacity: int, steps: int) -> Record:
@@ -53,7 +56,8 @@ class Runner:
             self._step_ms(context, steps)  # warm-up: a new length costs more the first time
             self.point = (context, capacity)
         needed = bytes_per_step(self.model, context - steps - 1, steps + 1, self.workload.batch_size)
-        return {"step_ms": self._step_ms(context, steps), "bytes_per_step": needed}
+        step_ms = self._step_ms(context, steps)
+        return {"step_ms": step_ms, "bytes_per_step": needed, "cache_bytes": self.cache_bytes}
 
     def _set_up(self, capacity: int) -> None:
         self.next_keywords = None  # free the old cache before the new one is allocated
@@ -66,6 +70,7 @@ class Runner:
         prompt = self.workload.prompt(context - steps - 1)
         keywords = self.next_keywords()
         self.model.generate(**prompt, **keywords, max_new_tokens=steps + 1, do_sample=False, stopping_criteria=[clock])
+        self.cache_bytes = bytes_held(keywords.get("past_key_values"))
         return clock.step_ms
 
 
@@ -97,7 +102,7 @@ def _summary(name: str, context: int, capacity: int, row: Record) -> Record:
     if "error" in row:
         return point | {"error": row["error"]}
     percentiles = {key: percentile(row["step_ms"], p) for key, p in (("median_ms", 50), ("p10_ms", 10), ("p90_ms", 90))}
-    return point | percentiles | {"bytes_per_step": row["bytes_per_step"]}
+    return point | percentiles | {key: row[key] for key in ("bytes_per_step", "cache_bytes")}
 
 
 def start(names: list[str], workload: Workload, processes: dict[str, FreshProcess]) -> dict[str, str]:
@@ -147,8 +152,15 @@ def measure(args: argparse.Namespace) -> Record:
 def report(record: Record) -> str:
     errors = [{**row, "name": row["contender"]} for row in record["context"] + record["capacity"] if "error" in row]
     reasons = [{"name": name, "unavailable": reason} for name, reason in record.get("not_run", {}).items()]
-    body = [tables.context([record], spread=True)] if context_rows(record) else []
+    body = [tables.context([record], spread=True), _memory(record)] if context_rows(record) else []
     return "\n\n".join([conditions(record), *body, "\n".join(not_run(reasons + errors))]).rstrip()
+
+
+def _memory(record: Record) -> str:
+    """The cache of each contender at the longest context."""
+    held = {row["contender"]: row for row in sorted(record["context"], key=lambda row: row["context"])}
+    figures = [f"{name} {row['cache_bytes'] / 2**20:,.1f} MiB" for name, row in held.items() if "cache_bytes" in row]
+    return f"Cache: {', '.join(figures)}." if figures else ""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -158,11 +170,15 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--capacities", type=int, nargs="+", help=f"default: {CAPACITIES}")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each point, in turns (%(default)s)")
-    parser.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
+    who = parser.add_mutually_exclusive_group()
+    who.add_argument("--contenders", type=contender_names, default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
+    who.add_argument("--sliding", action="store_true", help="full against compact layers of our cache")
     return parser
 
 
 def chosen(args: argparse.Namespace) -> Workload:
+    if args.sliding:
+        args.contenders = SLIDING["cuda" if args.device.startswith("cuda") else "cpu"]
     refuse_gpu_only(args.contenders, args.device)
     limit = context_length(args)
     args.contexts = args.contexts or [n for n in CONTEXTS if limit is None or n <= limit] or [limit]

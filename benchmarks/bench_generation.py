@@ -230,7 +230,8 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
     capacity = args.max_cache_len if args.max_cache_len is not None else prompt_len + new_tokens
     if capacity < prompt_len + new_tokens:
         raise BadArgument(f"--max-cache-len {capacity} is less than {prompt_len} + {new_tokens} tokens")
-    names = ["no-cache"] if args.no_kv_cache else list(CONTENDERS) if args.compare else args.contenders
+    every = [name for name, contender in CONTENDERS.items() if contender.in_all]
+    names = ["no-cache"] if args.no_kv_cache else every if args.compare else args.contenders
     names = names or ["contiguous"]
     refuse_gpu_only(names, args.device)
     sizes = (prompt_len, new_tokens, args.batch_size, capacity, args.real_weights, args.padded)

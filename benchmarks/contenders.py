@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
@@ -25,7 +26,8 @@ SetUp = Callable[[PreTrainedModel, int, int], Callable[[], Keywords]]
 class Contender:
     """`set_up(model, max_cache_len, batch_size)` returns a function that returns the keywords of one `generate` call.
 
-    `gpu_only` gives the reason why it cannot run on a CPU.
+    `gpu_only` gives the reason why it cannot run on a CPU. `in_all=False`: only where it is named, as it differs from
+    another one in models with sliding windows alone.
     """
 
     set_up: SetUp
@@ -33,6 +35,7 @@ class Contender:
     color: str
     ours: bool = False
     cached: bool = True
+    in_all: bool = True
     gpu_only: str = ""
 
 
@@ -56,16 +59,20 @@ def _contiguous(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> 
     return _reused(StaticContiguousCache.from_model(model, max_cache_len, batch_size))
 
 
+def _contiguous_compact(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+    return _reused(StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding="compact"))
+
+
 def _contiguous_kernel(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
     model.set_attn_implementation(ATTENTION_NAME)
     return _contiguous(model, max_cache_len, batch_size)
 
 
 def graph(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int, without: Collection[str] = ()
+    model: PreTrainedModel, max_cache_len: int, batch_size: int, without: Collection[str] = (), sliding: str = "full"
 ) -> Callable[[], Keywords]:
     """The decoder with its cache; `without` names rules to leave out."""
-    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size)
+    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding=sliding)
     return _reused(cache, custom_generate=GraphDecoder(without=without))
 
 
@@ -93,6 +100,17 @@ CONTENDERS = {
         gpu_only="on a CPU this attention is SDPA",
     ),
     "graph": Contender(graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"),
+    "contiguous-compact": Contender(
+        _contiguous_compact, '`StaticContiguousCache`, `sliding="compact"`', "tab:pink", ours=True, in_all=False
+    ),
+    "graph-compact": Contender(
+        partial(graph, sliding="compact"),
+        '`GraphDecoder()`, `sliding="compact"`',
+        "tab:purple",
+        ours=True,
+        in_all=False,
+        gpu_only="a CUDA graph needs a GPU",
+    ),
 }
 
 

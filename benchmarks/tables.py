@@ -368,10 +368,14 @@ def cache_sizes() -> str:
     from hf_static_kv import cache_bytes
     from hf_static_kv.testing import dev_config
 
-    def mib(model: str, length: int) -> str:
-        return f"{cache_bytes(dev_config(model), length, dtype=torch.bfloat16) >> 20:,} MiB"
+    def sizes(model: str, sliding: str = "full") -> list[str]:
+        found = [cache_bytes(dev_config(model), n, dtype=torch.bfloat16, sliding=sliding) for n in (1024, 8192, 32768)]
+        return [f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in found]
 
-    rows = [[name, *(mib(model, length) for length in (1024, 8192, 32768))] for model, name in MODELS.items()]
+    rows = [[name, *sizes(model)] for model, name in MODELS.items()]
+    for model, name in MODELS.items():
+        if getattr(dev_config(model), "sliding_window", None):
+            rows.append([f'{name}, `sliding="compact"`', *sizes(model, "compact")])
     return table(["`max_cache_len`", "1,024", "8,192", "32,768"], rows)
 
 

@@ -35,10 +35,13 @@ class StepLayer:
     Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
     """
 
-    def __init__(self, index: int, keys: Tensor, values: Tensor, spans: Tensor) -> None:
+    def __init__(
+        self, index: int, storage: tuple[Tensor, Tensor], cache_position: Tensor, slot: Tensor, spans: Tensor
+    ) -> None:
         self.index = index
-        self.keys, self.values = keys, values  # [B, H, S, D]
-        self.spans = spans  # [B, 3]
+        self.keys, self.values = storage  # [B, H, S, D]
+        self.cache_position, self.slot = cache_position, slot  # [1] each, of the newest token; alike in a full layer
+        self.spans = spans  # [B, 3], in slots
 
     def __index__(self) -> int:
         return self.index

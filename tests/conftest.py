@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_static_kv.cache import storage
 from hf_static_kv.testing import random_model
 
 try:
@@ -37,6 +38,12 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_spare(monkeypatch):
+    """Compact layers of the toys have 20 slots, so that short sequences fill them."""
+    monkeypatch.setattr(storage, "SPARE", 2)
 
 
 # --- calls of generate
@@ -114,6 +121,7 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     ),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
+    "qwen2": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
     "gpt2": ("gpt2", {}),
     "phi3": ("phi3", {"head_dim": 12}),
     "gpt_neox": ("gpt_neox", {}),

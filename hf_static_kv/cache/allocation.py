@@ -51,15 +51,15 @@ class AllocatedCache(Cache):
         pairs = zip(self.layers, self._plans, strict=True)
         return [layer for layer, plan in pairs if plan.num_states]
 
-    def _allocate(
-        self, places: dict[int, Place], batch_size: int, dtype: torch.dtype, model: Any = None, layers: Any = None
+    def allocate_places(
+        self, places: dict[int, Place], batch_size: int, dtypes: Dtypes, model: Any = None, layers: Any = None
     ) -> None:
-        """Storage at these places for layers of the cache, or for those of its `index_layers`."""
+        """Storage for layers of the cache that have none, or for those of its `index_layers`."""
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
         members: list[Members] = [(*place, indices) for place, indices in alike.items()]
-        self._allocate_groups(members, batch_size, (dtype, dtype), model, layers)
+        self._allocate_groups(members, batch_size, dtypes, model, layers)
         self._unconfirmed -= set(places)
 
     def _allocate_groups(
@@ -72,22 +72,18 @@ class AllocatedCache(Cache):
                 (layers or self.layers)[layer_idx].use_storage(group, index)
         self._groups.extend(groups)
 
-    def allocate_members(self, members: list[Members], batch_size: int, dtypes: Dtypes) -> None:
-        """Storage for layers that have none."""
-        self._allocate_groups(members, batch_size, dtypes, None)
-        self._unconfirmed.difference_update(*(layers for _, _, layers in members))
-
-    def planned_shape(self, layer_idx: int) -> LayerShape | None:
-        """The shape of a layer, from its storage or else from the config; None where the config does not tell."""
-        layer = self.layers[layer_idx]
-        return layer.shape if layer.is_initialized else self._plans[layer_idx].shape
+    def planned_shape(self, layer_idx: int, default: LayerShape) -> LayerShape:
+        """The shape of a layer, from its storage or else the config; the default where the config does not tell."""
+        layer, plan = self.layers[layer_idx], self._plans[layer_idx]
+        return layer.shape if layer.is_initialized else plan.shape or plan.stored(default)
 
     def _confirm(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
-        shape, device = LayerShape.of(key_states, value_states), key_states.device
+        shape, device = LayerShape.of(key_states, value_states, plan.compact_window), key_states.device
         if not layer.is_initialized:
-            alike = [i for i in self._without_storage() if self._plans[i].shape == plan.shape]
+            kinds = [(other.shape, other.compact_window) for other in self._plans]
+            alike = [i for i in self._without_storage() if kinds[i] == kinds[layer_idx]]
         elif (layer.shape, layer.device) == (shape, device):
             alike = []
         else:
@@ -139,7 +135,7 @@ class AllocatedCache(Cache):
         for layer in self.kv_layers:
             layer.max_cache_len, layer.group = max_cache_len, moved.get(id(layer.group))
             if layer.group is not None:
-                layer.max_batch_size = layer.group.keys.shape[1]
+                layer.max_batch_size, layer.num_slots = layer.group.keys.shape[1], layer.group.keys.shape[3]
         self._groups, self._max_cache_len = list(moved.values()), max_cache_len
 
     def early_initialization(
@@ -149,9 +145,9 @@ class AllocatedCache(Cache):
         check_positive(batch_size=batch_size)
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
-        sizes = {i: LayerShape(heads[i], dims[i], dims[i]) for i in self._without_storage()}
+        sizes = {i: self._plans[i].stored(LayerShape(heads[i], dims[i], dims[i])) for i in self._without_storage()}
         places = {i: (shape, torch.device(device)) for i, shape in sizes.items()}
-        self._allocate(places, batch_size, dtype)
+        self.allocate_places(places, batch_size, (dtype, dtype))
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:
@@ -201,10 +197,10 @@ class AllocatedCache(Cache):
 def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
     if not plan.has_keys:
         return LinearAttentionLayer(number_of_states=max(1, plan.num_states))
+    sizes = max_cache_len, plan.sliding_window, plan.compact_window is not None
     if plan.num_states:
-        return StatefulLayer(max_cache_len, plan.sliding_window, plan.num_states)
-    kind = StaticContiguousLayer if plan.index_shape is None else IndexedLayer
-    return kind(max_cache_len, plan.sliding_window)
+        return StatefulLayer(*sizes, plan.num_states)
+    return StaticContiguousLayer(*sizes) if plan.index_shape is None else IndexedLayer(*sizes[:2])
 
 
 def _running_model() -> Any:

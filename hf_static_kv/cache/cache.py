@@ -52,6 +52,9 @@ class StaticContiguousCache(HybridCache):
     while the first is inside `generate` or a forward pass gets a `RuntimeError` (compiled models are not checked). Two
     loops of one thread that take turns on one cache mix their sequences unnoticed.
 
+    With `sliding="compact"` a layer with a sliding window (or the chunks of Llama 4) stores 2 * (window + 64) positions
+    at most. `crop` then goes back by 64 tokens at least; what is no longer kept is refused with the figure.
+
     With `cache.grows = True` a full cache doubles its capacity, as `grow` does, and takes more batch rows in
     `batch_select_indices` and `batch_repeat_interleave`, where it would raise otherwise.
 
@@ -59,20 +62,22 @@ class StaticContiguousCache(HybridCache):
     `torch.no_grad()`.
     """
 
-    def __init__(self, config: PreTrainedConfig, max_cache_len: int) -> None:
-        plans = layout.plan_layers(config)
+    def __init__(self, config: PreTrainedConfig, max_cache_len: int, *, sliding: str = "full") -> None:
+        plans = layout.plan_layers(config, sliding)
         check_positive(max_cache_len=max_cache_len)
         layout.check_positions(config, max_cache_len)
         layout.warn_use_cache_off(config)
         self._build(plans, max_cache_len)
 
     @classmethod
-    def from_model(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1) -> "StaticContiguousCache":
+    def from_model(
+        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int = 1, *, sliding: str = "full"
+    ) -> "StaticContiguousCache":
         """A cache for this model, allocated now: in its dtype, each layer on the device that computes it.
 
         `batch_size` counts beams and return sequences. A smaller batch uses the first batch rows.
         """
-        cache = cls(model.config, max_cache_len)
+        cache = cls(model.config, max_cache_len, sliding=sliding)
         check_positive(batch_size=batch_size)
         cache._place(model, layout.layer_devices(model, len(cache)), batch_size)
         if (generation_config := getattr(model, "generation_config", None)) is not None:
@@ -80,13 +85,15 @@ class StaticContiguousCache(HybridCache):
         return cache
 
     @classmethod
-    def for_calls(cls, model: PreTrainedModel, max_cache_len: int, batch_size: int) -> "StaticContiguousCache":
+    def for_calls(
+        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str = "full"
+    ) -> "StaticContiguousCache":
         """A cache that grows, for a pool. The first pass allocates, in the dtype of its states (autocast, quantised).
 
         Only a model on several devices is allocated at once: a pass tells the device of one layer at a time.
         """
         cache = cls.__new__(cls)
-        cache._build(layout.plan_layers(model.config), max_cache_len)
+        cache._build(layout.plan_layers(model.config, sliding), max_cache_len)
         cache.grows = True
         devices = layout.layer_devices(model, len(cache))
         if len(set(devices)) > 1:
@@ -98,9 +105,10 @@ class StaticContiguousCache(HybridCache):
         if shapes is not None:
             keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
             places = {i: (shape, devices[i]) for i, shape in zip(keyed, shapes, strict=True)}
-            self._allocate(places, batch_size, model.dtype, model)
+            dtypes = model.dtype, model.dtype
+            self.allocate_places(places, batch_size, dtypes, model)
             indexes = {i: (shape, devices[i]) for i, plan in enumerate(self._plans) if (shape := plan.index_shape)}
-            self._allocate(indexes, batch_size, model.dtype, model, self.index_layers)
+            self.allocate_places(indexes, batch_size, dtypes, model, self.index_layers)
 
     @classmethod
     def allocate(
@@ -115,6 +123,7 @@ class StaticContiguousCache(HybridCache):
         dtype: torch.dtype | None = None,
         device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
+        sliding: str = "full",
     ) -> "StaticContiguousCache":
         """A cache from plain numbers; a sequence gives one for each layer. Dtype and device default to torch's own.
 
@@ -131,11 +140,12 @@ class StaticContiguousCache(HybridCache):
             raise ValueError(f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for each.")
         check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
         shapes = [LayerShape(*numbers) for numbers in zip(*columns, strict=True)]
+        plans = layout.with_sliding([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], sliding)
         cache = cls.__new__(cls)
-        cache._build([LayerPlan(*pair) for pair in zip(shapes, windows, strict=True)], max_cache_len)
-        place = torch.get_default_device() if device is None else torch.device(device)
-        places = {layer_idx: (shape, place) for layer_idx, shape in enumerate(shapes)}
-        cache._allocate(places, batch_size, dtype or torch.get_default_dtype())
+        cache._build(plans, max_cache_len)
+        place, dtype = torch.device(device or torch.get_default_device()), dtype or torch.get_default_dtype()
+        places = {i: (plan.stored(shape), place) for i, (plan, shape) in enumerate(zip(plans, shapes, strict=True))}
+        cache.allocate_places(places, batch_size, (dtype, dtype))
         return cache
 
     @classmethod
@@ -147,21 +157,23 @@ class StaticContiguousCache(HybridCache):
         *,
         tokens: int | None = None,
         repeat: int = 1,
+        sliding: str = "full",
     ) -> "StaticContiguousCache":
         """A cache with the sequences of a file of `save`; `known_ids` are their tokens.
 
         `max_cache_len=None` leaves room for 256 tokens more, and the cache grows. `tokens=n` loads the first n.
-        Each batch row becomes `repeat` rows. A file of another model, of another dtype or layout, or that is damaged is
-        refused with a `ValueError`; what is checked, and how well, is in docs/files.md.
+        Each batch row becomes `repeat` rows. `sliding` is that of the new cache, whatever was saved. A file of another
+        model, of another dtype or layout, or that is damaged is refused with a `ValueError`; what is checked, and how
+        well, is in docs/files.md.
         """
         with CacheFile(path) as file:
             file.check_model(ModelIdentity.of(model))
             length = file.check_length(tokens, max_cache_len)
             check_positive(repeat=repeat)
             if max_cache_len is None:
-                cache = cls.for_calls(model, length + _ROOM, file.header.num_rows * repeat)
+                cache = cls.for_calls(model, length + _ROOM, file.header.num_rows * repeat, sliding)
             else:
-                cache = cls(model.config, max_cache_len)
+                cache = cls(model.config, max_cache_len, sliding=sliding)
             cache.fill(file, model, length, repeat)
         return cache
 
@@ -363,7 +375,7 @@ class StaticContiguousCache(HybridCache):
 
     def mark_written(self, n: int) -> None:
         """Append `n` tokens that a kernel or a captured graph has written to every layer, from `seq_len` on."""
-        free = min(layer.max_cache_len - layer.length for layer in self.kv_layers)
+        free = min(min(layer.max_cache_len, layer.offset + layer.num_slots) - layer.length for layer in self.kv_layers)
         if not 0 <= n <= free or self._step_size is not None:
             raise ValueError(
                 f"mark_written({n}): {free} positions are free after the {self.seq_len} cached tokens"
@@ -371,6 +383,27 @@ class StaticContiguousCache(HybridCache):
             )
         for layer in self.kv_layers:
             layer.length += n
+
+    def make_room(self) -> int:
+        """How many tokens can be marked as written before this is called again: compact layers move together.
+
+        Those of one window get one offset. They differ after a pass that failed when some layers had moved.
+        """
+        compact = [layer for layer in self.kv_layers if layer.is_compact]
+        for layer in compact:
+            layer.make_room(1)
+        offsets = self.offsets
+        for layer in compact:
+            if layer.offset != offsets[layer.sliding_window]:
+                layer.move_together(offsets[layer.sliding_window])
+        ends = [layer.offset + layer.num_slots for layer in compact]
+        return min([self._max_cache_len, *ends]) - self.seq_len
+
+    @property
+    def offsets(self) -> dict[int | None, int]:
+        """The position of slot 0 in compact layers, by window."""
+        layers = sorted((layer for layer in self.kv_layers if layer.is_compact), key=lambda layer: layer.offset)
+        return {layer.sliding_window: layer.offset for layer in layers}  # the largest of a window
 
     @property
     def seq_len(self) -> int:
@@ -390,15 +423,25 @@ class StaticContiguousCache(HybridCache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too. No key or value is touched.
 
-        A recurrent state cannot go back: refused, but for convolutions that were told to keep their past.
+        A compact layer goes back as far as it keeps positions, 64 tokens at least. A recurrent state cannot go back:
+        refused, but for convolutions that were told to keep their past.
         """
         filled = [layer for layer in self.kv_layers if layer.length] or self.kv_layers[:1]
+        for layer in filled:
+            layer.check_crop(int(tokens_to_remove))
         self._crop_states(int(tokens_to_remove))
-        for layer in sorted(filled, key=lambda layer: layer.length):  # the shortest refuses before any is changed
+        for layer in filled:
             layer.crop(tokens_to_remove)
         self._end_step()
         if self._known_ids is not None:
             self._known_ids = self._known_ids[:, : self.seq_len]
+
+    def can_crop_to(self, length: int) -> bool:
+        """Whether the sequence can be shortened to this length."""
+        removed = self.seq_len - length
+        if self.stateful_layers and removed:
+            return False
+        return length == 0 or all(removed <= layer.num_croppable for layer in self.kv_layers)
 
     def reset(self) -> None:
         """Remove all tokens, keep the storage and its address. No key or value is touched, states become zero."""
@@ -450,9 +493,10 @@ class StaticContiguousCache(HybridCache):
         self._known_ids = None
         length = max(layer.length for layer in filled)
         groups = {id(layer.group): layer.group for layer in filled if layer.group is not None}
+        lengths = {key: min(length, group.keys.shape[3]) for key, group in groups.items()}
         indices_on = {group.keys.device: indices.to(group.keys.device) for group in groups.values()}
         # All memory is allocated first, so that running out of it leaves every layer as it was.
-        largest = {key: group.views(0, len(indices), 0, length) for key, group in groups.items()}
+        largest = {key: group.views(0, len(indices), 0, lengths[key]) for key, group in groups.items()}
         scratch = {key: (torch.empty_like(keys), torch.empty_like(values)) for key, (keys, values) in largest.items()}
         try:
             for layer in filled:

@@ -8,6 +8,8 @@ keys.0     [L, B, H, n, Dk]      group 0: L layers of one shape and dtype, B bat
 values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 ```
 
+A group of compact layers has the positions from `first` on: n - `first` of them, and checksums of 0 before.
+
 `Header.encode` is the only definition of the header: one that differs from it by a byte is refused. `digest` covers the
 header and the checksums, a checksum covers what one tensor has for one position.
 """
@@ -29,6 +31,7 @@ MAX_HEADER_BYTES = 32 << 20  # about four million token ids
 CHECKSUM_BYTES = 8
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name, that of safetensors
 _WORDS = (torch.int32, torch.int16, torch.int8)
+_SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
 
 class Entry(NamedTuple):
@@ -39,6 +42,7 @@ class Entry(NamedTuple):
     shape: list[int]
     offset: int  # from the end of the header, in bytes
     num_bytes: int
+    first: int = 0  # the position of the first states
 
 
 @dataclass(frozen=True)
@@ -48,15 +52,22 @@ class FileGroup:
     layers: list[int]
     shape: LayerShape
     dtypes: tuple[str, str]  # of keys, of values
+    first: int = 0  # the oldest position that is saved
 
     @classmethod
     def parse(cls, values: Any) -> "FileGroup":
-        _check(isinstance(values, dict) and set(values) == {"layers", "shape", "dtypes"}, "a group")
-        shape, layers, dtypes = values["shape"], values["layers"], values["dtypes"]
-        _check(isinstance(shape, dict) and set(shape) == {field.name for field in fields(LayerShape)}, "a shape")
-        _check(_are_ints([*shape.values()], 1) and _are_ints(layers, 0), "the numbers of a group")
+        _check(isinstance(values, dict) and set(values) == {field.name for field in fields(cls)}, "a group")
+        shape, layers, dtypes, first = values["shape"], values["layers"], values["dtypes"], values["first"]
+        _check(isinstance(shape, dict) and set(shape) == set(_SHAPE), "a shape")
+        _check(
+            _are_ints([*shape.values()], 1) and _are_ints(layers, 0) and _are_ints([first], 0), "the numbers of a group"
+        )
         _check(isinstance(dtypes, list) and len(dtypes) == 2 and all(name in DTYPES for name in dtypes), "the dtypes")
-        return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]))
+        return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `parse` reads. Whether layers are compact is not the file's affair."""
+        return {**asdict(self), "shape": {name: getattr(self.shape, name) for name in _SHAPE}}
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,12 @@ class Header:
     def num_tokens(self) -> int:
         return len(self.tokens[0])
 
+    @property
+    def min_tokens(self) -> int:
+        """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
+        layers = ((group.first, self.sliding_windows[i]) for group in self.groups for i in group.layers)
+        return max((first + (window or self.num_tokens) - 1 for first, window in layers if first), default=1)
+
     def is_in(self, dtype: torch.dtype) -> bool:
         """Whether all keys and values are of this dtype."""
         return all(entry.dtype == dtype for entry in self.entries()[1:])
@@ -89,10 +106,11 @@ class Header:
         for number, group in enumerate(self.groups):
             dims = (group.shape.key_head_dim, group.shape.value_head_dim)
             for name, dim, dtype_name in zip(("keys", "values"), dims, group.dtypes, strict=True):
-                shape = [len(group.layers), self.num_rows, group.shape.num_kv_heads, self.num_tokens, dim]
+                length = self.num_tokens - group.first
+                shape = [len(group.layers), self.num_rows, group.shape.num_kv_heads, length, dim]
                 dtype, offset = getattr(torch, dtype_name), found[-1].offset + found[-1].num_bytes
                 num_bytes = prod(shape) * dtype.itemsize
-                found.append(Entry(f"{name}.{number}", dtype, shape, offset, num_bytes))
+                found.append(Entry(f"{name}.{number}", dtype, shape, offset, num_bytes, group.first))
         return found
 
     def pairs(self) -> list[list[Entry]]:
@@ -100,12 +118,12 @@ class Header:
         entries = self.entries()[1:]
         return [entries[i : i + 2] for i in range(0, len(entries), 2)]
 
-    def add_up(self, sums: list[tuple[Entry, Tensor]]) -> Tensor:
-        """The checksums [tensors, n] of a file from those [n] of its layers."""
+    def add_up(self, sums: list[tuple[Entry, Tensor]], length: int) -> Tensor:
+        """The checksums [tensors, length] of a file from those of its layers, [length - first]."""
         names = [entry.name for entry in self.entries()[1:]]
-        totals = torch.zeros(len(names), len(sums[0][1]), dtype=torch.int64)
+        totals = torch.zeros(len(names), length, dtype=torch.int64)
         for entry, own in sums:
-            totals[names.index(entry.name)] += own.cpu()
+            totals[names.index(entry.name), entry.first :] += own.cpu()
         return totals
 
     @property
@@ -127,7 +145,7 @@ class Header:
 
     def _json(self, digest: str) -> bytes:
         own = {"tokens": self.tokens, "left_padding": self.left_padding, "sliding_windows": self.sliding_windows}
-        own["groups"] = [asdict(group) for group in self.groups]
+        own["groups"] = [group.as_dict() for group in self.groups]
         metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": digest}
         metadata |= {name: json.dumps(value) for name, value in own.items()} | asdict(self.model)
         metadata |= {"library_version": self.library_version, "transformers_version": self.transformers_version}
@@ -160,6 +178,8 @@ class Header:
         found = cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
         layers = [layer for group in found.groups for layer in group.layers]
         _check(sorted(layers) == list(range(len(windows))), "the layers")
+        _check(all(group.first <= len(tokens[0]) for group in found.groups), "the first position of a group")
+        _check(found.min_tokens <= len(tokens[0]), "the first position of a group")
         return found
 
 

@@ -19,6 +19,7 @@ class LayerStates(NamedTuple):
     number: int  # of the layer in the tensor of the file
     layer_idx: int
     states: Tensor  # [B, H, n, D], a view of the storage
+    skipped: int = 0  # positions of the file before `states` that the cache does not keep
 
     @property
     def offset(self) -> int:
@@ -32,35 +33,41 @@ class LayerStates(NamedTuple):
     def checksums(self) -> Tensor:
         """int64 [n], on the device of the states."""
         weights, sums = self.weights(), self.no_checksums()
-        for row, head, first, piece in pieces(self.states):
+        for row, head, first, piece in self.pieces():
             sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
         return sums
 
     def no_checksums(self) -> Tensor:
-        return torch.zeros(self.states.shape[2], dtype=torch.int64, device=self.states.device)
+        length = self.skipped + self.states.shape[2]
+        return torch.zeros(length, dtype=torch.int64, device=self.states.device)
 
+    def pieces(self) -> Iterator[tuple[int, int, int, Tensor]]:
+        """(batch row, head, first of the saved positions, states [m, D]) in the order of a file, each contiguous.
 
-def pieces(states: Tensor) -> Iterator[tuple[int, int, int, Tensor]]:
-    """(batch row, head, first position, states [m, D]) in the order of a file, each contiguous in the storage."""
-    rows, heads, length, _ = states.shape
-    step = _step(states)
-    for row, head, first in product(range(rows), range(heads), range(0, length, step)):
-        yield row, head, first, states[row, head, first : first + step]
+        What is skipped comes in scratch memory: it is read for the checksums alone.
+        """
+        rows, heads, length, dim = self.states.shape
+        step = self.step
+        scratch = self.states.new_empty(min(step, self.skipped), dim)
+        for row, head in product(range(rows), range(heads)):
+            for first in range(0, self.skipped, step):
+                yield row, head, first, scratch[: self.skipped - first]
+            for first in range(0, length, step):
+                yield row, head, self.skipped + first, self.states[row, head, first : first + step]
 
+    @property
+    def step(self) -> int:
+        """Positions of a piece."""
+        length, row_bytes = self.skipped + self.states.shape[2], self.states.shape[3] * self.states.dtype.itemsize
+        return max(1, min(length, PIECE_BYTES // row_bytes))
 
-def staging_for(states: Tensor) -> Tensor | None:
-    """Pinned memory for a piece of states on a GPU; None on a CPU, where files are read and written in place."""
-    if not states.is_cuda:
-        return None
-    return torch.empty(_step(states) * states.shape[3], dtype=states.dtype, pin_memory=True)
+    def staging(self) -> Tensor | None:
+        """Pinned memory for a piece on a GPU; None on a CPU, where files are read and written in place."""
+        if not self.states.is_cuda:
+            return None
+        return torch.empty(self.step * self.states.shape[3], dtype=self.states.dtype, pin_memory=True)
 
 
 def bytes_of(states: Tensor) -> memoryview:
     """The memory of contiguous states on a CPU."""
     return memoryview(states.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
-
-
-def _step(states: Tensor) -> int:
-    """Positions of a piece."""
-    _, _, length, dim = states.shape
-    return min(length, max(1, PIECE_BYTES // (dim * states.dtype.itemsize)))

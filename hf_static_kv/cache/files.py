@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 import hf_static_kv
 from hf_static_kv.cache import layout
-from hf_static_kv.cache.allocation import AllocatedCache
+from hf_static_kv.cache.allocation import AllocatedCache, Place
 from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, Header, position_checksums
-from hf_static_kv.cache.filepieces import LayerStates, bytes_of, pieces, staging_for
+from hf_static_kv.cache.filepieces import LayerStates, bytes_of
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
-from hf_static_kv.cache.storage import Members, StorageGroup
+from hf_static_kv.cache.storage import StorageGroup
 
 _READERS = 4  # threads that read for a GPU: its bus takes more than one thread copies from the page cache
 
@@ -118,6 +118,11 @@ class CacheFile:
         layout.check_positive(tokens=length)
         if length > held:
             raise ValueError(f"tokens={length}: {self.path} holds {held}. Ask for at most that many.")
+        if length < (fewest := self.header.min_tokens):
+            raise ValueError(
+                f"tokens={length}: {self.path} was saved from a compact cache, whose layers with a window keep the "
+                f"last positions only. Load at least {fewest} of its {held} tokens."
+            )
         if max_cache_len is not None and length > max_cache_len:
             raise ValueError(
                 f"{self.path} holds {held} tokens, and max_cache_len={max_cache_len} is too short for {length}. Use "
@@ -132,13 +137,14 @@ class CacheFile:
         """
         self._check_layers(cache)
         devices = layout.layer_devices(model, len(cache.layers))
+        missing: dict[tuple[str, str], dict[int, Place]] = {}  # by dtypes
         for group in self.header.groups:
-            places: dict[torch.device, list[int]] = {}
             for layer_idx in group.layers:
                 if not cache.layers[layer_idx].is_initialized:
-                    places.setdefault(devices[layer_idx], []).append(layer_idx)
-            members: list[Members] = [(group.shape, device, layers) for device, layers in places.items()]
-            cache.allocate_members(members, batch_size, (_dtype(group.dtypes[0]), _dtype(group.dtypes[1])))
+                    place = cache.planned_shape(layer_idx, group.shape), devices[layer_idx]
+                    missing.setdefault(group.dtypes, {})[layer_idx] = place
+        for (key_dtype, value_dtype), places in missing.items():
+            cache.allocate_places(dict(sorted(places.items())), batch_size, (_dtype(key_dtype), _dtype(value_dtype)))
 
     def _check_layers(self, cache: AllocatedCache) -> None:
         _check_kinds(cache, "loaded")
@@ -150,13 +156,13 @@ class CacheFile:
             )
         for group in self.header.groups:
             for layer_idx in group.layers:
-                planned = cache.planned_shape(layer_idx)
+                planned = cache.planned_shape(layer_idx, group.shape).of_a_token
                 layer = cache.layers[layer_idx]
                 dtypes = (_name(layer.dtype), _name(layer.value_dtype)) if layer.is_initialized else group.dtypes
-                if (planned or group.shape, dtypes) != (group.shape, group.dtypes):
+                if (planned, dtypes) != (group.shape, group.dtypes):
                     raise ValueError(
                         f"{self.path} cannot be loaded: its layer {layer_idx} has {group.shape} in {group.dtypes}, and "
-                        f"that of this model {planned or group.shape} in {dtypes}. Load the model it was saved from."
+                        f"that of this model {planned} in {dtypes}. Load the model it was saved from."
                     )
 
     # --- states
@@ -175,19 +181,22 @@ class CacheFile:
         with ThreadPoolExecutor(_READERS) as pool:
             sums = list((pool.map if on_gpu else map)(self._read_part, jobs))
         self._check_sums(parts, sums, length)
-        for layer in cache.layers:
-            for states in layer.free_views(rows, length) if repeat > 1 else ():
+        kept = [(cache.layers[i], group.first) for group in self.header.groups for i in group.layers]
+        kept = [(layer, layer.first_loaded(first, length)) for layer, first in kept]
+        for layer, first in kept if repeat > 1 else ():
+            for states in layer.free_views(rows, first, length):
                 for row in range(0, rows, repeat):
                     states[row + 1 : row + repeat] = states[row]
-        for layer in cache.layers:
-            layer.batch_size, layer.length = rows, length
+        for layer, first in kept:
+            layer.fill(rows, first, length)
 
     def _parts(self, cache: AllocatedCache, rows: int, length: int, repeat: int) -> Iterator[LayerStates]:
         for group, entries in zip(self.header.groups, self.header.pairs(), strict=True):
             for i, layer_idx in enumerate(group.layers):
-                views = cache.layers[layer_idx].free_views(rows, length)
-                for entry, states in zip(entries, views, strict=True):
-                    yield LayerStates(entry, i, layer_idx, states[::repeat])
+                layer = cache.layers[layer_idx]
+                first = layer.first_loaded(group.first, length)
+                for entry, states in zip(entries, layer.free_views(rows, first, length), strict=True):
+                    yield LayerStates(entry, i, layer_idx, states[::repeat], first - group.first)
 
     def _read_part(self, job: tuple[LayerStates, Any]) -> Tensor:
         """Read the states of one layer; their checksums [n], on the device."""
@@ -195,8 +204,8 @@ class CacheFile:
         row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
         with torch.cuda.stream(stream):
             weights, sums = part.weights(), part.no_checksums()
-            staging = staging_for(part.states)
-            for row, head, first, piece in pieces(part.states):
+            staging = part.staging()
+            for row, head, first, piece in part.pieces():
                 position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
                 target = piece if staging is None else staging[: piece.numel()].view(piece.shape)
                 self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
@@ -206,7 +215,7 @@ class CacheFile:
         return sums
 
     def _check_sums(self, parts: list[LayerStates], sums: list[Tensor], length: int) -> None:
-        totals = self.header.add_up([(part.entry, own) for part, own in zip(parts, sums, strict=True)])
+        totals = self.header.add_up([(part.entry, own) for part, own in zip(parts, sums, strict=True)], length)
         if bool((wrong := totals != self._checksums[:, :length]).any()):
             tensor, position = wrong.nonzero()[0].tolist()
             name = self.header.entries()[1 + tensor].name
@@ -224,22 +233,23 @@ def save_cache(
     cache: AllocatedCache, path: str | os.PathLike[str], model: PreTrainedModel, tokens: Tensor, mask: Tensor | None
 ) -> None:
     """Write the first positions of a cache, as many as there are tokens [B, n], in the place of `path`."""
-    groups, padding = _file_groups(cache), _left_padding(tokens, mask)
+    groups, padding = _file_groups(cache, tokens.shape[1]), _left_padding(tokens, mask)
     windows = [layer.sliding_window for layer in cache.layers]
     versions = hf_static_kv.__version__, transformers.__version__
     header = Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
     parts = [
-        LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : header.num_tokens])
+        LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : entry.shape[3]])
         for group, entries in zip(groups, header.pairs(), strict=True)
         for entry, name in zip(entries, ("keys", "values"), strict=True)
         for i, layer_idx in enumerate(group.layers)
     ]
-    checksums = header.add_up([(part.entry, part.checksums()) for part in parts]).numpy().tobytes()
+    sums = header.add_up([(part.entry, part.checksums()) for part in parts], header.num_tokens)
+    checksums = sums.numpy().tobytes()
     with atomic_writer(Path(path)) as file:
         file.write(header.encode(checksums))
         file.write(checksums)
         for part in parts:
-            _write(file, part.states)
+            _write(file, part)
 
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
@@ -285,25 +295,30 @@ def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
     return [int(start) for start in starts]
 
 
-def _file_groups(cache: AllocatedCache) -> list[FileGroup]:
+def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
     """The groups of the cache as a file describes them, or a `ValueError` for what cannot be saved."""
-    found: dict[int, tuple[StorageGroup, list[int]]] = {}
+    found: dict[tuple[int, int], tuple[StorageGroup, list[int]]] = {}
     for layer_idx, layer in enumerate(cache.layers):
         if layer.group is None or layer.used() != [(cache.layers[0].batch_size, cache.layers[0].length)]:
             raise ValueError(f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be saved.")
-        found.setdefault(id(layer.group), (layer.group, []))[1].append(layer_idx)
+        if (fewest := layer.length - layer.num_croppable) > length:
+            raise ValueError(
+                f"Layer {layer_idx} keeps the positions from {layer.oldest} on, too few for the first {length} of "
+                f"{layer.length} tokens. Save at least {fewest}."
+            )
+        found.setdefault((id(layer.group), layer.oldest), (layer.group, []))[1].append(layer_idx)
     groups = []
-    for storage, layers in found.values():
+    for (_, first), (storage, layers) in found.items():
         dtypes = _name(storage.keys.dtype), _name(storage.values.dtype)
         if unknown := [name for name in dtypes if name not in DTYPES]:
             raise ValueError(f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}.")
-        groups.append(FileGroup(layers, storage.shape, dtypes))
+        groups.append(FileGroup(layers, storage.shape.of_a_token, dtypes, first))
     return groups
 
 
-def _write(file: BinaryIO, states: Tensor) -> None:
-    staging = staging_for(states)
-    for _, _, _, piece in pieces(states):
+def _write(file: BinaryIO, part: LayerStates) -> None:
+    staging = part.staging()
+    for _, _, _, piece in part.pieces():
         source = piece if staging is None else staging[: piece.numel()].view(piece.shape).copy_(piece)
         file.write(bytes_of(source))
 

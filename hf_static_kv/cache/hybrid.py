@@ -18,7 +18,8 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan
 from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, put_back
 
-Moment = tuple[int, States]  # the length of a sequence, and its recurrent states
+# The length of a sequence, its recurrent states, and the newest keys and values of compact layers.
+Moment = tuple[int, States, list[list[Tensor]]]
 
 
 class HybridCache(AllocatedCache):
@@ -98,15 +99,16 @@ class HybridCache(AllocatedCache):
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def moment(self) -> Moment:
-        """What `return_to` needs to come back here: the length, and a copy of all recurrent states."""
-        return int(self.get_seq_length()), copies_of(self.stateful_layers)
+        """What `return_to` needs to come back here: the length, and copies of what longer sequences overwrite."""
+        newest = [layer.newest() for layer in self.kv_layers]
+        return int(self.get_seq_length()), copies_of(self.stateful_layers), newest
 
     def return_to(self, moment: Moment) -> None:
         """Remove the tokens that were appended since this moment."""
-        length, states = moment
+        length, states, newest = moment
         self._end_step()
-        for layer in self.kv_layers:
-            layer.crop(min(0, length - layer.length))
+        for layer, own in zip(self.kv_layers, newest, strict=True):
+            layer.return_to(length, own)
         put_back(states)
         self._is_broken = False
 

@@ -1,5 +1,6 @@
 """One layer of the cache: writes new states after its tokens, returns views, knows its own length and window."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,14 +24,28 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     keys         <------------->                       the tokens of the sequence
     view                 <------------->               what `write` returned for queries 4 and 5: 4 may see 2, 3 and 4
     ```
+
+    A compact layer has fewer slots than the sequence has positions. It keeps the positions from `oldest` on, with
+    position p in slot p - `offset`. What the next token may see is always kept, and at least `SPARE` positions before
+    that. When the slots are full, the newest positions move to slot 0:
+
+    ```
+    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SPARE = 2
+    before       [2] [3] [4] [5] [6] [7] [8] [9]       offset = oldest = 2
+    after        [7] [8] [9] [ ] [ ] [ ] [ ] [ ]       offset = oldest = 7
+    ```
     """
 
     is_croppable = True
 
-    def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
+    def __init__(self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False) -> None:
         self.max_cache_len = max_cache_len
         self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        self.is_compact = is_compact and self.is_sliding
         self.length = self.pending = 0
+        self.num_slots = max_cache_len  # positions that the storage holds at the same time
+        self.offset = self.oldest = 0  # the position of slot 0; the oldest position that is kept
+        self._tail: list[Tensor] = []  # keys and values that `commit` keeps of a step that is longer than the storage
         self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
         self.group: StorageGroup | None = None
         self._had_grad = False  # whether states that require grad were written since the last reset
@@ -41,23 +56,24 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def __repr__(self) -> str:
         window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
-        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window})"
+        return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window}{', compact' * self.is_compact})"
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
-        self.group, self._index, self.shape = group, index, group.shape
+        self.group, self._index, self.shape, self.num_slots = group, index, group.shape, group.keys.shape[3]
         self.dtype, self.value_dtype, self.device = group.keys.dtype, group.values.dtype, group.keys.device
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
-        members = (LayerShape.of(key_states, value_states), key_states.device, [0])
+        shape = LayerShape.of(key_states, value_states, self.sliding_window if self.is_compact else None)
+        members = (shape, key_states.device, [0])
         dtypes = key_states.dtype, value_states.dtype
         self.use_storage(allocate_groups([members], self.max_cache_len, len(key_states), dtypes)[0], index=0)
 
     def used(self) -> list[tuple[int, int]]:
-        """(batch rows, positions) of the storage that hold tokens, pending tokens or half an assignment."""
+        """(batch rows, slots at most) of the storage that hold tokens, pending tokens or half an assignment."""
         return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -131,29 +147,111 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
         assert self.group is not None, "the layer has no storage"
         self.batch_size, _, tokens, _ = key_states.shape
-        keys, values = self.group.views(self._index, self.batch_size, self.length, tokens)
+        if not self.make_room(tokens):
+            return self._hold(key_states, value_states)
+        keys, values = self._views(self.length, self.length + tokens)
         keys.copy_(key_states)
         values.copy_(value_states)
         self.pending = tokens
-        first = self._first_visible()
-        return self.group.views(self._index, self.batch_size, first, self.length + tokens - first)
+        return self._views(self._first_visible(), self.length + tokens)
 
-    def free_views(self, batch_size: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of the first positions of an empty layer, filled before its length moves."""
+    def _hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
+        """A step that is longer than the storage: its queries see all of it, `commit` keeps its last positions."""
+        past = self._views(first := self._first_visible(), self.length)
+        views = key_states, value_states
+        if first < self.length:
+            views = torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+        self._tail = [states[:, :, -self.num_slots :].clone() for states in views]
+        self.pending = key_states.shape[2]
+        return views
+
+    def make_room(self, tokens: int) -> bool:
+        """Whether so many tokens can be appended in the storage; the newest positions move to slot 0 if need be."""
+        end = self.length - self.offset
+        if end + tokens <= self.num_slots:
+            return True
+        kept = min(self.length - self.oldest, self._num_kept)
+        if kept + tokens > self.num_slots:
+            return False
+        self.move_together(self.length - kept)
+        return True
+
+    def move_together(self, first: int) -> None:
+        """Move the positions from `first` on to slot 0, and drop those before."""
+        newest = self._views(first, self.length)
+        if first - self.offset < self.length - first:  # from and to overlap
+            newest = newest[0].clone(), newest[1].clone()
+        self._replace(newest)
+
+    def _replace(self, newest: Sequence[Tensor]) -> None:
+        """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0 on."""
         assert self.group is not None, "the layer has no storage"
-        return self.group.views(self._index, batch_size, 0, length)
+        kept = newest[0].shape[2]
+        self.oldest = self.length - kept  # first: what is overwritten no longer counts
+        for target, states in zip(self.group.views(self._index, self.batch_size, 0, kept), newest, strict=True):
+            target.copy_(states)
+        self.offset = self.oldest
+
+    @property
+    def storage(self) -> tuple[Tensor, Tensor]:
+        """All slots of this layer: keys and values [B, H, S, D] of all batch rows."""
+        assert self.group is not None, "the layer has no storage"
+        return self.group.keys[self._index], self.group.values[self._index]
+
+    @property
+    def _num_kept(self) -> int:
+        """Positions that are kept when the others are dropped: window + SPARE - 1. Twice as many do not overlap."""
+        return self.num_slots // 2 - 1
+
+    def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, n, D] at the positions [first, end)."""
+        assert self.group is not None, "the layer has no storage"
+        rows = self.batch_size if batch_size is None else batch_size
+        return self.group.views(self._index, rows, first - self.offset, end - first)
+
+    def first_loaded(self, first: int, length: int) -> int:
+        """The oldest position that an empty layer can take from a file that has the positions [first, length)."""
+        return max(first, length - self.num_slots)
+
+    def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, n, D] of an empty layer for the positions [first, length). `fill` makes them count."""
+        assert self.group is not None, "the layer has no storage"
+        return self.group.views(self._index, batch_size, 0 if self.is_compact else first, length - first)
+
+    def fill(self, batch_size: int, first: int, length: int) -> None:
+        """The layer holds what was written to `free_views`."""
+        self.batch_size, self.length, self.oldest = batch_size, length, first
+        self.offset = first if self.is_compact else 0
 
     def commit(self) -> None:
         """Append the pending tokens."""
         if self.pending:
             self.length += self.pending
-            self.pending = 0
-            self._half_assigned.clear()
+            if self._tail:
+                self._replace(self._tail)
+            self.discard()
 
     def discard(self) -> None:
         """Drop the pending tokens; their positions are free again."""
         self.pending = 0
+        self._tail = []
         self._half_assigned.clear()
+
+    def newest(self) -> list[Tensor]:
+        """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a full layer."""
+        if not self.is_compact or self.length == 0:
+            return []
+        kept = min(self.length - self.oldest, self._num_kept)
+        return [states.clone() for states in self._views(self.length - kept, self.length)]
+
+    def return_to(self, length: int, newest: list[Tensor]) -> None:
+        """Remove the tokens that were appended since the layer had this length, and these `newest` states."""
+        self.discard()
+        if newest and self.oldest > length - newest[0].shape[2]:  # some of them were dropped
+            self.length = length
+            self._replace(newest)
+        else:
+            self.crop(min(0, length - self.length))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
@@ -173,8 +271,19 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. No state moves: older positions are all still there."""
+        """Remove the last `-tokens_to_remove` tokens. No state moves: the positions before them are still there."""
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
+        self.check_crop(tokens_to_remove)
+        self.discard()
+        self._set_length(self.length + tokens_to_remove)
+
+    @property
+    def num_croppable(self) -> int:
+        """The most tokens that `crop` can remove, beside all of them."""
+        return self.length - self.oldest - (self.sliding_window or 1) + 1 if self.oldest else self.length
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Refuse what `crop` cannot remove."""
         if tokens_to_remove > 0:
             remedy = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
             if tokens_to_remove >= self.length:
@@ -185,32 +294,42 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} tokens. "
                 f"Remove at most {self.length}, or call reset()."
             )
-        self.discard()
-        self.length += tokens_to_remove
+        if self.num_croppable < -tokens_to_remove < self.length:
+            raise ValueError(
+                f"crop({tokens_to_remove}): a layer with a window of {self.sliding_window} keeps the positions from "
+                f"{self.oldest} on, of {self.length}. Remove at most {self.num_croppable}, or call reset() and compute "
+                'the shorter sequence. A cache with sliding="full" keeps all positions.'
+            )
+
+    def _set_length(self, length: int) -> None:
+        self.length = length
+        if length == 0:
+            self.offset = self.oldest = 0
 
     def reset(self) -> None:
         """Remove all tokens, keep the storage. No tensor is touched."""
         self.discard()
-        self.length, self.was_assigned, self._had_grad = 0, False, False
+        self._set_length(0)
+        self.was_assigned = self._had_grad = False
         if self.is_initialized:
             self.batch_size = self.max_batch_size
 
     def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
         """Batch row i becomes what row `indices[i]` is now. Allocates nothing: states go through `scratch`, a pair."""
-        assert self.group is not None, "the layer has no storage"
         self.discard()
-        before = self.group.views(self._index, self.batch_size, 0, self.length)
+        before = self._views(self.oldest, self.length)
         self.batch_size = len(indices)
-        after = self.group.views(self._index, self.batch_size, 0, self.length)
+        after = self._views(self.oldest, self.length)
         for states, target, buffer in zip(before, after, scratch, strict=True):
-            target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length]))
+            target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length - self.oldest]))
 
     @property
     def keys(self) -> Tensor | None:
         """The keys [B, H, length, D] of the sequence, a view; None before allocation. Pending tokens are not in it.
 
-        Assigning replaces the sequence: a prefix of this very view only sets the length (and batch), anything else is
-        copied into the storage; None empties the layer. Assign `values` of the same length as well.
+        A compact layer has those from position `oldest` on. Assigning replaces them: a prefix of this very view only
+        sets the length (and batch), anything else is copied into the storage; None empties the layer. Assign `values`
+        of the same length as well.
         """
         return self._states("keys")
 
@@ -231,12 +350,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         if self.group is None:
             return None
         batch_size, length = self._half_assigned.get(name, (self.batch_size, self.length))
-        return self.group.views(self._index, batch_size, 0, length)[0 if name == "keys" else 1]
+        return self._views(self.oldest, length, batch_size)[0 if name == "keys" else 1]
 
     def _assign(self, name: str, states: Tensor | None) -> None:
         if states is None:
             self.discard()
-            self.length = 0
+            self._set_length(0)
             return
         self.was_assigned = True
         if self.group is None:
@@ -244,7 +363,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
                 "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
             )
-        own: Tensor = getattr(self.group, name)[self._index]  # [B, H, S, D]
+        own: Tensor = getattr(self.group, name)[self._index][:, :, self.oldest - self.offset :]  # [B, H, S, D]
         kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
         fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
         if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
@@ -253,6 +372,11 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"{own_kind}. Convert them, or build a larger cache."
             )
         batch_size, length = states.shape[0], states.shape[2]
+        if self.oldest and length != self.length - self.oldest:
+            raise ValueError(
+                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have {length} "
+                "and must have as many. To shorten the sequence call crop."
+            )
         is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
         if length and not is_prefix:
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
@@ -261,7 +385,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self._had_grad |= states.requires_grad
         other = "values" if name == "keys" else "keys"
         self._half_assigned = {} if name in self._half_assigned else {other: (self.batch_size, self.length)}
-        self.batch_size, self.length, self.pending = batch_size, length, 0
+        self.batch_size, self.length, self.pending = batch_size, self.oldest + length, 0
 
 
 class _ForwardOnly(torch.autograd.Function):

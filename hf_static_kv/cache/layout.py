@@ -63,12 +63,17 @@ class LayerPlan:
     num_states: int = 0  # recurrent ones
     is_chunked: bool = False  # the sequence is cut into windows: a query sees its own only
     index_shape: LayerShape | None = None  # of index keys: one head, no values. None: there is no index
+    compact_window: int | None = None  # `sliding_window` where the layer is compact
+
+    def stored(self, shape: LayerShape) -> LayerShape:
+        """A shape of states as this layer stores them."""
+        return replace(shape, window=self.compact_window)
 
 
-def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
+def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
     """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served.
 
-    Of an encoder-decoder these are the self-attention layers of the decoder.
+    Of an encoder-decoder these are the self-attention layers of the decoder. `sliding` as in `with_sliding`.
     """
     if isinstance(config, torch.nn.Module):
         raise TypeError(
@@ -91,7 +96,20 @@ def plan_layers(config: PreTrainedConfig) -> list[LayerPlan]:
     layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
     # Some layers use the selection of an earlier layer's index and store no index keys.
     index_types = (getattr(config, "indexer_types", None) or ["full"] * num_stored)[:num_stored]
-    return [_plan_layer(*layer, kind != "shared") for layer, kind in zip(layers, index_types, strict=True)]
+    plans = [_plan_layer(*layer, kind != "shared") for layer, kind in zip(layers, index_types, strict=True)]
+    return with_sliding(plans, sliding)
+
+
+def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
+    """The same plans, with layers that have a window "compact" or "full"; those with an index stay full."""
+    if sliding not in ("full", "compact"):
+        raise ValueError(
+            f'sliding={sliding!r}: choose "full" (layers with a window store every position) or "compact" (about two '
+            "windows of them)."
+        )
+    compact = [plan.sliding_window if sliding == "compact" and plan.index_shape is None else None for plan in plans]
+    plans = [replace(plan, compact_window=window) for plan, window in zip(plans, compact, strict=True)]
+    return [plan if plan.shape is None else replace(plan, shape=plan.stored(plan.shape)) for plan in plans]
 
 
 def _plan_layer(layer_config: Any, layer_type: str, has_own_index: bool) -> LayerPlan:
@@ -113,19 +131,20 @@ def cache_bytes(
     batch_size: int = 1,
     dtype: torch.dtype | None = None,
     *,
+    sliding: str = "full",
     tp: int = 1,
     tp_plan: Mapping[str, str] | None = None,
 ) -> int:
     """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the config's own.
 
-    With `tp` ranks: on each of them, under `tp_plan` or else the plan of the config.
+    `sliding` as for the cache. With `tp` ranks: on each of them, under `tp_plan` or else the plan of the config.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
     >>> cache_bytes(config, 1024, dtype=torch.bfloat16), cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
     (33554432, 16777216)
     """
-    shapes = known_shapes(plan_layers(config), config)
+    shapes = known_shapes(plan_layers(config, sliding), config)
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
     text_config = config.get_text_config(decoder=True)
     plan = getattr(text_config, "base_model_tp_plan", None) if tp_plan is None else tp_plan

@@ -3,6 +3,7 @@
 import os
 import sys
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,8 +45,11 @@ class Lease:
         return self.cache.memory_bytes or self.planned_bytes
 
     def common_prefix(self, request: Request) -> int:
-        """How many tokens of the prompt the cache holds; at least one is left to compute."""
-        return 0 if request.tokens is None else min(self.num_held(request.tokens), request.tokens.shape[1] - 1)
+        """How many tokens of the prompt the cache can keep; at least one is left to compute."""
+        if request.tokens is None:
+            return 0
+        length = min(self.num_held(request.tokens), request.tokens.shape[1] - 1)
+        return length if self.cache.can_crop_to(length) else 0
 
     def num_held(self, ids: Tensor) -> int:
         """How many of the tokens [B, n] the cache holds, from the first on."""
@@ -54,8 +58,7 @@ class Lease:
             return 0
         length = min(known.shape[1], ids.shape[1], self.cache.seq_len)
         is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
-        common = int(is_common.cumprod(dim=0).sum())
-        return 0 if self.cache.stateful_layers and common < self.cache.seq_len else common  # states cannot go back
+        return int(is_common.cumprod(dim=0).sum())
 
 
 class CachePool:
@@ -180,24 +183,33 @@ class CachePool:
 
     def _new_lease(self, request: Request) -> Lease:
         model, rows = request.model, len(request.input_ids)
+        needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
+        capacity = 1 << (needed - 1).bit_length()
+        config, dtype, ranks = model.config, model.dtype, num_ranks(model)
+
+        def num_bytes(length: int) -> int:
+            return cache_bytes(config, length, rows, dtype, sliding=sliding, tp=ranks, tp_plan=model.tp_plan)
+
         try:
-            token_bytes = cache_bytes(model.config, 1, rows, model.dtype, tp=num_ranks(model), tp_plan=model.tp_plan)
-            refuse_missing_layers(model, len(plan_layers(model.config)))
+            sliding = _sliding(model, capacity)
+            wanted_bytes = num_bytes(capacity)
+            refuse_missing_layers(model, len(plan_layers(config)))
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
-        if self.max_bytes is None and num_ranks(model) > 1:
+        if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(model.device))
         bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
-        needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
-        capacity = min(1 << (needed - 1).bit_length(), max(0, bound // token_bytes))
+        if wanted_bytes > bound:
+            capacity = bisect_right(range(1, capacity), bound, key=num_bytes)  # the longest that fits
         if capacity < request.prompt_length:
             raise NotPooled(
                 f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
-                f"{request.prompt_length * token_bytes:,} bytes of cache, and {max(0, bound):,} of max_bytes are left"
+                f"{num_bytes(request.prompt_length):,} bytes of cache, and {max(0, bound):,} of max_bytes are left"
             )
-        self._evict(bound - capacity * token_bytes, _MAX_FREE - 1)
-        cache = StaticContiguousCache.for_calls(model, capacity, rows)
-        return Lease(cache, _kind(request), capacity * token_bytes)
+        planned_bytes = num_bytes(capacity)
+        self._evict(bound - planned_bytes, _MAX_FREE - 1)
+        cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
+        return Lease(cache, _kind(request), planned_bytes)
 
     def _keep(self, lease: Lease) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
@@ -220,6 +232,12 @@ class CachePool:
         if device.type != "cuda":
             return int(_SHARE_OF_HOST * host_bytes())
         return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))
+
+
+def _sliding(model: PreTrainedModel, capacity: int) -> str:
+    """Compact layers where the capacity is more than four windows: with less they save little."""
+    windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
+    return "compact" if windows and capacity > 4 * max(windows) else "full"
 
 
 def host_bytes() -> int:

@@ -36,6 +36,7 @@ class _Prefix(NamedTuple):
     file: tuple[int, int]  # inode and size: another file of the same name has others
     tokens: Tensor  # [B, n]
     model: ModelIdentity | None  # None: the file cannot be read, or has left padding
+    min_tokens: int = 1  # that can be loaded
 
 
 class PrefixStore:
@@ -105,7 +106,7 @@ class PrefixStore:
             length = min(prefix.tokens.shape[1], ids.shape[1] - 1)
             is_common = (prefix.tokens[:, :length] == ids[:, :length]).all(dim=0)
             common = int(is_common.cumprod(dim=0).sum())
-            if common <= longest or prefix.model.attention != identity.attention:
+            if common <= longest or common < prefix.min_tokens or prefix.model.attention != identity.attention:
                 continue
             if identity.difference(prefix.model) is None:
                 best, longest = self.folder / name, common
@@ -152,7 +153,8 @@ def _read(path: str, file: tuple[int, int]) -> _Prefix:
     try:
         with CacheFile(path) as opened:
             is_padded = any(opened.header.left_padding)
-            return _Prefix(file, opened.tokens, None if is_padded else opened.header.model)
+            header = opened.header
+            return _Prefix(file, opened.tokens, None if is_padded else header.model, header.min_tokens)
     except ValueError as reason:
         logger.warning("A saved prefix is not used. %s", reason)
         return _Prefix(file, torch.empty(0, 0), None)

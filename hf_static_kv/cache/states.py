@@ -21,9 +21,11 @@ class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignor
 
     is_compileable = False  # as keys and values are: else `generate` compiles the model, and prepares masks itself
 
-    def __init__(self, max_cache_len: int, sliding_window: int | None = None, number_of_states: int = 1) -> None:
+    def __init__(
+        self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False, number_of_states: int = 1
+    ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
-        StaticContiguousLayer.__init__(self, max_cache_len, sliding_window)
+        StaticContiguousLayer.__init__(self, max_cache_len, sliding_window, is_compact)
 
     __repr__ = StaticContiguousLayer.__repr__
     get_max_length = StaticContiguousLayer.get_max_length

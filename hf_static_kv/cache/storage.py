@@ -1,8 +1,9 @@
 """The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
 Members = tuple["LayerShape", torch.device, Sequence[int]]  # of one group: what layers store, where, their indices
+SPARE = 64  # positions that a compact layer keeps beyond its window at least, so that `crop` can go back to them
 
 
 @dataclass(frozen=True)
@@ -19,20 +21,31 @@ class LayerShape:
     num_kv_heads: int
     key_head_dim: int
     value_head_dim: int
+    window: int | None = None  # of a compact layer; None: every position is stored
 
     @classmethod
-    def of(cls, key_states: Tensor, value_states: Tensor) -> "LayerShape":
+    def of(cls, key_states: Tensor, value_states: Tensor, window: int | None = None) -> "LayerShape":
         """The shape of a layer's own states [B, H, n, D]."""
-        return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3])
+        return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3], window)
+
+    @property
+    def of_a_token(self) -> "LayerShape":
+        """The same without the window: what a compact layer and a full one have in common."""
+        return replace(self, window=None)
+
+    def num_slots(self, max_cache_len: int) -> int:
+        """How many positions one layer stores at the same time."""
+        return max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SPARE))
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
         """Bytes of one layer's keys and values at full capacity."""
         per_head = self.key_head_dim * dtypes[0].itemsize + self.value_head_dim * dtypes[1].itemsize
-        return batch_size * max_cache_len * self.num_kv_heads * per_head
+        return batch_size * self.num_slots(max_cache_len) * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
         values = "" if self.value_head_dim == self.key_head_dim else f" (keys) and {self.value_head_dim} (values)"
-        return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}"
+        window = "" if self.window is None else f", compact with a window of {self.window}"
+        return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}{window}"
 
 
 class StorageGroup:
@@ -49,13 +62,16 @@ class StorageGroup:
 
     Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads free positions and
     masks them must not read NaN.
+
+    A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position of its own,
+    `offset`, and moves its newest positions to slot 0 when the slots are full (`StaticContiguousLayer.make_room`).
     """
 
     def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
         self.shape, device, layers = members
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._pickled: tuple[int, int] | None = None  # (batch rows, positions) that a pickle keeps; None: all
-        head = (len(layers), batch_size, self.shape.num_kv_heads, max_cache_len)
+        head = (len(layers), batch_size, self.shape.num_kv_heads, self.shape.num_slots(max_cache_len))
         # Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks.
         with torch.inference_mode(False):
             self.keys = torch.zeros(*head, self.shape.key_head_dim, dtype=dtypes[0], device=device)
@@ -66,7 +82,7 @@ class StorageGroup:
                 raise
 
     def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of one layer at positions [first, first + length) of the first batch rows."""
+        """Keys and values [B, H, n, D] of one layer at slots [first, first + length) of the first batch rows."""
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
@@ -86,10 +102,12 @@ class StorageGroup:
         return rows.narrow(3, first, length).unbind(0)
 
     def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
-        """The same states in larger storage; rows and positions are no fewer than before."""
+        """The same states in larger storage, or this group where it is large enough; no fewer rows and positions."""
         layers, rows, _, length, _ = self.keys.shape
         members = self.shape, self.keys.device, range(layers)
         larger = max(rows, batch_size)
+        if (rows, length) == (larger, self.shape.num_slots(max_cache_len)):
+            return self
         (group,) = allocate_groups([members], max_cache_len, larger, (self.keys.dtype, self.values.dtype))
         group.keys[:, :rows, :, :length] = self.keys
         group.values[:, :rows, :, :length] = self.values
@@ -153,16 +171,18 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
-    wanted: dict[torch.device, int] = {}
+    wanted, fixed = Counter[torch.device](), Counter[torch.device]()
     for shape, device, layers in members:
-        wanted[device] = wanted.get(device, 0) + len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+        num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+        wanted[device] += num_bytes
+        fixed[device] += 0 if shape.window is None else num_bytes
     places, lengths, fits = [], [], ""
     for device, num_bytes in wanted.items():
         places.append(f"{num_bytes:,} bytes on {device}")
         if device.type == "cuda":
             free = free_bytes(device)
             places[-1] += f", where {free:,} are free"
-            lengths.append(max_cache_len * free // num_bytes)
+            lengths.append(max_cache_len * max(0, free - fixed[device]) // max(1, num_bytes - fixed[device]))
     if lengths:
         fits = f"About max_cache_len={min(lengths)} would fit. " if min(lengths) else "Not one token would fit. "
     return (

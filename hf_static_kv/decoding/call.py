@@ -102,9 +102,10 @@ class Call:
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve."""
-        is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, self.cache.storage_groups[0].keys
+        is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, [group.keys for group in self.cache.storage_groups]
         states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
-        kind = self.own_attention, len(self.seq_start), compat.has_hooks(self.modules), states
+        sizes = len(self.seq_start), self.cache.max_cache_len  # a cache of compact layers alone grows in place
+        kind = self.own_attention, sizes, compat.has_hooks(self.modules), states
         return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
 
     @cached_property

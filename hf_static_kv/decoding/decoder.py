@@ -142,6 +142,7 @@ class GraphDecoder:
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
+        call.cache.make_room()  # a new step is tried at the next position
         steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
         fingerprint = call.fingerprint  # first: the device computes the prompt meanwhile
         key = (selection and selection.kinds, selection is None, call.step_kind, *fingerprint)
@@ -253,8 +254,9 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     if isinstance(step, SelectingStep):
         _run_on_device(step, sampling, call)
         return
-    is_over = False
+    is_over, room = False, 0
     while not is_over:
+        room = _room(step, call, room)
         logits = step.run(sampling.last_tokens)
         _mark_written(call)
         is_over = sampling.append(logits)
@@ -264,14 +266,24 @@ def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
     start, position = sampling.length, call.cache.seq_len + 1  # of the next token, in `ids` and in `sequences`
     step.set_state(sampling.ids[:, :start], position, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
-    is_over = False
+    is_over, room = False, 0
     while not is_over:
+        room = _room(step, call, room)
         sampling.before_draw()
         flag = step.replay()
         _mark_written(call)
         is_over = sampling.count_token(flag, step.token)
     sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
     sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
+
+
+def _room(step: DecodeStep, call: Call, room: int) -> int:
+    """Tokens that have free slots, where `room` had before the last token. Where none has, compact layers move."""
+    if room > 1:
+        return room - 1
+    room = call.cache.make_room()
+    step.follow(call.cache.seq_len)
+    return room
 
 
 def _mark_written(call: Call) -> None:

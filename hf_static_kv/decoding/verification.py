@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
@@ -64,12 +65,14 @@ def _cases(call: Call, length: int) -> list[Case]:
         # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
         cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
     plans = plan_layers(call.model.config)
+    last = min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1  # that has a slot in all layers
     for window, is_chunked in sorted({(plan.sliding_window, plan.is_chunked) for plan in plans if plan.sliding_window}):
-        position = max(length, min(window + _EDGE, call.cache.max_cache_len - 1))
+        position = max(length, min(window + _EDGE, last))
         if position >= window:
             # The first position in the window, or in the second chunk of the sequence.
             oldest = max(window, position - _EDGE) if is_chunked else position - window + 1
-            edge = range(max(0, oldest - _EDGE), oldest + 1)
+            kept = max(layer.oldest for layer in call.cache.kv_layers if layer.sliding_window == window)
+            edge = range(max(kept, oldest - _EDGE), oldest + 1)
             start = oldest - window if is_chunked else edge.start
             cases.append(Case(position, torch.full_like(seq_start, start), edge, float(window)))
     return cases
@@ -157,23 +160,34 @@ class _Unread(TorchFunctionMode):
 @contextmanager
 def _planted_values(call: Call, case: Case) -> Iterator[None]:
     """The storage with large values, and keys of zero, which get an average weight, where the case wants them."""
-    storage, rows, length = call.cache.storage_groups[0], len(case.seq_start), call.cache.seq_len
-    keys, values = storage.keys[:, :rows], storage.values[:, :rows]
-    positions = torch.tensor([*case.planted, case.position], device=values.device)
-    before = keys.index_select(3, positions), values.index_select(3, positions)
-    usual = values[:, :, :, max(0, length - _EDGE) : length].float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
+    layers = {id(layer.group): layer for layer in call.cache.kv_layers}  # one of each group: all have its offset
+    with ExitStack() as groups:
+        for layer in layers.values():
+            groups.enter_context(_planted_in_group(layer, case, call.cache.seq_len))
+        yield
+
+
+@contextmanager
+def _planted_in_group(layer: StaticContiguousLayer, case: Case, length: int) -> Iterator[None]:
+    storage: Any = layer.group
+    keys, values = storage.keys[:, : len(case.seq_start)], storage.values[:, : len(case.seq_start)]
+    kept = [position for position in (*case.planted, case.position) if position >= layer.oldest]
+    slots = torch.tensor(kept, device=values.device) - layer.offset
+    before = keys.index_select(3, slots), values.index_select(3, slots)
+    newest = values[:, :, :, max(0, length - _EDGE - layer.offset) : length - layer.offset]
+    usual = newest.float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
     generator = torch.Generator(values.device).manual_seed(0)
     planted = torch.randn(before[1].shape, generator=generator, device=values.device)
     planted *= case.scale * usual.view(-1, 1, 1, 1, 1)
     planted[:, :, :, -1] *= _UNWRITTEN
     try:
-        keys.index_fill_(3, positions, 0.0)
+        keys.index_fill_(3, slots, 0.0)
         largest = torch.finfo(values.dtype).max / _UNWRITTEN  # 65,504 / 8 in float16
-        values.index_copy_(3, positions, planted.clamp(-largest, largest).to(values.dtype))
+        values.index_copy_(3, slots, planted.clamp(-largest, largest).to(values.dtype))
         yield
     finally:
-        keys.index_copy_(3, positions, before[0])
-        values.index_copy_(3, positions, before[1])
+        keys.index_copy_(3, slots, before[0])
+        values.index_copy_(3, slots, before[1])
 
 
 @contextmanager

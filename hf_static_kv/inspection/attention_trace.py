@@ -140,6 +140,7 @@ def traced_attention(
         )
         first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
         weights = weights[..., first:end]
+        first += int(step.cache_position - step.slot)
     trace.record(layer, first, weights)
     return output, None
 

@@ -20,11 +20,16 @@ from hf_static_kv.patching import attention_of, original_function
 _SETTINGS = (bool, int, float, str)
 
 
-def model_fingerprint(model: PreTrainedModel, modules: list[Module], keys: Tensor, is_exact: bool) -> tuple[Any, ...]:
-    """Differs where something changed that a captured step is known to depend on. Keeps no model alive."""
+def model_fingerprint(
+    model: PreTrainedModel, modules: list[Module], keys: Sequence[Tensor], is_exact: bool
+) -> tuple[Any, ...]:
+    """Differs where something changed that a captured step is known to depend on. Keeps no model alive.
+
+    `keys` are the tensors of the cache's groups.
+    """
     states = states_of_a_call(modules)
     tensors = [tensor for tensor in _tensors(modules) if id(tensor) not in states]
-    return _fingerprint(model, modules, [keys, *tensors], is_exact)
+    return _fingerprint(model, modules, [*keys, *tensors], is_exact)
 
 
 def content_fingerprint(model: PreTrainedModel) -> tuple[Any, ...]:

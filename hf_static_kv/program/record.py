@@ -70,6 +70,7 @@ class Program:
 
     def __init__(self, calls: Sequence[Call], output: Value) -> None:
         self.calls, self.output = {call.order: call for call in calls}, output
+        self.num_positions = 0  # that a token may have; 0 where that is not known
         self.made_by = {value: call for call in calls for value in call.results if value is not None}
         self.used_by: defaultdict[Value, list[Call]] = defaultdict(list)
         for call in calls:

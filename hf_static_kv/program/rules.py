@@ -64,13 +64,12 @@ def angles_from_table(program: Program) -> None:
     """
     cos, sin = angles(position_ids)         ->   cos, sin = lookup(position_ids, table)
     """
-    lengths = {call.args[0].shape[2] for call in program.calls_of(_WRITE_TOKEN)}
-    for call in program.calls_of(angles) if len(lengths) == 1 else []:
+    for call in program.calls_of(angles) if program.num_positions else []:
         positions, x, *others = call.args
         if len(positions.shape) == 2:
-            like = None if x is None else torch.empty(1, dtype=x.dtype, device=x.device)
+            like: Any = None if x is None else torch.empty(1, dtype=x.dtype, device=x.device)
             first = torch.zeros(positions.shape, dtype=torch.int64, device=positions.device)
-            table = angle_table(*lengths, first, like, *others, **call.kwargs)
+            table = angle_table(program.num_positions, first, like, *others, **call.kwargs)
             if table is not None:
                 program.fuse([call], lookup, positions, table, results=call.results)
 

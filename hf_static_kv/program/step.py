@@ -6,6 +6,9 @@ capture    the list, as a CUDA graph; on a CPU the list runs as it is
 
 token -> list -> logits      each layer writes its keys and values straight into the storage
 cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
+
+In compact layers a position has another slot. The host moves their tokens together between two steps, about once in a
+window, and tells the step where slot 0 is then (`_Stretch`).
 """
 
 import warnings
@@ -44,6 +47,30 @@ _PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Ca
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
+class _Stretch:
+    """Where a step writes and reads in the compact layers of one window: as the step's own tensors, in slots."""
+
+    def __init__(self, seq_start: Tensor, num_layers: int) -> None:
+        self.seq_start, self.spans = torch.zeros_like(seq_start), _new_spans(seq_start, num_layers)
+        self.slot, self.unused = seq_start.new_zeros(1), seq_start.new_zeros(1)
+
+    def set(self, length: int, seq_start: Tensor, offset: int) -> None:
+        self.slot.fill_(length - 1 - offset)
+        self.seq_start.copy_(seq_start - offset)  # before slot 0 where that is negative
+
+
+def _begin_with_chunks(spans: Tensor, newest: Tensor, seq_start: Tensor, chunks: Tensor | None) -> None:
+    """Spans that end with the newest token begin with its chunk, if that is later than the window."""
+    if chunks is not None:
+        chunk_start = newest - (newest - seq_start) % chunks  # [B, L]
+        spans[..., 1] = torch.maximum(spans[..., 1], chunk_start)
+
+
+def _new_spans(seq_start: Tensor, num_layers: int) -> Tensor:
+    """[B, L, 3], padded to four columns so that every layer's are 16-byte aligned and Triton compiles one variant."""
+    return seq_start.new_zeros(len(seq_start), num_layers, 4)[..., :3]
+
+
 class DecodeStep:
     """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
 
@@ -59,12 +86,13 @@ class DecodeStep:
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if len(cache.storage_groups) > 1:
-            raise ValueError(f"The layers have {len(cache.storage_groups)} different shapes: a step takes one.")
+        if (num_shapes := len({group.shape.of_a_token for group in cache.storage_groups})) > 1:
+            raise ValueError(f"The layers have {num_shapes} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
-        self._model = weakref.ref(model)  # a graph does not need it, and a decoder may outlive it
-        storage, unlimited = cache.storage_groups[0], torch.iinfo(torch.int64).max // 2
-        keyed, device = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers], storage.keys.device
+        # A graph does not need them, and a decoder may outlive them. A cache that grows replaces its groups.
+        self._model, self._cache = weakref.ref(model), weakref.ref(cache)
+        self._groups = [weakref.ref(group) for group in cache.storage_groups]
+        unlimited, device = torch.iinfo(torch.int64).max // 2, cache.storage_groups[0].keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
         are_chunked = [plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys]
@@ -73,26 +101,32 @@ class DecodeStep:
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
         self.cache_position = self.token.new_zeros(1)  # of the newest token
-        # Padded to four columns so that the spans of every layer are 16-byte aligned and Triton compiles one variant.
-        self.spans = self.token.new_zeros(batch_size, len(windows), 4)[..., :3]
+        self.spans = _new_spans(self.seq_start, len(windows))
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
-        self._storage = weakref.ref(storage)  # a cache that grows replaces it
-        pairs = zip(storage.keys, storage.values, strict=True)
-        self.layers = {
-            i: StepLayer(i, keys[:batch_size], values[:batch_size], self.spans[:, n])
-            for n, (i, (keys, values)) in enumerate(zip(keyed, pairs, strict=True))
-        }
+        self._stretches = {window: _Stretch(self.seq_start, len(windows)) for window in cache.offsets}
+        self.layers = self._step_layers(cache, batch_size)
         self.layers |= _sharing_layers(model, self.layers)
-        self.cache = _StepCache(self.cache_position, cache)
+        self.cache = _StepCache(cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
         self._settings = dict(settings or {})
 
+    def _step_layers(self, cache: StaticContiguousCache, batch_size: int) -> dict[int, StepLayer]:
+        keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
+        layers = {}
+        for n, (i, layer) in enumerate(zip(keyed, cache.kv_layers, strict=True)):
+            keys, values = layer.storage
+            stretch = self._stretches[layer.sliding_window] if layer.is_compact else None
+            slot, spans = (self.cache_position, self.spans) if stretch is None else (stretch.slot, stretch.spans)
+            storage = keys[:batch_size], values[:batch_size]
+            layers[i] = StepLayer(i, storage, self.cache_position, slot, spans[:, n])
+        return layers
+
     @property
     def is_orphan(self) -> bool:
         """Whether the model or the storage no longer exists, so that no call can use this step."""
-        return self._model() is None or self._storage() is None
+        return self._model() is None or any(group() is None for group in self._groups)
 
     @property
     def model(self) -> Any:
@@ -102,7 +136,9 @@ class DecodeStep:
     @property
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
-        return [*(value for value in self.__dict__.values() if isinstance(value, Tensor)), *self._tables]
+        holders = (self, *self._stretches.values())
+        own = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
+        return own + self._tables
 
     @property
     def is_recorded(self) -> bool:
@@ -119,6 +155,13 @@ class DecodeStep:
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
         self.position_ids.copy_((length - seq_start[:, None] if position_ids is None else position_ids) - 1)
+        self.follow(length)
+
+    def follow(self, length: int) -> None:
+        """After the positions of compact layers have moved to other slots: the next token is still at `length`."""
+        cache = self._cache()
+        for window, offset in cache.offsets.items() if cache is not None else ():
+            self._stretches[window].set(length, self.seq_start, offset)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
@@ -157,6 +200,7 @@ class DecodeStep:
             with Recorder() as recorder:
                 logits = self._pass_of_model()
         program = recorder.program(logits)
+        program.num_positions = self.max_cache_len
         with pass_context(model):
             rewrite(program, without, keeps_bits=is_exact)
         self._tables = [call.args[1] for call in program.calls_of(lookup)]
@@ -207,10 +251,11 @@ class DecodeStep:
 
     def _advance(self, by_kernel: bool = True) -> None:
         by_one = advance if by_kernel else advance_plain
+        for stretch in self._stretches.values():
+            by_one(stretch.slot, stretch.seq_start, self.windows, stretch.spans, stretch.unused)
+            _begin_with_chunks(stretch.spans, stretch.slot, stretch.seq_start, self.chunks)
         by_one(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
-        if self.chunks is not None:  # the windows end with the newest token, and a chunk may begin inside of its window
-            chunk_start = self.cache_position - (self.cache_position - self.seq_start) % self.chunks  # [B, L]
-            self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
+        _begin_with_chunks(self.spans, self.cache_position, self.seq_start, self.chunks)
 
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
@@ -336,20 +381,20 @@ class _StepCache(Cache):
     (Llama 4) gets a tensor, and what runs before the layers 0. Verification refuses a model whose logits depend on it.
     """
 
-    def __init__(self, cache_position: Tensor, cache: StaticContiguousCache) -> None:
+    def __init__(self, cache: StaticContiguousCache) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
-        self.cache_position, self.capacity = cache_position, cache.max_cache_len
+        self.capacity = cache.max_cache_len
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(layer_idx, StepLayer):
             raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
-        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, self.cache_position)
+        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, layer_idx.slot)
         return layer_idx.keys, layer_idx.values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
-        return self.cache_position if isinstance(layer_idx, StepLayer) else 0
+        return layer_idx.cache_position if isinstance(layer_idx, StepLayer) else 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0

@@ -829,6 +829,13 @@ class TestScripts:
         assert "- static FAILED: OutOfMemoryError: no memory" in result.stdout
         assert "| `StaticContiguousCache` |" in result.stdout
 
+    def test_full_against_compact_layers(self, run):
+        sizes = ["--contexts", 12, 160, "--capacities", 160, "--steps", 4, "--rounds", 1]
+        result = run("bench_context", "--model", "gemma3", "--device", "cpu", "--sliding", *sizes)
+        assert result.returncode == 0
+        assert '| `StaticContiguousCache` | `StaticContiguousCache`, `sliding="compact"` |' in result.stdout
+        assert "Cache: contiguous 0." in result.stdout
+
     def test_the_scripts_import_no_extras_but_tqdm(self):
         """Pictures import matplotlib when they are drawn; `datasets` and `evaluate` are not on every machine."""
         own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"torch", "transformers", "hf_static_kv", "tqdm"}

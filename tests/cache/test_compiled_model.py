@@ -13,6 +13,7 @@ BUILD = {
     "DynamicCache": lambda model: DynamicCache(config=model.config),
     "lazy": lambda model: StaticContiguousCache(model.config, 40),
     "from_model": lambda model: StaticContiguousCache.from_model(model, 40),
+    "compact": lambda model: StaticContiguousCache.from_model(model, 40, sliding="compact"),
 }
 
 
@@ -55,6 +56,17 @@ def test_a_compiled_model_in_one_graph(name, build, options):
     tokens, graphs = compiled_graphs(model, build, **options)
     assert tokens == expected
     assert graphs <= 3
+
+
+@pytest.mark.usefixtures("small_spare")
+def test_compact_layers_that_move():
+    """Eight slots: a prompt is longer, and the positions of the other one move. Each is a graph of its own."""
+    model = toy_model("gemma3", **FEW_LAYERS["gemma3"], sliding_window=2)
+    with torch.no_grad():
+        expected = [continued(model, ids, BUILD["DynamicCache"](model)) for ids in PROMPTS]
+    tokens, graphs = compiled_graphs(model, "compact", backend="eager")
+    assert tokens == expected
+    assert graphs <= 8
 
 
 def test_dynamic_cache_takes_no_fewer_graphs():

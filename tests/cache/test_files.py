@@ -200,7 +200,7 @@ def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
 
 def test_through_staging_memory_as_for_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
-    monkeypatch.setattr(files, "staging_for", lambda states: torch.full((300,), float("nan"), dtype=states.dtype))
+    monkeypatch.setattr(filepieces.LayerStates, "staging", lambda part: torch.full((300,), float("nan")))
     model = shared_toy_model("gemma3")
     cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
     assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
@@ -324,7 +324,8 @@ def set_metadata(**strings):
 
 
 SHAPE = {"num_kv_heads": 10**40, "key_head_dim": 16, "value_head_dim": 16}
-HUGE_GROUP = json.dumps([{"layers": [0, 1], "shape": SHAPE, "dtypes": ["float32", "float32"]}])
+GROUP = {"layers": [0, 1], "shape": {**SHAPE, "num_kv_heads": 2}, "dtypes": ["float32", "float32"], "first": 0}
+HUGE_GROUP, LATE_GROUP = json.dumps([{**GROUP, "shape": SHAPE}]), json.dumps([{**GROUP, "first": 3}])
 DAMAGES = {
     "a newer format": (set_metadata(format_version="2", library_version="9.0"), "format is 2, of hf_static_kv 9.0"),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
@@ -332,6 +333,7 @@ DAMAGES = {
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
     "one string more": (set_metadata(more="x"), "its header is damaged"),
     "a group of 10^40 heads": (set_metadata(groups=HUGE_GROUP), "has .* bytes and should have"),
+    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "the first position of a group"),
     "a group of no layers": (set_metadata(groups="[]"), "the groups in its header"),
     "other spaces": (lambda path: rewrite(path, lambda header: None), "its header is damaged"),
     "deep brackets": (set_metadata(tokens="[" * 100_000), "cannot be loaded"),

@@ -5,6 +5,7 @@ Every case compares whole runs in float32 with eos off, so that lengths are full
 
 import copy
 import functools
+import sys
 
 import pytest
 import torch
@@ -22,8 +23,11 @@ NEW_TOKENS = 10  # past a window, and past a border of Llama 4's chunks
 COMMON = COMMON | {"max_new_tokens": NEW_TOKENS}
 
 
+SLIDING = "full"  # of new caches
+
+
 def new_cache(model, max_cache_len=64):
-    return StaticContiguousCache(model.config, max_cache_len)
+    return StaticContiguousCache(model.config, max_cache_len, sliding=SLIDING)
 
 
 def run(model, ids, cache, seed=None, **kwargs):
@@ -130,7 +134,7 @@ def reused_after_reset(model):
 def rollback(model):
     cache = new_cache(model)
     tokens = run(model, PROMPT, cache)
-    cache.crop(-9)
+    cache.crop(-min(9, *(layer.num_croppable for layer in cache.layers)))
     other = torch.cat([tokens[:, : cache.seq_len], torch.tensor([[99, 98]])], dim=1)
     return run(model, other, None), run(model, other, cache)
 
@@ -187,6 +191,17 @@ def test_tokens_equal_use_cache_false(mode, name, attn):
     reference, cached = mode(model)
     assert cached.shape[1] >= NEW_TOKENS
     assert cached.tolist() == reference.tolist()
+
+
+WITH_WINDOWS = ["gemma3", "gemma2", "mistral", "qwen2", "cohere2", "gpt_oss", "llama4"]
+COMPACT_CASES = [(mode, name, attn) for mode, name, attn in CASES if name in WITH_WINDOWS]
+
+
+@pytest.mark.usefixtures("small_spare")
+@pytest.mark.parametrize(("mode", "name", "attn"), COMPACT_CASES, ids=lambda value: getattr(value, "__name__", value))
+def test_tokens_of_compact_layers_equal_use_cache_false(monkeypatch, mode, name, attn):
+    monkeypatch.setattr(sys.modules[__name__], "SLIDING", "compact")
+    test_tokens_equal_use_cache_false(mode, name, attn)
 
 
 def skip_where_transformers_cannot_assist(model):

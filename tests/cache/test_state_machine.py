@@ -1,32 +1,49 @@
-"""Random sequences of every operation against a naive cache: one Python list of tokens for each layer."""
+"""Random sequences of every operation against a naive cache: one Python list of tokens for each layer.
+
+Compact layers run against the same lists, with a longer capacity. There `seen` counts how far a layer has ever been, as
+positions that were dropped do not come back.
+"""
+
+import pickle
 
 import pytest
 import torch
 
 from hf_static_kv import StaticContiguousCache
+from hf_static_kv.cache import storage
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-LAYERS, HEADS, DIM, ROOM, ROWS = 3, 2, 2, 9, 4
+LAYERS, HEADS, DIM, ROWS = 3, 2, 2, 4
 WINDOWS = [None, 2, 4]
+SPARE = 1  # of compact layers: they have 6 and 10 slots
 
 
 class CacheMachine(RuleBasedStateMachine):
     """`self.text[layer]` lists the tokens of a layer, each a pair of key and value [batch, heads, dim]."""
 
+    SLIDING, ROOM, MAX_STEP = "full", 9, 4
+
     @initialize(order=st.permutations(range(LAYERS)))
     def start(self, order):
         self.order = order  # in which the layers of this model run
+        self.seen = [0] * LAYERS
+        before, storage.SPARE = storage.SPARE, SPARE
         self.cache = StaticContiguousCache.allocate(
-            LAYERS, HEADS, DIM, ROOM, batch_size=ROWS, dtype=torch.float32, device="cpu", sliding_windows=WINDOWS
-        )
-        self.address = self.cache.key_storage.data_ptr(), self.cache.value_storage.data_ptr()
+            LAYERS, HEADS, DIM, self.ROOM, batch_size=ROWS, dtype=torch.float32, device="cpu",
+            sliding_windows=WINDOWS, sliding=self.SLIDING,
+        )  # fmt: skip
+        storage.SPARE = before
+        self.address = self.addresses()
         self.text = [[] for _ in range(LAYERS)]
         self.batch = None
         self.serial = 0
+
+    def addresses(self):
+        return [(group.keys.data_ptr(), group.values.data_ptr()) for group in self.cache.storage_groups]
 
     def new_states(self, tokens):
         """Numbers that were never used before, so that no two tokens are alike."""
@@ -48,7 +65,7 @@ class CacheMachine(RuleBasedStateMachine):
         return grown
 
     def has_room(self, tokens):
-        return all(len(text) + tokens <= ROOM for text in self.text)
+        return all(len(text) + tokens <= self.ROOM for text in self.text)
 
     def empty(self):
         return not any(self.text)
@@ -57,9 +74,10 @@ class CacheMachine(RuleBasedStateMachine):
         if self.empty():
             self.batch = batch
 
-    @rule(tokens=st.integers(1, 4), batch=st.integers(1, ROWS), layers=st.integers(1, LAYERS), finish=st.booleans())
-    def step(self, tokens, batch, layers, finish):
+    @rule(data=st.data(), batch=st.integers(1, ROWS), layers=st.integers(1, LAYERS), finish=st.booleans())
+    def step(self, data, batch, layers, finish):
         """A forward pass that reaches `layers` layers; if not all, it failed there or is finished by `advance`."""
+        tokens = data.draw(st.integers(1, self.MAX_STEP))
         if not self.has_room(tokens):
             return
         self.choose_batch(batch)
@@ -70,8 +88,9 @@ class CacheMachine(RuleBasedStateMachine):
             if layers < LAYERS:
                 self.cache.advance(tokens)
 
-    @rule(tokens=st.integers(1, ROOM + 2), batch=st.integers(1, ROWS))
-    def too_long(self, tokens, batch):
+    @rule(data=st.data(), batch=st.integers(1, ROWS))
+    def too_long(self, data, batch):
+        tokens = data.draw(st.integers(1, self.ROOM + 2))
         if self.has_room(tokens):
             return
         self.choose_batch(batch)
@@ -82,8 +101,17 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def crop(self, data):
         count = data.draw(st.integers(0, min((len(text) for text in self.text if text), default=0)))
+        if not all(self.can_crop(layer, count) for layer in self.cache.layers):
+            before = [(layer.length, layer.oldest) for layer in self.cache.layers]
+            with pytest.raises(ValueError, match="keeps the positions from"):
+                self.cache.crop(-count)
+            assert [(layer.length, layer.oldest) for layer in self.cache.layers] == before
+            return
         self.cache.crop(-count)
         self.text = [text[: len(text) - count] if text else [] for text in self.text]
+
+    def can_crop(self, layer, count):
+        return True
 
     @rule()
     def reset(self):
@@ -120,14 +148,73 @@ class CacheMachine(RuleBasedStateMachine):
     def reads_as_the_naive_text(self):
         if not hasattr(self, "cache"):
             return
-        assert (self.cache.key_storage.data_ptr(), self.cache.value_storage.data_ptr()) == self.address
+        assert self.addresses() == self.address
         assert self.cache.seq_len == len(self.text[0])
         for layer, text in zip(self.cache.layers, self.text, strict=True):
             assert layer.get_seq_length() == len(text)
             if text:
-                assert torch.equal(layer.keys, torch.stack([key for key, _ in text], dim=2))
-                assert torch.equal(layer.values, torch.stack([value for _, value in text], dim=2))
+                kept = self.kept(layer, text)
+                assert torch.equal(layer.keys, torch.stack([key for key, _ in kept], dim=2))
+                assert torch.equal(layer.values, torch.stack([value for _, value in kept], dim=2))
+
+    def kept(self, layer, text):
+        return text
+
+
+class CompactMachine(CacheMachine):
+    SLIDING, ROOM, MAX_STEP = "compact", 40, 14
+
+    @precondition(lambda self: self.text[0] and len({len(text) for text in self.text}) == 1 and self.has_room(1))
+    @rule()
+    def replay(self):
+        """A captured step: room is made between the steps, and the device writes to slots."""
+        self.cache.crop(0)  # a step that failed is discarded
+        self.cache.make_room()
+        keys, values = self.new_states(1)
+        for layer in self.cache.layers:
+            slot = layer.length - layer.offset
+            for stored, states in ((layer.group.keys, keys), (layer.group.values, values)):
+                stored[layer._index, : self.batch, :, slot] = states[:, :, 0]
+        self.cache.mark_written(1)
+        self.text = [[*text, (keys[:, :, 0], values[:, :, 0])] for text in self.text]
+
+    @precondition(lambda self: self.text[0] and len({len(text) for text in self.text}) == 1)
+    @rule(data=st.data())
+    def undo(self, data):
+        """Any number of steps, undone, where `crop` could not."""
+        self.cache.crop(0)
+        moment, text = self.cache.moment(), self.text
+        self.text = list(text)
+        for _ in range(data.draw(st.integers(1, 3))):
+            if self.has_room(tokens := data.draw(st.integers(1, self.MAX_STEP))):
+                self.text = [self.write(layer_idx, tokens) for layer_idx in range(LAYERS)]
+        self.cache.return_to(moment)
+        self.text = text
+
+    @rule()
+    def pickle(self):
+        self.cache = pickle.loads(pickle.dumps(self.cache))
+        self.address = self.addresses()
+
+    def can_crop(self, layer, count):
+        window = layer.sliding_window
+        return window is None or layer.oldest <= max(0, layer.length - count - window + 1) or count == layer.length
+
+    def kept(self, layer, text):
+        return text[layer.oldest :]
+
+    @invariant()
+    def keeps_enough(self):
+        if not hasattr(self, "cache"):
+            return
+        self.seen = [max(seen, len(text)) if text else 0 for seen, text in zip(self.seen, self.text, strict=True)]
+        for layer, seen, window in zip(self.cache.layers, self.seen, WINDOWS, strict=True):
+            assert layer.num_slots == (self.ROOM if window is None else 2 * (window + SPARE))
+            assert layer.oldest <= (0 if window is None else max(0, layer.length - window + 1))
+            assert layer.oldest <= max(0, seen - (window or seen) + 1 - SPARE)
 
 
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestCompactMachine = CompactMachine.TestCase
+TestCompactMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

@@ -54,6 +54,28 @@ def test_the_tokens_are_those_of_generate(name, mode):
     assert model.config._attn_implementation == OWN_ATTENTION[name]
 
 
+@pytest.mark.usefixtures("small_spare")
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [("gemma3", mode) for mode in MODES]
+    + [(name, "padded") for name in ("gemma2", "mistral", "qwen2", "cohere2", "gpt_oss", "llama4")],
+)
+def test_compact_layers(name, mode):
+    """Over two moves, in a first call and in one that uses the step again."""
+    model, decoder = shared_toy_model(name, OWN_ATTENTION[name], DEVICE), GraphDecoder()
+    how = {"max_new_tokens": 22, **MODES[mode]}
+    expected = run(model, **{**how, "prefill_chunk_size": None})
+    cache = StaticContiguousCache(model.config, CAPACITY, sliding="compact")
+    for _ in range(2):
+        cache.reset()
+        assert torch.equal(run(model, decoder=decoder, cache=cache, **how), expected)
+    assert decoder.fallback_reason is None
+    assert decoder.num_steps == (mode != "one token")
+    moved = [layer.offset for layer in cache.layers if layer.is_compact]
+    assert len(set(moved)) == 1
+    assert (moved[0] > 0) == (mode != "one token")
+
+
 class After(StoppingCriteria):
     """Stops row b after `numbers[b]` tokens of text."""
 

@@ -21,7 +21,7 @@ import transformers
 from tests.fuzz.cases import SEEDS_PER_MODEL, make_case
 from tests.fuzz.runner import Tally, run_case
 
-CONTENDERS = ("dynamic", "ours", "decoder", "attached", "prefixes", "decoder alone")
+CONTENDERS = ("dynamic", "ours", "decoder", "compact", "attached", "prefixes", "decoder alone")
 _SEEDS_PER_TASK = 5 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
 
 
@@ -85,7 +85,7 @@ def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tall
 def chosen_contenders(args: argparse.Namespace) -> tuple[str, ...]:
     if args.plain_only or args.decoder_only:
         return "dynamic", "ours" if args.plain_only else "decoder"
-    return tuple(name for name in CONTENDERS if not (args.pools_only and name in ("ours", "decoder")))
+    return tuple(name for name in CONTENDERS if not (args.pools_only and name in ("ours", "decoder", "compact")))
 
 
 def set_up() -> None:

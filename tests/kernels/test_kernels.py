@@ -206,6 +206,15 @@ class TestBits:
         spans = spans_of([11, 411, 911])
         assert torch.equal(kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone)
 
+    @pytest.mark.parametrize("moved", [1, 64, 399])
+    def test_in_a_compact_layer(self, moved):
+        """Its first slot is a later position, so the sequence begins before it."""
+        query, keys, values = tensors(4, 1, 64, room=900)
+        alone = kernel(query, keys, values, spans_of([3, 400, 900]), 0.125, max_span=500)
+        keys, values = (states[:, :, moved:].contiguous() for states in (keys, values))
+        spans = spans_of([3 - moved, 400 - moved, 900 - moved])
+        assert torch.equal(kernel(query, keys, values, spans, 0.125, max_span=500), alone)
+
 
 @pytest.mark.parametrize(
     ("change", "message"),
