@@ -25,7 +25,7 @@ from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, p
 
 BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
 GROUP_M = tl.constexpr(8)  # tiles of tokens that run next to each other and share weights in the L2 cache
-_MAX_FEW_TOKENS, _TILE_OF_FEW, _TILE_OF_MANY = 64, 16, 64
+_MAX_FEW_TOKENS, _TILE_OF_FEW = 64, 16
 
 
 @triton.jit
@@ -68,18 +68,19 @@ def _few_tokens(
 @triton.jit
 def _many_tokens(
     x, y, w, w1, b, N, M, K, w_n, w_k,
-    TILE: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     first = tl.program_id(0) // (GROUP_M * tiles_n) * GROUP_M
     in_group, group_m = tl.program_id(0) % (GROUP_M * tiles_n), tl.minimum(tiles_m - first, GROUP_M)
-    m = (first + in_group % group_m) * TILE + tl.arange(0, TILE)[:, None]
-    n = in_group // group_m * TILE + tl.arange(0, TILE)[None, :]
+    m = (first + in_group % group_m) * TILE_M + tl.arange(0, TILE_M)[:, None]
+    n = in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :]
     w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
-    total, up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    total, up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
     pdl_sync(PDL)
     for split in range(SPLIT_K):
-        split_total, split_up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+        split_total, split_up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
         for k_start in tl.range(split * BLOCK_K, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
             k = k_start + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x + x_at_m + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
@@ -139,10 +140,11 @@ def invariant_linears_triton(
     y = x.new_empty(*x.shape[:-1], sum(sizes))
     options = {"HAS_BIAS": bool(biases), "ACTIVATION": activation, "num_warps": 4}
     if has_many_tokens:
+        tile_m, tile_n, stages, num_warps = _tiles_of_many(tokens, bool(activation))
         launch(
-            _many_tokens, (triton.cdiv(tokens, _TILE_OF_MANY) * triton.cdiv(sizes[0], _TILE_OF_MANY),), x, y,
+            _many_tokens, (triton.cdiv(tokens, tile_m) * triton.cdiv(sizes[0], tile_n),), x, y,
             weights[0], weights[-1], biases[0] if biases else x, sizes[0], tokens, dim, *stride,
-            TILE=_TILE_OF_MANY, STAGES=3, **options,
+            TILE_M=tile_m, TILE_N=tile_n, STAGES=stages, **{**options, "num_warps": num_warps},
         )  # fmt: skip
         return y
     tile_m = 8 if tokens <= 8 else 16
@@ -154,6 +156,13 @@ def invariant_linears_triton(
         EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, **options,
     )  # fmt: skip
     return y
+
+
+def _tiles_of_many(tokens: int, is_gated: bool) -> tuple[int, int, int, int]:
+    """Tokens and output features of a program, tiles in flight, and warps."""
+    if tokens <= 256:
+        return 64, 64, 3, 4
+    return (128, 64, 3, 8) if is_gated else (128, 128, 3, 8)
 
 
 def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str) -> int:
