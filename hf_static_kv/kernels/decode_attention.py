@@ -54,8 +54,10 @@ def attend(
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """`decode_attention` in a captured step, as one operation for `torch.compile`."""
-    how = {"scale": scale, "max_span": max_span, "softcap": softcap, "sinks": sinks, "in_order": in_order}
-    return decode_attention(query, keys, values, spans, spans_ready=True, **how)
+    return decode_attention(
+        query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True,
+        in_order=in_order,
+    )  # fmt: skip
 
 
 @attend.register_fake
@@ -103,8 +105,8 @@ def invariant_attention(
     if not query.is_cuda:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     if length == 1:
-        how = {"scale": scale, "softcap": softcap, "sinks": sinks, "in_order": True}
-        return decode_attention(query, keys, values, spans[:, 0], **how)
+        span = spans[:, 0]
+        return decode_attention(query, keys, values, span, scale=scale, softcap=softcap, sinks=sinks, in_order=True)
     from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
     return prompt_attention_triton(query, keys, values, spans, scale, softcap, sinks)

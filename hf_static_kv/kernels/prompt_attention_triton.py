@@ -5,7 +5,6 @@ left to right and merges each as decode_attention_triton.py does in order; a spl
 nothing of it. Tensor cores give the same bits in tiles of 16 and more queries: measured, and tested on the GPU at hand.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -65,7 +64,9 @@ def prompt_attention_triton(
     sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """`invariant_attention`: query [B, Hq, q, D], spans [B, q, 3], output [B, q, Hq, Dv]."""
-    query, keys, values = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, keys, values))
+    query, keys, values = (
+        states if states.stride(-1) == 1 else states.contiguous() for states in (query, keys, values)
+    )
     (batch, query_heads, length, dim), (_, heads, _, value_dim) = query.shape, values.shape
     groups, (tile_d, tile_dv, split_size) = query_heads // heads, tiles(dim, value_dim)
     rows, num_warps, stages = (16, 4, 1) if query.element_size() == 4 else (128 if tile_d <= 128 else 64, 8, 2)
