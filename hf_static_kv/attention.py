@@ -151,19 +151,19 @@ def exact_attention(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
-    layer = step_layer(module)
-    if layer is not None and query.is_cuda:  # the decode kernel is batch-invariant
-        return static_contiguous_attention(module, query, key, value, attention_mask, **kwargs)
+    layer, (scale, softcap, sinks) = step_layer(module), scoring_of(query, kwargs)
     is_packed = attention_mask is not None and attention_mask.dtype == torch.int64  # other masks are bool or floating
-    if layer is None and (not is_packed or kwargs.get("position_bias") is not None):
+    if kwargs.get("position_bias") is not None or (layer is None and not is_packed):
         raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
+    if layer is not None and query.is_cuda:
+        window = kwargs.get("sliding_window") or key.shape[2]
+        return attend(query, key, value, layer.spans, scale, window, softcap, sinks, in_order=True), None
     packed: Any = attention_mask  # [B, 3, q, 1]
     spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans[:, None]  # [B, q, 3]
     if kwargs.get("dropout"):
         raise ValueError(
             f"exact has no dropout, and attention drops out {kwargs['dropout']}: set attention_dropout to 0."
         )
-    scale, softcap, sinks = scoring_of(query, kwargs)
 
     def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
         return invariant_attention(query, key, value, spans, scale, softcap, sinks)  # type: ignore[no-any-return]

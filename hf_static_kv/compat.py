@@ -167,6 +167,16 @@ def checkpoint_functions(model: Module) -> dict[Module, Callable[..., Any]]:
     return {module: getattr(module, CHECKPOINT_FUNCTION) for module in modules if hasattr(module, CHECKPOINT_FUNCTION)}
 
 
+def is_expert_parallel(module: Any) -> bool:
+    """Whether the experts of a layer are on several processes. Without the attribute (5.17): no."""
+    return bool(getattr(module, "_is_expert_parallel", False))
+
+
+def apply_gate(module: Any, states: Tensor) -> Tensor:
+    """The activation of the gate times up, [M, 2 N] to [M, N], as the experts of a model compute it."""
+    return module._apply_gate(states)  # type: ignore[no-any-return]
+
+
 def planned_device(module: Module) -> torch.device | None:
     """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)

@@ -98,6 +98,17 @@ def _set_attention(model: Any, names: str | Mapping[str, str | None]) -> None:
         compat.clear_attention_name(getattr(model.config, part))
 
 
+@contextmanager
+def experts_implementation(model: Any, name: str) -> Iterator[None]:
+    """The model with this implementation of its experts, where it can be chosen."""
+    before = model.get_experts_implementation()
+    try:
+        model.set_experts_implementation(name)
+        yield
+    finally:
+        model.set_experts_implementation(before)
+
+
 def require_attention_interface(model: PreTrainedModel, remedy: str) -> None:
     """Raise for a model that computes attention by itself."""
     if not compat.can_set_attention(model):

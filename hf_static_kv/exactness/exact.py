@@ -6,7 +6,7 @@ in the same call. A dispatch mode decides for each operation, so there is no lis
 
     elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
     linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
-    attention                                   batch-invariant, under its own attention name
+    attention, mixtures of experts              batch-invariant, under names of their own
     anything else                               refused by name
 """
 
@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.ranks import is_part
+from hf_static_kv.exactness.experts import EXACT_EXPERTS_NAME
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
 from hf_static_kv.program.fingerprint import draws_random_numbers
 from hf_static_kv.program.linears import gated_mlps, single_linears
@@ -59,6 +60,7 @@ def exact(model: Module) -> Iterator[None]:
     _refuse(model, inner)
     with ExitStack() as changes:
         changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
+        changes.enter_context(patching.experts_implementation(inner, EXACT_EXPERTS_NAME))
         for change in (fused_norms, fused_rotary, gated_mlps, single_linears, _batch_invariant):
             changes.enter_context(change(inner))
         yield

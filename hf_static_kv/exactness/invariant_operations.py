@@ -15,12 +15,12 @@ aten = torch.ops.aten
 _BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
 
 # Copies, casts and comparisons: the order of evaluation does not change the result.
-_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "amax", "amin", "any", "all", "argmax",
+_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "all", "amax", "amin", "any", "argmax",
     "argmin", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like",
     "equal", "fill", "fill_", "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select",
     "lift_fresh", "masked_fill", "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones", "new_zeros",
-    "nonzero", "ones_like", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "sort", "stack", "topk",
-    "tril", "triu", "where", "zeros_like", "zero_"}  # fmt: skip
+    "nonzero", "ones_like", "repeat", "roll", "scatter", "scatter_", "select_scatter", "slice_scatter", "sort",
+    "stack", "tril", "triu", "where", "zero_", "zeros_like"}  # fmt: skip
 # Correctly rounded: every implementation gives the same bits.
 _CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max",
     "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not",
@@ -62,7 +62,7 @@ def _name_and_tag(func: Any) -> tuple[str, bool]:
 def _is_always_invariant(func: Any) -> bool:
     name, _ = _name_and_tag(func)
     if func.namespace == "hf_static_kv":
-        return name in ("write_token", "attend", "invariant_attention")
+        return name in ("write_token", "attend", "invariant_attention", "expert_linear")
     schema = compat.schema(func)
     if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
         return True
@@ -142,6 +142,12 @@ def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return result
 
 
+def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+    """Among equal ones the first: which one torch takes depends on the shape."""
+    values, index = x.sort(dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
+
+
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if dim % x.ndim != x.ndim - 1:
         raise no_kernel(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
@@ -203,7 +209,7 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.mm.default: lambda x, other: invariant_linear(x, other.t()),
     aten.addmm.default: _addmm, aten.bmm.default: _bmm,
     aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
-    aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
+    aten.topk.default: _topk, aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
     aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # a mean over tokens is no token's own
     aten.native_layer_norm.default: _layer_norm,
     aten.native_dropout.default: _no_dropout, aten.bernoulli_.float: _no_dropout,

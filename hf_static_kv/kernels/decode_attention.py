@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
-_MAX_PARTIAL_BYTES = 1 << 28  # of the kernel's partial outputs: bounds the queries of one launch
 
 
 def decode_attention(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None = None, *,
     scale: float, max_span: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
-    weights: Tensor | None = None, spans_ready: bool = False,
+    weights: Tensor | None = None, spans_ready: bool = False, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV head.
 
@@ -35,6 +34,7 @@ def decode_attention(
     sinks        [Hq]: the score of one more key of each query head, whose value is zero
     weights      [B, Hq, S], float32: filled with the softmax over each span
     spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
+    in_order     the bits of `invariant_attention`
     """
     if query.shape[2] != 1:
         raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
@@ -44,18 +44,20 @@ def decode_attention(
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
     span = min(max_span or keys.shape[2], keys.shape[2])
-    return decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights, spans_ready)
+    how = seen, scale, span, softcap, sinks, weights, spans_ready, in_order
+    return decode_attention_triton(query, keys, values, spans, *how)
 
 
 @torch.library.custom_op("hf_static_kv::attend", mutates_args=())
 def attend(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """`decode_attention` in a captured step, as one operation for `torch.compile`."""
     return decode_attention(
-        query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True
-    )
+        query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True,
+        in_order=in_order,
+    )  # fmt: skip
 
 
 @attend.register_fake
@@ -102,14 +104,12 @@ def invariant_attention(
     _check(query, keys, values, spans, (len(query), length, 3))
     if not query.is_cuda:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
-    from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton, partial_bytes
+    if length == 1:
+        span = spans[:, 0]
+        return decode_attention(query, keys, values, span, scale=scale, softcap=softcap, sinks=sinks, in_order=True)
+    from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
-    query = query if query.stride(-1) == 1 else query.contiguous()
-    step, parts = max(1, _MAX_PARTIAL_BYTES // partial_bytes(query, values)), []
-    for begin in range(0, length, step):
-        q, span = query[:, :, begin : begin + step], spans[:, begin : begin + step].contiguous().view(-1, 3)
-        parts.append(decode_attention_triton(q, keys, values, span, None, scale, keys.shape[2], softcap, sinks))
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+    return prompt_attention_triton(query, keys, values, spans, scale, softcap, sinks)
 
 
 def invariant_attention_plain(

@@ -1,14 +1,17 @@
 """Batch-invariant linear layers and sums: the bits of a token depend neither on the number of tokens nor on its index.
 
     invariant_linear(x, weight, bias)    y = x weight^T + bias
+    expert_linear(x, weight, experts)    y[m] = x[m] weight[experts[m]]^T + bias[experts[m]]
     invariant_sum(x)                     the sum over the last dim, in float32 at least
 
     x: [M, K], a token each   weight: [N, K], of any strides   bias: [N]   y: [M, N]
+    of E experts: weight [E, N, K], of any strides   experts: [M]   bias: [E, N]
 
 On a GPU all numbers of tokens are summed in one order. On a CPU tokens are padded to tiles of one shape, so that the
 library runs the same code for all of them.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -31,6 +34,34 @@ def invariant_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None
     tile = _TILE if _is_index_invariant(*weight.shape, weight.stride(), weight.dtype) else 1
     y = torch.cat([torch.mm(tokens, weight.t()) for tokens in padded_tiles(x, tile)])[: len(x)]
     return y if bias is None else y + bias
+
+
+@torch.library.custom_op("hf_static_kv::expert_linear", mutates_args=())
+def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
+    """The linear layer of one expert for each token."""
+    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2] or experts.shape != x.shape[:1]:
+        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and experts {tuple(experts.shape)}"
+        raise ValueError(f"{shapes} do not fit: [M, K], [E, N, K] and [M].")
+    if x.is_cuda:
+        from hf_static_kv.kernels.invariant_linear_triton import expert_linear_triton
+
+        return expert_linear_triton(x, weight, experts, bias)
+    return _by_expert(invariant_linear_plain, x, weight, experts, bias)
+
+
+def expert_linear_plain(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
+    """In torch's own operations, which are not batch-invariant and have gradients."""
+    return _by_expert(torch.nn.functional.linear, x, weight, experts, bias)
+
+
+def _by_expert(
+    linear: Callable[..., Tensor], x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None
+) -> Tensor:
+    y = x.new_zeros(len(x), weight.shape[1])
+    for expert in sorted(set(experts.tolist())):
+        own = experts == expert
+        y[own] = linear(x[own], weight[expert], None if bias is None else bias[expert])
+    return y
 
 
 def padded_tiles(x: Tensor, tile: int = _TILE) -> list[Tensor]:

@@ -7,7 +7,9 @@ partial sum from left to right, and then the partial sums are added in their ord
 
     few tokens    a program computes 16 output features of 8 or 16 tokens; each of its four warps has one partial sum,
                   so that enough loads are in flight
-    many tokens   a program computes 64 output features of 64 tokens, one partial sum after the other
+    many tokens   a program computes 64 or more output features of 64 or more tokens, one partial sum after the other
+
+Experts: the tokens of a tile have one expert. Few tokens have a tile each; many are sorted by their expert first.
 
 Both kernels give the same bits, though they use other tensor core instructions. No specification says so: it was
 measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU at hand.
@@ -25,26 +27,32 @@ from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, p
 
 BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
 GROUP_M = tl.constexpr(8)  # tiles of tokens that run next to each other and share weights in the L2 cache
-_MAX_FEW_TOKENS, _TILE_OF_FEW, _TILE_OF_MANY = 64, 16, 64
+_MAX_FEW_TOKENS, _TILE_OF_FEW = 64, 16
 
 
 @triton.jit
 def _few_tokens(
-    x, y, w0, w1, w2, b0, b1, b2, n0, n1, n2, M, K, w_n, w_k,
+    x, y, w0, w1, w2, b0, b1, b2, groups, n0, n1, n2, M, K, w_e, w_n, w_k,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     w, b, N, n_start, y_start = pick_weight(tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
     m_start = tl.program_id(0).to(tl.int64) * TILE_M
+    if HAS_GROUPS:
+        if PDL:
+            pdl_wait()
+        m_start, M, expert = _group(groups, tl.program_id(0))
+        w, b = w + expert * w_e, b + expert * n0
     n, m = n_start + tl.arange(0, TILE_N)[None, :, None], m_start + tl.arange(0, TILE_M)[None, None, :]
     split = tl.arange(0, SPLIT_K)[:, None, None] * BLOCK_K
     k_w, k_x = split + tl.arange(0, BLOCK_K)[None, None, :], split + tl.arange(0, BLOCK_K)[None, :, None]
     w_at, x_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k, x + m * K + k_x
     total, up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32), tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
-    if PDL and ACTIVATION == "":
+    if PDL and ACTIVATION == "" and not HAS_GROUPS:
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
     if PDL:
-        pdl_wait()
+        if not HAS_GROUPS:
+            pdl_wait()
         if ACTIVATION == "":
             pdl_launch_next()
     for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
@@ -67,19 +75,24 @@ def _few_tokens(
 
 @triton.jit
 def _many_tokens(
-    x, y, w, w1, b, N, M, K, w_n, w_k,
-    TILE: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    x, y, w, w1, b, groups, N, M, K, w_e, w_n, w_k,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(M, TILE), tl.cdiv(N, TILE)
+    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
     first = tl.program_id(0) // (GROUP_M * tiles_n) * GROUP_M
     in_group, group_m = tl.program_id(0) % (GROUP_M * tiles_n), tl.minimum(tiles_m - first, GROUP_M)
-    m = (first + in_group % group_m) * TILE + tl.arange(0, TILE)[:, None]
-    n = in_group // group_m * TILE + tl.arange(0, TILE)[None, :]
-    w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
-    total, up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+    tile = first + in_group % group_m
+    m_start = tile.to(tl.int64) * TILE_M
     pdl_sync(PDL)
+    if HAS_GROUPS:
+        m_start, M, expert = _group(groups, tile)
+        w, b = w + expert * w_e, b + expert * N
+    m, n = m_start + tl.arange(0, TILE_M)[:, None], in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :]
+    w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
+    total, up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
     for split in range(SPLIT_K):
-        split_total, split_up = tl.zeros((TILE, TILE), tl.float32), tl.zeros((TILE, TILE), tl.float32)
+        split_total, split_up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
         for k_start in tl.range(split * BLOCK_K, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
             k = k_start + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x + x_at_m + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
@@ -92,6 +105,13 @@ def _many_tokens(
         total, up = total + split_total, up + split_up
     result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
     tl.store(y + m.to(tl.int64) * N + n, result, mask=(m < M) & (n < N))
+
+
+@triton.jit
+def _group(groups, tile):
+    """The tokens of a tile, begin and end, and the expert whose weight multiplies them."""
+    at = groups + tile * 3
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2)
 
 
 @triton.jit
@@ -135,25 +155,83 @@ def invariant_linears_triton(
     sizes, stride = output_sizes(weights, activation), weights[0].stride()
     if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
         return torch.cat([invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)], dim=-1)
-    x, dim, tokens = x.contiguous(), x.shape[-1], x.numel() // x.shape[-1]
+    x, tokens = x.contiguous(), x.numel() // x.shape[-1]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    options = {"HAS_BIAS": bool(biases), "ACTIVATION": activation, "num_warps": 4}
     if has_many_tokens:
-        launch(
-            _many_tokens, (triton.cdiv(tokens, _TILE_OF_MANY) * triton.cdiv(sizes[0], _TILE_OF_MANY),), x, y,
-            weights[0], weights[-1], biases[0] if biases else x, sizes[0], tokens, dim, *stride,
-            TILE=_TILE_OF_MANY, STAGES=3, **options,
-        )  # fmt: skip
-        return y
-    tile_m = 8 if tokens <= 8 else 16
-    # Programs next to each other read the same output features.
-    grid = (triton.cdiv(tokens, tile_m), sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes))
-    launch(
-        _few_tokens, grid, x, y, *padded(x, weights), *padded(x, biases), *padded(0, sizes), tokens, dim, *stride,
-        TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
-        EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, **options,
-    )  # fmt: skip
+        how = _tiles_of_many(tokens, bool(activation))
+        _launch_many(x, y, weights, biases, None, triton.cdiv(tokens, how[0]), (0, *stride), activation, how)
+    else:
+        tile_m = 8 if tokens <= 8 else 16
+        _launch_few(x, y, weights, biases, None, triton.cdiv(tokens, tile_m), (0, *stride), activation, tile_m)
     return y
+
+
+def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
+    """`expert_linear`: x [M, K], weight [E, N, K] of any strides, experts [M], bias [E, N]."""
+    x, y, biases = x.contiguous(), x.new_empty(len(x), weight.shape[1]), [] if bias is None else [bias.contiguous()]
+    if len(x) <= _MAX_FEW_TOKENS or x.element_size() == 4:
+        token = torch.arange(len(x), device=x.device)
+        groups = torch.stack([token, token + 1, experts], dim=-1)  # each token alone
+        _launch_few(x, y, [weight], biases, groups, len(x), weight.stride(), "", 8)
+        return y
+    how = _tiles_of_many(len(x) // len(weight), False)
+    experts, order = torch.sort(experts, stable=True)
+    groups = tiles_of_groups(experts, len(weight), how[0])
+    _launch_many(x[order], y, [weight], biases, groups, len(groups), weight.stride(), "", how)
+    return torch.empty_like(y).index_copy_(0, order, y)
+
+
+def tiles_of_groups(experts: Tensor, num_experts: int, tile_m: int) -> Tensor:
+    """Begin, end and expert of each tile [n, 3], where tokens are sorted by their `experts`; the last tiles are empty.
+
+    The number of tiles depends on the shapes alone, so the host does not wait for the device.
+    """
+    every = torch.arange(num_experts, device=experts.device)
+    ends = torch.searchsorted(experts, every, right=True)
+    begins = torch.searchsorted(experts, every)
+    tiles_before = ((ends - begins + tile_m - 1) // tile_m).cumsum(0)
+    tile = torch.arange(triton.cdiv(len(experts), tile_m) + num_experts, device=experts.device)
+    expert = torch.searchsorted(tiles_before, tile, right=True).clamp(max=num_experts - 1)
+    first_tile = torch.where(expert > 0, tiles_before[expert - 1], 0)
+    begin = torch.minimum(begins[expert] + (tile - first_tile) * tile_m, ends[expert])
+    return torch.stack([begin, torch.minimum(begin + tile_m, ends[expert]), expert], dim=-1)
+
+
+def _launch_many(
+    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], groups: Tensor | None, tiles: int,
+    stride: tuple[int, ...], activation: str, how: tuple[int, int, int, int],
+) -> None:  # fmt: skip
+    tile_m, tile_n, stages, num_warps = how
+    size, tokens = y.shape[-1], tiles * tile_m if groups is not None else x.numel() // x.shape[-1]
+    launch(
+        _many_tokens, (tiles * triton.cdiv(size, tile_n),), x, y, weights[0], weights[-1],
+        biases[0] if biases else x, x if groups is None else groups, size, tokens, x.shape[-1], *stride,
+        TILE_M=tile_m, TILE_N=tile_n, STAGES=stages, HAS_BIAS=bool(biases), HAS_GROUPS=groups is not None,
+        ACTIVATION=activation, num_warps=num_warps,
+    )  # fmt: skip
+
+
+def _launch_few(
+    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], groups: Tensor | None, tiles: int,
+    stride: tuple[int, ...], activation: str, tile_m: int,
+) -> None:  # fmt: skip
+    sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, activation)
+    dim = x.shape[-1]
+    # Programs next to each other read the same output features.
+    launch(
+        _few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y, *padded(x, weights),
+        *padded(x, biases), x if groups is None else groups, *padded(0, sizes), x.numel() // dim, dim, *stride,
+        TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
+        EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, HAS_BIAS=bool(biases), HAS_GROUPS=groups is not None,
+        ACTIVATION=activation, num_warps=4,
+    )  # fmt: skip
+
+
+def _tiles_of_many(tokens: int, is_gated: bool) -> tuple[int, int, int, int]:
+    """Tokens and output features of a program, tiles in flight, and warps."""
+    if tokens <= 256:
+        return 64, 64, 3, 4
+    return (128, 64, 3, 8) if is_gated else (128, 128, 3, 8)
 
 
 def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str) -> int:

@@ -18,6 +18,7 @@ from hf_static_kv.kernels import (
     invariant_linear_triton,
     linear_triton,
     norm_triton,
+    prompt_attention_triton,
     rotary_triton,
     sample_triton,
     step_state_triton,
@@ -71,7 +72,7 @@ def launch_linears(dtype):
     linear_triton.linears_triton(x[:, :50], [weight[:, :50] for weight in transposed[:1]], [bias])
     long = torch.empty(1, 2048, dtype=dtype)
     linear_triton.linears_triton(long, [long], [])  # more than one tile
-    for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1)):
+    for tokens in (x.expand(8, -1), x.expand(16, -1), x.expand(100, -1), x.expand(300, -1)):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
@@ -88,9 +89,11 @@ def launch_attention(dtype, dim, heads):
     keys, query = torch.empty(1, 4, 400, dim, dtype=dtype), torch.empty(1, heads, 1, dim, dtype=dtype)
     spans = torch.zeros(1, 2, 4, dtype=torch.int64)[:, 1, :3]  # of a layer of a captured step
     attend = decode_attention_triton.decode_attention_triton
-    attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True)
+    for in_order in (False, True):
+        attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True, in_order=in_order)
     prompt, sinks = torch.empty(1, heads, 40, dim, dtype=dtype), torch.empty(heads, dtype=dtype)
-    attend(prompt, keys, keys, torch.zeros(40, 3, dtype=torch.int64), None, 0.1, 400, 50.0, sinks)
+    spans_of_prompt = torch.zeros(1, 40, 3, dtype=torch.int64)
+    prompt_attention_triton.prompt_attention_triton(prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks)
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
     attend(query, keys, keys, torch.zeros(1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights)
 

@@ -32,8 +32,12 @@ def sum_kernel(rows):
 
 
 def attention_kernel(query, keys, values, spans, scale):
+    """The kernel of a prompt, or of a decode step for one query."""
+    if query.shape[2] > 1:
+        kernel = triton_module("hf_static_kv.kernels.prompt_attention_triton").prompt_attention_triton
+        return kernel(query, keys, values, spans, scale, None, None)
     kernel = triton_module("hf_static_kv.kernels.decode_attention_triton").decode_attention_triton
-    return kernel(query, keys, values, spans.reshape(-1, 3), None, scale, keys.shape[2])
+    return kernel(query, keys, values, spans[:, 0], None, scale, keys.shape[2], in_order=True)
 
 
 def attention_plain(query, keys, values, spans, scale):

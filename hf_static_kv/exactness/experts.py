@@ -1,0 +1,51 @@
+"""Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`, by tokens."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
+
+from hf_static_kv import compat
+from hf_static_kv.kernels.gradients import differentiable
+from hf_static_kv.kernels.invariant_linear import expert_linear, expert_linear_plain
+
+EXACT_EXPERTS_NAME = "static_contiguous_exact"
+
+
+def exact_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of the chosen experts of each token, in the order in which they were chosen.
+
+    hidden_states: [M, K]   top_k_index, top_k_weights: [M, k]
+    """
+    if compat.is_expert_parallel(module):
+        raise ValueError("exact has no batch-invariant sum over the processes of an expert parallel model.")
+    k, experts = top_k_index.shape[1], top_k_index.reshape(-1)
+    states = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", _repeated(hidden_states, k), experts)
+    states = compat.apply_gate(module, states) if module.has_gate else module.act_fn(states)
+    states = _linear(module, "down_proj", states, experts)
+    if getattr(module, "has_post_expert_norm", False):
+        states = module.post_expert_norm(states)
+    weighted = states.view(len(hidden_states), k, -1).float() * top_k_weights[..., None].float()
+    total = weighted[:, 0]
+    for i in range(1, k):
+        total = total + weighted[:, i]
+    return total.to(hidden_states.dtype)
+
+
+def _repeated(states: Tensor, k: int) -> Tensor:
+    """Each token k times in succession."""
+    return states[:, None].expand(-1, k, -1).reshape(-1, states.shape[-1])
+
+
+def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
+    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+
+    def by_expert(function: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
+        return function(states, weight.transpose(1, 2) if module.is_transposed else weight, experts, bias)
+
+    operation, plain = (partial(by_expert, function) for function in (expert_linear, expert_linear_plain))
+    return differentiable(operation, plain, states, weight, bias)  # type: ignore[no-any-return]
+
+
+ExpertsInterface.register(EXACT_EXPERTS_NAME, exact_experts)
