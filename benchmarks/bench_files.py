@@ -32,6 +32,7 @@ import torch
 from measure import spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
+from record_figures import conditions
 from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from workload import BadArgument, Workload, check_workload_arguments, context_length
@@ -152,7 +153,7 @@ def measure(args: argparse.Namespace) -> Record:
 
 def report(record: Record) -> str:
     lines = "\n".join(f"- {line}" for line in problems(record))
-    return "\n\n".join([tables.conditions(record), tables.files([record], spread=True), lines]).rstrip()
+    return "\n\n".join([conditions(record), tables.files([record], spread=True), lines]).rstrip()
 
 
 def problems(record: Record) -> list[str]:
