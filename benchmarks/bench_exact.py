@@ -27,7 +27,7 @@ import torch
 from measure import TimedGenerate, seconds, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from provenance import provenance
-from record_figures import conditions
+from record_figures import conditions, differs_inside_exact
 from tqdm import tqdm
 from transformers import PreTrainedModel
 from workload import BadArgument, Workload, check_workload_arguments
@@ -189,12 +189,8 @@ def chosen(args: argparse.Namespace) -> Workload:
     return Workload(args.model, args.device, args.dtype, *sizes)
 
 
-def failed(record: Record) -> bool:
-    return any(record["differences"]["exact"].values())
-
-
 def main() -> int:
-    return run_benchmark(parser(), measure, report, failed=failed)
+    return run_benchmark(parser(), measure, report, failed=differs_inside_exact)
 
 
 if __name__ == "__main__":

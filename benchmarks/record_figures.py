@@ -57,6 +57,10 @@ def not_run(rows: list[Record]) -> list[str]:
     return lines + [f"- {row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
 
 
+def differs_inside_exact(record: Record) -> bool:
+    return any(record["differences"]["exact"].values())
+
+
 # --- numbers in words
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import computed_tables
 import history
 import plots
 import tables
@@ -69,9 +70,9 @@ def headline(records: Records) -> str:
 BLOCKS: dict[str, Callable[[Records], str]] = {
     "headline": headline,
     "speed": lambda records: tables.generation(on_gpu(records["generation"]), tables.SPEED),
-    "bytes": lambda records: tables.cache_sizes(),
-    "rank_bytes": lambda records: tables.rank_sizes(),
-    "rules": lambda records: tables.rules(),
+    "bytes": lambda records: computed_tables.cache_sizes(),
+    "rank_bytes": lambda records: computed_tables.rank_sizes(),
+    "rules": lambda records: computed_tables.rules(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),
     "families": lambda records: tables.generation(records["families"]) if records["families"] else NOT_MEASURED,

@@ -18,7 +18,8 @@ READING_ORDER = {
     "kernels": [
         "gradients", "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "decode_attention", "norm_triton", "norm",
-        "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear", "experts_triton", "experts",
+        "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear",
+        "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
     "program": ["preload", "linears", "norms", "rotary", "experts", "record", "rules", "fingerprint", "step"],

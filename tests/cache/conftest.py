@@ -2,6 +2,8 @@
 
 import torch
 
+from hf_static_kv import attach, attachment
+
 PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]])
 NEW_TOKENS = 8
 
@@ -55,3 +57,18 @@ def update(layer_idx=0, values=None, **kwargs):
         cache.update(keys, keys if values is None else values, layer_idx)
 
     return act
+
+
+def seeded_tokens(model, ids, seed=3, new=8, **how):
+    torch.manual_seed(seed)
+    how.setdefault("attention_mask", torch.ones_like(ids))
+    return model.generate(ids, max_new_tokens=new, **{"do_sample": False, **how})
+
+
+def check_attached(model, calls, run):
+    """`run(model, **call)` gives the same tokens after `attach`, from caches that are kept."""
+    expected = [run(model, **how) for how in calls]
+    attach(model, reuse_prefix=True)
+    for how, tokens in zip(calls, expected, strict=True):
+        assert torch.equal(run(model, **how), tokens)
+    assert len(attachment(model).caches) > 0

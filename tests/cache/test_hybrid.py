@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attachment, cache_bytes
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attachment, cache_bytes
+from tests.cache.conftest import check_attached, seeded_tokens
 from tests.conftest import BATCH, PROMPT
 from tests.hybrids import FAMILIES, hybrid_model
 
@@ -45,11 +46,8 @@ def models():
     return model_of
 
 
-def run(model, seed=3, new=8, **how):
-    torch.manual_seed(seed)
-    ids = how.pop("inputs", PROMPT)
-    how.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new, **{"do_sample": False, **how})
+def run(model, inputs=PROMPT, **how):
+    return seeded_tokens(model, inputs, **how)
 
 
 @served
@@ -99,13 +97,9 @@ def test_continuing_is_one_sequence(family, models):
 def test_an_attached_model_keeps_its_tokens(family, models):
     model = copy.deepcopy(models(family))
     calls = [{}, {"inputs": PROMPT[:, :5]}, MODES["padded"], MODES["beams"], MODES["sampled"]]
-    expected = [run(model, **how) for how in calls]
-    attach(model, reuse_prefix=True)
-    for how, tokens in zip(calls, expected, strict=True):
-        assert torch.equal(run(model, **how), tokens)
+    check_attached(model, calls, run)
     if family not in LOOPED and DEVICE == "cuda":
         assert attachment(model).fallback_reason is None
-    assert len(attachment(model).caches) > 0
 
 
 def test_an_end_token_stops_the_states_with_the_tokens():

@@ -8,8 +8,9 @@ import torch
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attachment, cache_bytes, compat, exact
+from hf_static_kv import GraphDecoder, StaticContiguousCache, cache_bytes, compat, exact
 from hf_static_kv.cache.layout import plan_layers
+from tests.cache.conftest import check_attached, seeded_tokens
 from tests.conftest import BATCH, PROMPT, tiny_model
 
 PROMPT, BATCH = PROMPT.remainder(90), BATCH.remainder(90)
@@ -67,11 +68,8 @@ def model(models):
     return models("deepseek_v32")
 
 
-def run(model, seed=3, new=8, **how):
-    torch.manual_seed(seed)
-    ids = how.pop("inputs", PROMPT)
-    how.setdefault("attention_mask", torch.ones_like(ids))
-    return model.generate(ids, max_new_tokens=new, **{"do_sample": False, **how})
+def run(model, inputs=PROMPT, **how):
+    return seeded_tokens(model, inputs, **how)
 
 
 @served
@@ -119,11 +117,7 @@ def test_the_decoder_falls_back_and_says_why(family, models):
 def test_an_attached_model_keeps_its_tokens(family, models):
     model = copy.deepcopy(models(family))
     calls = [{}, {"inputs": PROMPT[:, :5]}, MODES["padded"], MODES["beams"], MODES["sampled"]]
-    expected = [run(model, **how) for how in calls]
-    attach(model, reuse_prefix=True)
-    for how, tokens in zip(calls, expected, strict=True):
-        assert torch.equal(run(model, **how), tokens)
-    assert len(attachment(model).caches) > 0
+    check_attached(model, calls, run)
 
 
 # --- the contracts of a cache
