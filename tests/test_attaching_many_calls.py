@@ -123,9 +123,10 @@ def test_many_calls(name, reuse_prefix, number):
         assert info.pool.lent == []
     assert info.hits > number / 4
     assert info.reused_tokens > 0 or not reuse_prefix
-    count, num_bytes = live_tensors()
-    assert count - before[0] < 200  # views that the caches keep, and what transformers leaves in its configs
+    _, num_bytes = live_tensors()
     assert num_bytes - before[1] < max_bytes + 2**20 or DEVICE == "cuda"  # where captured steps have memory, too
+    info.pool.clear()
+    assert live_tensors()[0] - before[0] < 20  # what transformers leaves in its configs, and the last call's text
     detach(caller.model)
     del info
     caller.text = None

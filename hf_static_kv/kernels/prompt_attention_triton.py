@@ -69,7 +69,7 @@ def prompt_attention_triton(
     )
     (batch, query_heads, length, dim), (_, heads, _, value_dim) = query.shape, values.shape
     groups, (tile_d, tile_dv, split_size) = query_heads // heads, tiles(dim, value_dim)
-    rows, num_warps, stages = (16, 4, 1) if query.element_size() == 4 else (128 if tile_d <= 128 else 64, 8, 2)
+    rows, num_warps, stages = (16, 4, 1) if query.element_size() == 4 else (64, 4 if tile_d <= 128 else 8, 2)
     tile_m = max(rows, triton.next_power_of_2(groups))
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)
