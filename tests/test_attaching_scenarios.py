@@ -424,6 +424,8 @@ def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
 def test_another_cache_is_left_alone(scenario):
     if scenario == "offloaded_static" and DEVICE == "cuda":
         pytest.skip("torch 2.11 crashes when it compiles transformers' own loop with this cache")
+    if scenario == "offloaded" and DEVICE == "cuda":
+        pytest.skip("beside other work on the GPU, transformers' own offloaded cache gives other tokens each time")
     _, info = check(lambda: toy_model("llama"), PASSED_ON[scenario], reuse_prefix=True)
     assert info.calls == 0
 

@@ -490,10 +490,10 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def note(name, kernel):
         return lambda *args, **kwargs: calls.append(name) or kernel(*args, **kwargs)
 
-    def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, spans_ready):
+    def decode(query, keys, values, spans, *, scale, max_span, softcap, sinks, **flags):
         seen = weights = None
         return attention.decode_attention_triton(
-            query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, spans_ready
+            query, keys, values, spans, seen, scale, max_span, softcap, sinks, weights, **flags
         )
 
     def fused(x, layer):
