@@ -254,28 +254,6 @@ def activation(program: Program) -> None:
             program.fuse([found.call, call], run_linear, found.x, layer, results=call.results)
 
 
-@rule(keeps_bits=False)
-def residual(program: Program) -> None:
-    """
-    h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          one token
-    """
-    for call in [call for call in program if _is_sum(call)]:
-        for x, output in (call.args, call.args[::-1]):
-            found = _found(program.maker(output))
-            if found is not None and found.takes_more and not found.layer.is_gated:
-                layer = found.layer._replace(residual=x)
-                if program.fuse([found.call, call], run_linear, found.x, layer, results=call.results):
-                    break
-
-
-def _is_sum(call: Call) -> bool:
-    """Whether it adds two tensors of one shape and dtype."""
-    if call.func not in _SUMS or call.kwargs or not all(isinstance(x, Value | Tensor) for x in call.args):
-        return False
-    kinds = {(x.shape, x.dtype, x.device) for x in call.args}
-    return len(kinds) == 1 and len(call.args) == 2 and call.args[0].dtype.is_floating_point
-
-
 @rule(keeps_bits=True)
 def shared_input(program: Program) -> None:
     """
@@ -315,6 +293,31 @@ def layer_norm(program: Program) -> None:
             program.fuse([call], norm, x, its_norm, results=call.results)
 
 
+@rule(keeps_bits=False)
+def residual(program: Program) -> None:
+    """
+    h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          one token
+
+    Not where the norm of h has a launch of its own, which adds as well (`norm_of_sum`) while nothing waits for x.
+    """
+    normed = [program.maker(call.args[0]) for call in program.calls_of(norm) if _normed(program, call) is None]
+    for call in [call for call in program if _is_sum(call) and call not in normed]:
+        for x, output in (call.args, call.args[::-1]):
+            found = _found(program.maker(output))
+            if found is not None and found.takes_more and not found.layer.is_gated:
+                layer = found.layer._replace(residual=x)
+                if program.fuse([found.call, call], run_linear, found.x, layer, results=call.results):
+                    break
+
+
+def _is_sum(call: Call) -> bool:
+    """Whether it adds two tensors of one shape and dtype."""
+    if call.func not in _SUMS or call.kwargs or not all(isinstance(x, Value | Tensor) for x in call.args):
+        return False
+    kinds = {(x.shape, x.dtype, x.device) for x in call.args}
+    return len(kinds) == 1 and len(call.args) == 2 and call.args[0].dtype.is_floating_point
+
+
 @rule(keeps_bits=True)
 def norm_of_sum(program: Program) -> None:
     """
@@ -346,10 +349,17 @@ def norm_before(program: Program) -> None:
     Every program of the linear layer computes the norm again: with many of them a launch of its own is faster.
     """
     for call in program.calls_of(norm):
-        found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
-        if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
-            continue
-        size = sum(weight.numel() for weight in found.layer.weights)
-        if its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED:
+        if (found := _normed(program, call)) is not None:
+            x, its_norm = call.args
             layer = found.layer._replace(norm=its_norm)
             program.fuse([call, found.call], run_linear, x, layer, results=found.call.results)
+
+
+def _normed(program: Program, call: Call) -> Found | None:
+    """The linear layers that can compute this norm of their input: of one token, with small weights."""
+    found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
+    if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
+        return None
+    size = sum(weight.numel() for weight in found.layer.weights)
+    is_served = its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
+    return found if is_served else None
