@@ -1,6 +1,6 @@
 """The states of a layer in pieces: the order of a file, the memory that is read and written, the checksums."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -61,11 +61,31 @@ class LayerStates(NamedTuple):
         length, row_bytes = self.skipped + self.states.shape[2], self.states.shape[3] * self.states.dtype.itemsize
         return max(1, min(length, PIECE_BYTES // row_bytes))
 
-    def staging(self) -> Tensor | None:
-        """Pinned memory for a piece on a GPU; None on a CPU, where files are read and written in place."""
-        if not self.states.is_cuda:
-            return None
-        return torch.empty(self.step * self.states.shape[3], dtype=self.states.dtype, pin_memory=True)
+    @property
+    def is_staged(self) -> bool:
+        """Whether a file is not read in place: on a GPU."""
+        return self.states.is_cuda
+
+
+class Staging:
+    """Two buffers of pinned memory, in turns: one is read from a file while the other is copied to a GPU."""
+
+    def __init__(self) -> None:
+        on_gpu = torch.cuda.is_available()
+        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+
+    def read(self, piece: Tensor, read: Callable[[memoryview], None]) -> None:
+        """Have a buffer filled, and copy it to the piece. The host does not wait for the copy."""
+        self._buffers.reverse()
+        self._copied.reverse()
+        if (copied := self._copied[0]) is not None:
+            copied.synchronize()
+        source = self._buffers[0][: piece.nbytes]
+        read(bytes_of(source))
+        piece.copy_(source.view(piece.dtype).view(piece.shape), non_blocking=True)
+        if piece.is_cuda:
+            self._copied[0] = torch.cuda.current_stream(piece.device).record_event()
 
 
 def bytes_of(states: Tensor) -> memoryview:

@@ -5,6 +5,8 @@ import secrets
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
@@ -17,8 +19,8 @@ from transformers import PreTrainedModel
 import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
-from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, Header, position_checksums
-from hf_static_kv.cache.filepieces import LayerStates, bytes_of
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header, position_checksums
+from hf_static_kv.cache.filepieces import LayerStates, Staging, bytes_of
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
@@ -175,12 +177,12 @@ class CacheFile:
         """
         rows = self.header.num_rows * repeat
         parts = list(self._parts(cache, rows, length, repeat))
-        on_gpu = any(part.states.is_cuda for part in parts)
         # Threads begin on the default stream: pass on the one that has filled the storage.
         jobs = [(p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None) for p in parts]
-        with ThreadPoolExecutor(_READERS) as pool:
-            sums = list((pool.map if on_gpu else map)(self._read_part, jobs))
-        self._check_sums(parts, sums, length)
+        readers = _READERS if any(part.is_staged for part in parts) else 1
+        with ThreadPoolExecutor(readers) as pool:
+            sums = list(chain(*pool.map(self._read_parts, (jobs[i::readers] for i in range(readers)))))
+        self._check_sums(sums, length)
         kept = [(cache.layers[i], group.first) for group in self.header.groups for i in group.layers]
         kept = [(layer, layer.first_loaded(first, length)) for layer, first in kept]
         for layer, first in kept if repeat > 1 else ():
@@ -198,24 +200,29 @@ class CacheFile:
                 for entry, states in zip(entries, layer.free_views(rows, first, length), strict=True):
                     yield LayerStates(entry, i, layer_idx, states[::repeat], first - group.first)
 
-    def _read_part(self, job: tuple[LayerStates, Any]) -> Tensor:
-        """Read the states of one layer; their checksums [n], on the device."""
-        part, stream = job
-        row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
-        with torch.cuda.stream(stream):
-            weights, sums = part.weights(), part.no_checksums()
-            staging = part.staging()
-            for row, head, first, piece in part.pieces():
-                position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
-                target = piece if staging is None else staging[: piece.numel()].view(piece.shape)
-                self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
-                if staging is not None:
-                    piece.copy_(target)
-                sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
+    def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
+        """Read the states of some layers; their checksums [n], on the device."""
+        staging, sums = Staging() if any(part.is_staged for part, _ in jobs) else None, []
+        for part, stream in jobs:
+            with torch.no_grad(), torch.cuda.stream(stream):
+                sums.append((part.entry, self._read_part(part, staging)))
         return sums
 
-    def _check_sums(self, parts: list[LayerStates], sums: list[Tensor], length: int) -> None:
-        totals = self.header.add_up([(part.entry, own) for part, own in zip(parts, sums, strict=True)], length)
+    def _read_part(self, part: LayerStates, staging: Staging | None) -> Tensor:
+        weights, sums = part.weights(), part.no_checksums()
+        row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
+        for row, head, first, piece in part.pieces():
+            position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
+            read = partial(self._read, self._start + part.offset + position * row_bytes)
+            if staging is None or not part.is_staged:
+                read(bytes_of(piece))
+            else:
+                staging.read(piece, read)
+            sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
+        return sums
+
+    def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
+        totals = self.header.add_up(sums, length)
         if bool((wrong := totals != self._checksums[:, :length]).any()):
             tensor, position = wrong.nonzero()[0].tolist()
             name = self.header.entries()[1 + tensor].name
@@ -317,10 +324,8 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
 
 
 def _write(file: BinaryIO, part: LayerStates) -> None:
-    staging = part.staging()
     for _, _, _, piece in part.pieces():
-        source = piece if staging is None else staging[: piece.numel()].view(piece.shape).copy_(piece)
-        file.write(bytes_of(source))
+        file.write(bytes_of(piece.cpu()))
 
 
 @contextmanager
