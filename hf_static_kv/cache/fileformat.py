@@ -10,8 +10,7 @@ values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 
 A group of compact layers has the positions from `first` on: n - `first` of them, and checksums of 0 before.
 
-`Header.encode` is the only definition of the header: one that differs from it by a byte is refused. `digest` covers the
-header and the checksums, a checksum covers what one tensor has for one position.
+`digest` covers every byte of the header, and the checksums; a checksum covers what one tensor has for one position.
 """
 
 import json
@@ -138,19 +137,18 @@ class Header:
 
     def encode(self, checksums: bytes) -> bytes:
         """The start of a file, up to its first tensor."""
-        unsigned = self._json(digest="")
-        signed = self._json(blake2b(unsigned + checksums, digest_size=16).hexdigest())
-        signed += b" " * (-len(signed) % 8)
-        return len(signed).to_bytes(8, "little") + signed
-
-    def _json(self, digest: str) -> bytes:
         own = {"tokens": self.tokens, "left_padding": self.left_padding, "sliding_windows": self.sliding_windows}
         own["groups"] = [group.as_dict() for group in self.groups]
-        metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": digest}
+        metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
         metadata |= {name: json.dumps(value) for name, value in own.items()} | asdict(self.model)
         metadata |= {"library_version": self.library_version, "transformers_version": self.transformers_version}
+        content = {"__metadata__": metadata, **self._table()}
+        return _signed(json.dumps(content, separators=(",", ":")).encode(), checksums)
+
+    def _table(self) -> dict[str, Any]:
+        """The tensors as a safetensors header tells of them."""
         names = {**DTYPES, "int64": "I64"}
-        tensors = {
+        return {
             entry.name: {
                 "dtype": names[str(entry.dtype).removeprefix("torch.")],
                 "shape": entry.shape,
@@ -158,16 +156,16 @@ class Header:
             }
             for entry in self.entries()
         }
-        return json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
 
     @classmethod
     def parse(cls, text: bytes) -> "Header":
         """The header of a file; a `ValueError` names what is wrong with it."""
-        metadata = _metadata(text)
+        content = json.loads(text)
+        metadata = _metadata(content)
         windows, padding = (json.loads(metadata[name]) for name in ("sliding_windows", "left_padding"))
         tokens, groups = (json.loads(metadata[name]) for name in ("tokens", "groups"))
         _check(isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens), "the tokens")
-        _check(len({len(row) for row in tokens}) == 1 and all(i < 1 << 63 for row in tokens for i in row), "the tokens")
+        _check(len({len(row) for row in tokens}) == 1 and max(map(max, tokens)) < 1 << 63, "the tokens")
         _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
         _check(max(padding) < len(tokens[0]), "the left padding")
         _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
@@ -182,10 +180,28 @@ class Header:
         _check(found.min_tokens <= len(tokens[0]), "the first position of a group")
         return found
 
+    def is_told_by(self, text: bytes, checksums: bytes) -> bool:
+        """Whether no byte of the text or of the checksums has changed, and its tensors are those of this header."""
+        digest = _metadata(content := json.loads(text))["digest"]
+        unsigned = text.rstrip(b" ").replace(_digest(digest), _digest(""), 1)
+        told = {name: content[name] for name in content if name != "__metadata__"}
+        return _signed(unsigned, checksums)[8:] == text and told == self._table()
 
-def _metadata(text: bytes) -> dict[str, str]:
+
+def _signed(unsigned: bytes, checksums: bytes) -> bytes:
+    """The length of a header and its text, with the digest of the text without it."""
+    digest = blake2b(unsigned + checksums, digest_size=16).hexdigest()
+    text = unsigned.replace(_digest(""), _digest(digest), 1)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _digest(digest: str) -> bytes:
+    return f'"digest":"{digest}"'.encode()  # quotation marks inside of strings have a backslash
+
+
+def _metadata(content: Any) -> dict[str, str]:
     """The strings of a header. A format of a later version is named before anything else is looked at."""
-    content = json.loads(text)
     metadata = content.get("__metadata__") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError("it is no file of `StaticContiguousCache.save`")
@@ -195,7 +211,7 @@ def _metadata(text: bytes) -> dict[str, str]:
         raise ValueError(
             f"its format is {version}, of {written}; this one reads format {VERSION}. Install a newer hf_static_kv"
         )
-    names = {"tokens", "left_padding", "sliding_windows", "groups", "library_version", "transformers_version"}
+    names = {"digest", "tokens", "left_padding", "sliding_windows", "groups", "library_version", "transformers_version"}
     names |= {field.name for field in fields(ModelIdentity)}
     _check(names <= metadata.keys() and all(isinstance(value, str) for value in metadata.values()), "the strings")
     return metadata
@@ -203,7 +219,7 @@ def _metadata(text: bytes) -> dict[str, str]:
 
 def _are_ints(values: Any, least: int) -> bool:
     """Whether this is a list of at least one int, none of them below `least`."""
-    return isinstance(values, list) and bool(values) and all(type(value) is int and value >= least for value in values)
+    return isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= least
 
 
 def _check(is_right: bool, what: str) -> None:

@@ -348,6 +348,22 @@ DAMAGES = {
 }
 
 
+def test_a_header_that_is_signed_and_lies_about_its_tensors(tmp_path):
+    model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
+    saved(path, model)
+    with CacheFile(path) as file:
+        header, checksums = file.header, file._checksums.numpy().tobytes()
+    encoded, table = header.encode(checksums), header._table()
+    assert path.read_bytes().startswith(encoded)
+    table["keys.0"]["shape"] = table["keys.0"]["shape"][::-1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(header), "_table", lambda self: table)
+        lie = header.encode(checksums)
+    path.write_bytes(lie + path.read_bytes()[len(encoded) :])
+    with pytest.raises(ValueError, match="its header is damaged"):
+        CacheFile(path)
+
+
 def flip(path, place, bit):
     content = bytearray(path.read_bytes())
     content[place] ^= 1 << bit
