@@ -161,7 +161,7 @@ class GraphDecoder:
 
     def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
-        devices, before = [call.device] if call.device.type == "cuda" else [], call.cache.moment()
+        devices = [call.device] if call.device.type == "cuda" else []
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
             with (
@@ -176,8 +176,6 @@ class GraphDecoder:
             if isinstance(error, torch.OutOfMemoryError):
                 raise NotCaptured(reason) from error  # always tried again
             return _Failure(reason, failed.attempts + 1 if failed else 1, frozenset(call.given))
-        finally:
-            call.cache.return_to(before)
 
     def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
@@ -197,11 +195,15 @@ class GraphDecoder:
         what = call.model, call.cache, len(call.seq_start), inputs.position_ids.shape[:-2], inputs.settings
         at = length, call.seq_start.to(call.device), call.position_ids(length)
         step = DecodeStep(*what) if selection is None else SelectingStep(*what, selection.kinds)
-        if is_recorded:
-            without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
-            step.record(*at, is_exact=call.own_attention == EXACT_ATTENTION_NAME, without=without)
-        if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
-            step.capture(*at)
+        before = call.cache.moment()
+        try:
+            if is_recorded:
+                without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
+                step.record(*at, is_exact=call.own_attention == EXACT_ATTENTION_NAME, without=without)
+            if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+                step.capture(*at)
+        finally:  # passes without kernels leave anything in a recurrent state, nan too
+            call.cache.return_to(before)
         verify(step, call)
         return step
 
