@@ -86,8 +86,6 @@ class DecodeStep:
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if (num_shapes := len({group.shape.of_a_token for group in cache.storage_groups})) > 1:
-            raise ValueError(f"The layers have {num_shapes} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
         # A graph does not need them, and a decoder may outlive them. A cache that grows replaces its groups.
         self._model, self._cache = weakref.ref(model), weakref.ref(cache)
