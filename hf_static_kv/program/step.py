@@ -281,24 +281,16 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class SelectingStep(DecodeStep):
     """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph.
 
-    It selects the most likely token, or samples with the processors of `kinds`.
+    It selects the most likely token, or samples with the processors of `kinds`; `what` as for `DecodeStep`.
     """
 
     MAX_EOS = 16
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: StaticContiguousCache,
-        batch_size: int,
-        parts: Sequence[int] = (),
-        settings: Mapping[str, Any] | None = None,
-        kinds: Kinds | None = None,
-    ) -> None:
-        super().__init__(model, cache, batch_size, parts, settings)
+    def __init__(self, *what: Any, kinds: Kinds | None) -> None:
+        super().__init__(*what)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position more.
-            sequences=self.token.new_zeros(batch_size, cache.max_cache_len + 1),
+            sequences=self.token.new_zeros(len(self.token), self.max_cache_len + 1),
             token=self.token,
             unfinished=torch.ones_like(self.token, dtype=torch.bool),
             eos=self.token.new_full((1, self.MAX_EOS), -1),
