@@ -30,21 +30,21 @@ Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 
 
 class StepLayer:
-    """One layer in a captured step, in place of the `layer_idx` of its modules: storage and spans at fixed addresses.
+    """One layer in a captured step, in place of the `layer_idx` of its modules: slot and spans at fixed addresses.
 
     Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
     """
 
-    def __init__(
-        self, index: int, storage: tuple[Tensor, Tensor], cache_position: Tensor, slot: Tensor, spans: Tensor
-    ) -> None:
+    def __init__(self, index: int, cache_position: Tensor, slot: Tensor, spans: Tensor) -> None:
         self.index = index
-        self.keys, self.values = storage  # [B, H, S, D]
         self.cache_position, self.slot = cache_position, slot  # [1] each, of the newest token; alike in a full layer
         self.spans = spans  # [B, 3], in slots
 
     def __index__(self) -> int:
         return self.index
+
+    def __add__(self, number: int) -> "StepLayer":  # modules that run several times store each time elsewhere (HRM)
+        return StepLayer(self.index + number, self.cache_position, self.slot, self.spans)
 
     def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
         return self.index >= number

@@ -13,7 +13,7 @@ READING_ORDER = {
     "": ["compat"],
     "cache": [
         "debug", "storage", "ranks", "layout", "request", "layer", "indexed", "states", "allocation", "identity",
-        "fileformat", "filepieces", "files", "hybrid", "cache", "prefixes", "pool",
+        "fileformat", "filepieces", "files", "hybrid", "sequences", "cache", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample",

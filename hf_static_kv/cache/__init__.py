@@ -1,5 +1,5 @@
 """The drop-in cache.
 
-Reading order: debug, storage, layout, request, layer, allocation, identity, fileformat, filepieces, files, cache,
-prefixes, pool.
+Reading order: debug, storage, ranks, layout, request, layer, indexed, states, allocation, identity, fileformat,
+filepieces, files, hybrid, sequences, cache, prefixes, pool.
 """

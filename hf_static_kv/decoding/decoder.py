@@ -194,7 +194,7 @@ class GraphDecoder:
         length, inputs = call.cache.seq_len, call.step_inputs
         what = call.model, call.cache, len(call.seq_start), inputs.position_ids.shape[:-2], inputs.settings
         at = length, call.seq_start.to(call.device), call.position_ids(length)
-        step = DecodeStep(*what) if selection is None else SelectingStep(*what, selection.kinds)
+        step = DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
         before = call.cache.moment()
         try:
             if is_recorded:

@@ -86,8 +86,6 @@ class DecodeStep:
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        if (num_shapes := len({group.shape.of_a_token for group in cache.storage_groups})) > 1:
-            raise ValueError(f"The layers have {num_shapes} different shapes: a step takes one.")
         self.max_cache_len = cache.max_cache_len
         # A graph does not need them, and a decoder may outlive them. A cache that grows replaces its groups.
         self._model, self._cache = weakref.ref(model), weakref.ref(cache)
@@ -104,23 +102,21 @@ class DecodeStep:
         self.spans = _new_spans(self.seq_start, len(windows))
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
         self._stretches = {window: _Stretch(self.seq_start, len(windows)) for window in cache.offsets}
-        self.layers = self._step_layers(cache, batch_size)
+        self.layers = self._step_layers(cache)
+        self.cache = _StepCache(cache, self.layers, batch_size)
         self.layers |= _sharing_layers(model, self.layers)
-        self.cache = _StepCache(cache)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
         self._settings = dict(settings or {})
 
-    def _step_layers(self, cache: StaticContiguousCache, batch_size: int) -> dict[int, StepLayer]:
+    def _step_layers(self, cache: StaticContiguousCache) -> dict[int, StepLayer]:
         keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
         layers = {}
         for n, (i, layer) in enumerate(zip(keyed, cache.kv_layers, strict=True)):
-            keys, values = layer.storage
             stretch = self._stretches[layer.sliding_window] if layer.is_compact else None
             slot, spans = (self.cache_position, self.spans) if stretch is None else (stretch.slot, stretch.spans)
-            storage = keys[:batch_size], values[:batch_size]
-            layers[i] = StepLayer(i, storage, self.cache_position, slot, spans[:, n])
+            layers[i] = StepLayer(i, self.cache_position, slot, spans[:, n])
         return layers
 
     @property
@@ -285,24 +281,16 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 class SelectingStep(DecodeStep):
     """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph.
 
-    It selects the most likely token, or samples with the processors of `kinds`.
+    It selects the most likely token, or samples with the processors of `kinds`; `what` as for `DecodeStep`.
     """
 
     MAX_EOS = 16
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: StaticContiguousCache,
-        batch_size: int,
-        parts: Sequence[int] = (),
-        settings: Mapping[str, Any] | None = None,
-        kinds: Kinds | None = None,
-    ) -> None:
-        super().__init__(model, cache, batch_size, parts, settings)
+    def __init__(self, *what: Any, kinds: Kinds | None) -> None:
+        super().__init__(*what)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position more.
-            sequences=self.token.new_zeros(batch_size, cache.max_cache_len + 1),
+            sequences=self.token.new_zeros(len(self.token), self.max_cache_len + 1),
             token=self.token,
             unfinished=torch.ones_like(self.token, dtype=torch.bool),
             eos=self.token.new_full((1, self.MAX_EOS), -1),
@@ -381,17 +369,20 @@ class _StepCache(Cache):
     (Llama 4) gets a tensor, and what runs before the layers 0. Verification refuses a model whose logits depend on it.
     """
 
-    def __init__(self, cache: StaticContiguousCache) -> None:
+    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
         self.capacity = cache.max_cache_len
+        # Keys and values [B, H, S, D] by layer.
+        self.storage = {i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored}
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(layer_idx, StepLayer):
             raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
-        write_token(layer_idx.keys, layer_idx.values, key_states, value_states, layer_idx.slot)
-        return layer_idx.keys, layer_idx.values
+        keys, values = self.storage[layer_idx.index]
+        write_token(keys, values, key_states, value_states, layer_idx.slot)
+        return keys, values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
         return layer_idx.cache_position if isinstance(layer_idx, StepLayer) else 0

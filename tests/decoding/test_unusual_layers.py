@@ -1,11 +1,11 @@
-"""Captured steps of layers that share keys (Gemma 3n), hold latents (DeepSeek) or attend in chunks (Llama 4)."""
+"""Captured steps of layers that share keys, differ in shape, run several times, hold latents, or attend in chunks."""
 
 import copy
 
 import pytest
 import torch
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import WINDOW, tiny_model
@@ -16,15 +16,31 @@ _LATENT = {
     "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
+_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 # Three layers with keys, and three that read those of the last one of their type.
 _SHARED = {
-    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 3, "sliding_window": WINDOW, "intermediate_size": [64] * 6,
-    "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0], "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 128,
+    "num_hidden_layers": 6, "layer_types": _TYPES * 2, "num_kv_shared_layers": 3, "sliding_window": WINDOW,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
+}  # fmt: skip
+_SPARSE = {"intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0]}
+# Full layers have larger heads than sliding ones.
+_UNLIKE = {"global_head_dim": 32, "initializer_range": 0.3, "tie_word_embeddings": False}
+# They also have fewer heads, and one projection for keys and values.
+_ONE_PROJECTION = {
+    "layer_types": _TYPES, "sliding_window": WINDOW, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2,
+}  # fmt: skip
+# Sliding layers have twice the KV heads that the config says, and sinks. Values are smaller than keys.
+_DOUBLED = {
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": WINDOW,
+    "v_head_dim": 12, "initializer_range": 0.3,
 }  # fmt: skip
 FAMILIES = {
-    "gemma3n": ("gemma3n_text", _SHARED),
+    "gemma3n": ("gemma3n_text", {**_SHARED, **_SPARSE}),
+    "gemma4": ("gemma4_text", {**_SHARED, **_UNLIKE}),
+    "gemma4 moe": ("gemma4_text", {**_UNLIKE, **_ONE_PROJECTION}),
+    "mimo_v2_flash": ("mimo_v2_flash", _DOUBLED),
+    "hrm_text": ("hrm_text", {"num_hidden_layers": 1}),  # two stacks of one layer: 8 runs
     "deepseek_v3": ("deepseek_v3", _LATENT),
     "deepseek_v2": ("deepseek_v2", {**_LATENT, "topk_method": "greedy"}),
     "deepseek_v2 lite": ("deepseek_v2", {**_LATENT, "topk_method": "greedy", "q_lora_rank": None}),
@@ -32,6 +48,7 @@ FAMILIES = {
     "minicpm3": ("minicpm3", _LATENT),
     "llama4": None,
 }
+UNLIKE = ["gemma4", "gemma4 moe", "mimo_v2_flash"]
 MODES = {
     "greedy": {},
     "sampled": {"ids": BATCH, "seed": 42, "do_sample": True, "temperature": 0.7, "top_k": 20},
@@ -53,9 +70,9 @@ def models():
     return model_of
 
 
-def decoded(model, **how):
+def decoded(model, sliding="full", **how):
     """The tokens of a captured step, and the steps that made them."""
-    decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
+    decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY, sliding=sliding)
     tokens = run(model, decoder=decoder, cache=cache, **how)
     return tokens, decoder.fallback_reason, [step for steps in decoder._steps.values() for step in steps.values()]
 
@@ -70,9 +87,31 @@ def test_the_tokens_are_those_of_no_cache(family, mode, models):
     assert torch.equal(tokens, run(model, **how))
 
 
-def test_one_step_serves_every_call(models):
+@pytest.mark.parametrize("mode", ["sampled", "padded", "long"])
+@pytest.mark.parametrize("family", UNLIKE)
+def test_compact_layers_of_unlike_shape(family, mode, models, small_spare):
+    model, how = models(family), {"max_new_tokens": 20, **MODES[mode]}
+    tokens, reason, steps = decoded(model, "compact", **how)
+    assert (reason, [step.is_recorded for step in steps]) == (None, [True])
+    assert torch.equal(tokens, run(model, **how))
+
+
+@pytest.mark.parametrize("family", UNLIKE)
+def test_the_bits_of_layers_of_unlike_shape(family, models, small_spare):
+    """Inside `exact`, with compact layers: those of a pass over all tokens."""
+    model = copy.deepcopy(models(family)).to(torch.bfloat16)
+    how = {"return_dict_in_generate": True, "output_logits": True, "max_new_tokens": 9}
+    with exact(model), torch.no_grad():
+        output, reason, steps = decoded(model, "compact", **how)
+        expected = model(output.sequences, use_cache=False).logits[:, PROMPT.shape[1] - 1 : -1]
+    assert (reason, [step.is_recorded for step in steps]) == (None, [True])
+    assert torch.equal(torch.stack(output.logits, dim=1), expected.float())
+
+
+@pytest.mark.parametrize("family", ["llama4", "hrm_text", *UNLIKE])
+def test_one_step_serves_every_call(family, models):
     """A sequence that continues, one that is short again, and a chunk that begins where none began before."""
-    model, decoder = models("llama4"), GraphDecoder()
+    model, decoder = models(family), GraphDecoder()
     cache = StaticContiguousCache.from_model(model, CAPACITY)
     first = run(model, decoder=decoder, cache=cache, max_new_tokens=3)
     longer = torch.cat([first, PROMPT[:, :5]], dim=1)
@@ -81,6 +120,14 @@ def test_one_step_serves_every_call(models):
     short = PROMPT[:, :2]
     assert torch.equal(run(model, short, decoder, cache, max_new_tokens=20), run(model, short, max_new_tokens=20))
     assert (decoder.num_steps, decoder.fallback_reason) == (1, None)
+
+
+def test_a_prompt_that_is_seen_from_both_sides(models):
+    """HRM: the prompt's own mask is not that of a step. Without a cache transformers has it for new tokens, too."""
+    model, how = models("hrm_text"), {"token_type_ids": torch.ones_like(PROMPT)}
+    tokens, reason, _ = decoded(model, **how)
+    assert reason is None
+    assert torch.equal(tokens, run(model, use_cache=True, **how))
 
 
 def test_queries_that_are_scaled_by_their_position():
@@ -154,9 +201,11 @@ def shift_chunks(by):
     return shift
 
 
+_WITH_KEYS = ["gemma3n", "gemma4", "mimo_v2_flash", "hrm_text", "deepseek_v3", "llama4"]
 FAULTS = {
-    "a lost key": (lose_the_newest_key, ["gemma3n", "deepseek_v3", "llama4"]),
-    "an overlooked key": (overlook_the_newest_key, ["gemma3n", "deepseek_v3", "llama4"]),
+    "a lost key": (lose_the_newest_key, _WITH_KEYS),
+    # HRM has spans in its first layers alone, and the fault is in the last.
+    "an overlooked key": (overlook_the_newest_key, [family for family in _WITH_KEYS if family != "hrm_text"]),
     "keys of another type of layer": (change_the_step(read_another_layer), ["gemma3n"]),
     "chunks as windows": (change_the_step(ignore_chunks), ["llama4"]),
     "chunks that are too long": (change_the_step(shift_chunks(1)), ["llama4"]),

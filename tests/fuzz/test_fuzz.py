@@ -112,7 +112,7 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
 
     monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
     monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
-    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)  # it would refuse the cache
+    monkeypatch.setattr("hf_static_kv.cache.sequences.check_request", lambda *args: None)  # it would refuse the cache
 
 
 def reuse_a_prefix_that_is_one_too_long(monkeypatch):
@@ -123,7 +123,7 @@ def reuse_a_prefix_that_is_one_too_long(monkeypatch):
         return min(common_prefix(lease, request) + 1, longest)
 
     monkeypatch.setattr(Lease, "common_prefix", broken)
-    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)  # it would refuse the cache
+    monkeypatch.setattr("hf_static_kv.cache.sequences.check_request", lambda *args: None)  # it would refuse the cache
 
 
 def has(*kinds):
