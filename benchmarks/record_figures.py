@@ -15,6 +15,7 @@ MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1
 OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
 OTHER_MODELS |= {"smollm2-135m": "SmolLM2-135M", "gpt2-xl": "GPT-2 XL", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
 OTHER_MODELS |= {"llama-3.1-8b": "Llama-3.1-8B", "gemma-3-4b": "gemma-3-4b (text)"}
+OTHER_MODELS |= {"qwen3-30b-a3b-8l-16e": "8 layers of Qwen3-30B-A3B with 16 experts"}
 ATTACH = {
     "graph": "`StaticContiguousCache` and `GraphDecoder()`",
     "contiguous": "`StaticContiguousCache`",

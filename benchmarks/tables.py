@@ -128,6 +128,13 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> st
 # --- bench_training.py
 
 
+TRAINING = (
+    "Without `exact` → inside. Log-probabilities, over the whole vocabulary, and ratios are those of a generation "
+    "against a training pass over its sequences with more padding. Errors of gradients are against float64. A step is "
+    "a forward and a backward pass."
+)
+
+
 def training(records: list[Record], spread: bool = False) -> str:
     """One record a row, without `exact` → inside: differences, errors of gradients, times and memory of a step."""
     cases = list(records[0]["ms"]["usual"])

@@ -12,9 +12,9 @@ from processes import preload
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_static_kv.testing import DEV_MODELS, FAMILIES, dev_config, load_config, load_model, random_model
+from hf_static_kv.testing import DEV_MODELS, FAMILIES, PARTS, dev_config, load_config, load_model, random_model
 
-SHAPES = {**DEV_MODELS, **FAMILIES}  # models that are built from their config, with random weights
+SHAPES = {**DEV_MODELS, **FAMILIES, **PARTS}  # models that are built from their config, with random weights
 
 
 class BadArgument(Exception):

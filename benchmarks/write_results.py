@@ -150,11 +150,7 @@ def results_page(records: Records, known: list[history.Row]) -> str:
 
 def training_section(records: list[Record]) -> list[str]:
     """Nothing where there is no record."""
-    how = (
-        "Without `exact` → inside. Differences are between a generation and a training pass over its sequences with "
-        "more padding. Errors of gradients are against float64. A step is a forward and a backward pass."
-    )
-    return [f"## Training\n{how}", tables.training(records, spread=True)] if records else []
+    return [f"## Training\n{tables.TRAINING}", tables.training(records, spread=True)] if records else []
 
 
 def attach_section(records: list[Record]) -> list[str]:

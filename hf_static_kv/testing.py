@@ -22,12 +22,15 @@ class Source(NamedTuple):
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
 DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
 FAMILIES: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["families"].items()}  # only measured
+PARTS: dict[str, str] = {name: part["of"] for name, part in _SHAPES["parts"].items()}  # of the `FAMILIES`
 MINIATURES = ("llama", "qwen3", "gemma3")
 Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model, or of one of the `FAMILIES`."""
+    """The true shape of a dev model, or of one of the `FAMILIES`; of `PARTS` with fewer layers and experts."""
+    if name in PARTS:
+        return _config(PARTS[name], "families", **_SHAPES["parts"][name]["fields"])
     return _config(name, "families" if name in FAMILIES else "dev_models")
 
 

@@ -7,6 +7,7 @@ from hf_static_kv import testing
 from hf_static_kv.testing import (
     DEV_MODELS,
     FAMILIES,
+    PARTS,
     Source,
     dev_config,
     find_source,
@@ -34,6 +35,16 @@ PARAMETERS = {
 @pytest.mark.parametrize("name", {**DEV_MODELS, **FAMILIES})
 def test_true_shapes_have_the_published_number_of_parameters(name):
     assert random_model(dev_config(name), device="meta").num_parameters() == PARAMETERS[name]
+
+
+def test_a_part_has_fewer_layers_and_experts_and_nothing_else():
+    (name,) = PARTS
+    part, whole = dev_config(name), dev_config(PARTS[name])
+    assert (part.num_hidden_layers, part.num_experts) == (8, 16)
+    part.num_hidden_layers, part.num_experts = whole.num_hidden_layers, whole.num_experts
+    assert part.to_dict() | {"layer_types": None} == whole.to_dict() | {"layer_types": None}
+    model = random_model(dev_config(name), device="meta")
+    assert model.num_parameters() == 1_377_603_584  # 755 million of them in the layers
 
 
 def test_rotary_settings():

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.ranks import is_part
-from hf_static_kv.exactness.experts import EXACT_EXPERTS_NAME
+from hf_static_kv.exactness.experts import EXACT_EXPERTS_NAME, IS_BALANCING_LOSS, ordinary_balancing_loss
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
-from hf_static_kv.program.fingerprint import draws_random_numbers
+from hf_static_kv.program.fingerprint import random_rates
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
@@ -41,7 +41,7 @@ def exact(model: Module) -> Iterator[None]:
     exit, also on an error, it is restored.
 
     A pass with gradients has these bits too. Its backward pass is ordinary; with gradient checkpointing it must run
-    inside. Every dropout must be 0, or the model in eval mode.
+    inside. Every dropout and jitter must be 0, or the model in eval mode.
 
     `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
     too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
@@ -61,7 +61,8 @@ def exact(model: Module) -> Iterator[None]:
     with ExitStack() as changes:
         changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
         changes.enter_context(patching.experts_implementation(inner, EXACT_EXPERTS_NAME))
-        for change in (fused_norms, fused_rotary, gated_mlps, single_linears, _batch_invariant):
+        parts = (fused_norms, fused_rotary, gated_mlps, single_linears, ordinary_balancing_loss, _batch_invariant)
+        for change in parts:
             changes.enter_context(change(inner))
         yield
 
@@ -81,9 +82,10 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
     if TRACED_ATTENTION_NAME in attention:
         raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
-    if drawing := [name for name, part in modules.items() if draws_random_numbers([part])]:
-        dropout = "has a dropout, which draws random numbers in training"
-        raise ValueError(f"{drawing[0]} {dropout}, and exact has none: set its rates to 0, or call model.eval().")
+    for name, part in modules.items():
+        for rate, value in random_rates(part).items():
+            drawn = f"{name} has {rate} = {value}, which draws random numbers in training"
+            raise ValueError(f"{drawn}, and exact draws none: set it to 0, or call model.eval().")
     if any(map(is_part, model.parameters())):
         split = "This model is split over processes (tensor parallelism, FSDP)"
         raise ValueError(f"{split}, and exact has no batch-invariant sum over them. Load it on one device.")
@@ -141,6 +143,8 @@ class BatchInvariantMode(compat.DispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if IS_BALANCING_LOSS.get():
+            return func(*args, **kwargs)
         if (operation := invariant_operation(func)) is not None:
             return operation(*args, **kwargs)
         if is_batch_invariant(func, args, kwargs):

@@ -1,16 +1,24 @@
 """Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`, by tokens."""
 
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 from transformers.integrations.moe import ExpertsInterface
 
 from hf_static_kv import compat
 from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.invariant_linear import expert_linear, expert_linear_plain
+from hf_static_kv.patching import replaced_function
 
 EXACT_EXPERTS_NAME = "static_contiguous_exact"
+IS_BALANCING_LOSS: ContextVar[bool] = ContextVar("is_balancing_loss", default=False)
+_BALANCING_LOSS = "load_balancing_loss_func"  # of the models of transformers that have one
 
 
 def exact_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -46,6 +54,21 @@ def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
 
     operation, plain = (partial(by_expert, function) for function in (expert_linear, expert_linear_plain))
     return differentiable(operation, plain, states, weight, bias)  # type: ignore[no-any-return]
+
+
+def ordinary_balancing_loss(model: Module) -> AbstractContextManager[None]:
+    """The model with its auxiliary loss as it is: a mean over tokens is no token's own."""
+    modules = {type(module).__module__ for module in model.modules()}
+    owners = [module for module in modules if hasattr(sys.modules.get(module), _BALANCING_LOSS)]
+    return replaced_function(_BALANCING_LOSS, dict.fromkeys(owners, _balancing_loss))
+
+
+def _balancing_loss(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    token = IS_BALANCING_LOSS.set(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        IS_BALANCING_LOSS.reset(token)
 
 
 ExpertsInterface.register(EXACT_EXPERTS_NAME, exact_experts)

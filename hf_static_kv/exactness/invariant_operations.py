@@ -165,8 +165,8 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     return (scores - _in_blocks(aten.log.default, total)).to(torch.float32 if half_to_float else x.dtype)
 
 
-def _no_dropout(*args: Any, **kwargs: Any) -> Tensor:
-    raise ValueError("exact has no dropout: set every dropout of the model's config to 0, or call model.eval().")
+def _no_random_numbers(*args: Any, **kwargs: Any) -> Tensor:
+    raise ValueError("exact draws no random numbers: set every dropout and jitter to 0, or call model.eval().")
 
 
 def _layer_norm(
@@ -212,6 +212,6 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.topk.default: _topk, aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
     aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # a mean over tokens is no token's own
     aten.native_layer_norm.default: _layer_norm,
-    aten.native_dropout.default: _no_dropout, aten.bernoulli_.float: _no_dropout,
+    **dict.fromkeys((aten.native_dropout.default, aten.bernoulli_.float, aten.uniform_.default), _no_random_numbers),
     torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
 }  # fmt: skip

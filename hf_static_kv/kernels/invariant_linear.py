@@ -57,11 +57,11 @@ def expert_linear_plain(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor
 def _by_expert(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None
 ) -> Tensor:
-    y = x.new_zeros(len(x), weight.shape[1])
-    for expert in sorted(set(experts.tolist())):
-        own = experts == expert
-        y[own] = linear(x[own], weight[expert], None if bias is None else bias[expert])
-    return y
+    order, counts = experts.argsort(), experts.bincount(minlength=len(weight)).tolist()
+    biases = [None] * len(weight) if bias is None else bias.unbind()
+    # `unbind`: the gradient of `weight[expert]` would be as large as that of all experts, for each of them.
+    groups = zip(torch.split(x[order], counts), weight.unbind(), biases, strict=True)
+    return torch.cat([linear(*group) for group in groups if len(group[0])])[order.argsort()]
 
 
 def padded_tiles(x: Tensor, tile: int = _TILE) -> list[Tensor]:

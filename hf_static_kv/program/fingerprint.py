@@ -82,13 +82,17 @@ def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def draws_random_numbers(modules: Iterable[Module]) -> bool:
-    """Whether a pass draws: a module in train mode has a dropout or a jitter that is not 0."""
-    for module in (module for module in modules if module.training):
-        rates = [value for name, value in module.__dict__.items() if "drop" in name or "jitter" in name]
-        rates.append(getattr(module, "p", 0) if isinstance(module, torch.nn.Dropout) else 0)
-        if any(isinstance(rate, float) and rate > 0 for rate in rates):
-            return True
-    return False
+    """Whether a pass draws: a module has `random_rates`."""
+    return any(map(random_rates, modules))
+
+
+def random_rates(module: Module) -> dict[str, float]:
+    """The dropouts and jitters of this module that are not 0, by their names; none outside of train mode."""
+    if not module.training:
+        return {}
+    is_dropout = isinstance(module, torch.nn.Dropout)
+    rates = ((k, v) for k, v in vars(module).items() if "drop" in k or "jitter" in k or (is_dropout and k == "p"))
+    return {name: rate for name, rate in rates if isinstance(rate, float) and rate > 0}
 
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:

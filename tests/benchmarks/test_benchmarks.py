@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import GPT2Config, LlamaConfig, Qwen3MoeConfig
 
-from hf_static_kv.testing import FAMILIES, random_model, tiny_config
+from hf_static_kv.testing import FAMILIES, PARTS, random_model, tiny_config
 
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 BENCHMARKS = ROOT / "benchmarks"
@@ -544,6 +544,20 @@ class TestFamilies:
         record = json.loads(path.read_text())
         assert record["random_weights"]
         assert [row["bytes_per_step"] for row in record["contenders"]] == [None, None]  # a mixture of experts
+
+    def test_training_of_experts(self, run, tmp_path, monkeypatch):
+        import bench_training
+        import workload
+
+        monkeypatch.setattr(workload, "dev_config", tiny_family)
+        monkeypatch.setattr(bench_training, "TRIALS", 1)
+        (name,), path = PARTS, tmp_path / "report.json"
+        result = run("bench_training", "--model", name, "--device", "cpu", *TINY["bench_training"], "--json", path)
+        assert result.returncode == 0, result.stderr
+        assert "8 layers of Qwen3-30B-A3B with 16 experts, float32" in result.stdout
+        record = json.loads(path.read_text())
+        assert record["differences"]["exact"] == {"log-probability": 0, "ratio": 0}
+        assert record["gradient_errors"]["exact"] < 3 * record["gradient_errors"]["usual"] < 1e-4
 
     def test_their_records_are_no_dev_models(self, monkeypatch, tmp_path):
         """The headline is that of the dev models."""

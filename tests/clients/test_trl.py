@@ -152,3 +152,12 @@ def test_sampled_logprobs_are_the_trainers(setting, tmp_path):
     assert len(trainer.sampled) == STEPS
     assert trainer.trained == trainer.sampled
     assert any(map(torch.ne, map(torch.sum, before), map(torch.sum, trainer.model.parameters())))
+
+
+def test_without_exact_they_differ(tmp_path):
+    """So that the check can fail."""
+    trainer, _ = make_trainer(NotingTrainer, "llama", tmp_path, {}, beta=0.0, temperature=0.9)
+    trainer.note_sampled()
+    trainer.train()
+    assert [step.keys() for step in trainer.trained] == [step.keys() for step in trainer.sampled]
+    assert trainer.trained != trainer.sampled

@@ -93,6 +93,7 @@ OTHER_FAMILIES = {
     "granite": _GROUPED,
     "nemotron": {**_GROUPED, "head_dim": 12},
     "olmo3": {**_GROUPED, "sliding_window": 8, "pad_token_id": 0},
+    "olmoe": {**_GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0},
     "persimmon": {},
     "phi": _GROUPED,
     "smollm3": {**_GROUPED, "pad_token_id": 0},
@@ -392,7 +393,7 @@ class TestWrappers:
 
     def test_an_adapter_with_dropout_that_trains(self):
         model = lora(toy_model("llama", "eager"))
-        with pytest.raises(ValueError, match=r"q_proj\.lora_dropout\.default has a dropout"), exact(model):
+        with pytest.raises(ValueError, match=r"q_proj\.lora_dropout\.default has p = 0\.1"), exact(model):
             pass
 
     @pytest.mark.parametrize("settings", [{"is_prompt_learning": True}, {"peft_type": "XLORA"}], ids=str)

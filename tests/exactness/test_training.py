@@ -4,6 +4,7 @@ Comparisons of passes are `torch.equal`. Gradients are compared with float64, an
 """
 
 import copy
+import re
 import sys
 from functools import partial
 
@@ -18,19 +19,31 @@ from hf_static_kv.exactness import logprobs
 from hf_static_kv.exactness.invariant_operations import invariant_operation
 from hf_static_kv.kernels import linear, rotary
 from hf_static_kv.kernels.gradients import differentiable
+from hf_static_kv.kernels.invariant_linear import expert_linear, expert_linear_plain
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, norm, norm_plain
 from hf_static_kv.testing import load_model
-from tests.conftest import toy_model
+from tests.conftest import ARCHITECTURES, toy_model
 from tests.exactness.test_exact import OTHER_FAMILIES, small_model
 
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
+EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"]
+ROUTER = r"\.(gate|router)\.weight"
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 PADDING = 3  # of the second batch row; windows are 8
 PROMPT_LEN, NEW_TOKENS = 12, 6
 
 
-def training_model(name, dtype=torch.float32):
-    return toy_model(name, "eager", **NO_DROPOUT.get(name, {})).to(dtype).train()
+def training_model(name, dtype=torch.float32, **own):
+    if name in ARCHITECTURES:
+        return toy_model(name, "eager", **NO_DROPOUT.get(name, {}), **own).to(dtype).train()
+    return small_model(name, **OTHER_FAMILIES[name], **own).to(dtype).train()
+
+
+def in_float64(model):
+    """A copy; of transformers' experts implementations only "eager" computes in float64."""
+    model = copy.deepcopy(model).double()
+    model.set_experts_implementation("eager")
+    return model
 
 
 def batch(length=PROMPT_LEN, padding=PADDING):
@@ -63,20 +76,24 @@ def relative_error(got, expected):
 
 
 class TestModels:
-    @pytest.mark.parametrize("name", NAMES)
+    @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
     def test_gradients_are_those_of_the_model(self, name):
         """Two passes that sum in other orders have errors of one size: within a factor of three of each other."""
         model, inputs = training_model(name), batch(length=24)
         ids, mask = inputs
         rows = [(ids[:1], mask[:1]), (ids[1:, PADDING:], mask[1:, PADDING:])]
-        expected = gradients(copy.deepcopy(model).double(), *rows)
+        expected = gradients(in_float64(model), *rows)
         ordinary = gradients(model, inputs)
         with exact(model):
             inside = gradients(model, inputs)
         assert relative_error(inside, expected) < 3 * relative_error(ordinary, expected) < 1e-4
+        if name in EXPERTS:  # a router learns by the weights of the experts that it has chosen
+            for part in (ROUTER, r"\.experts\."):
+                own = {key: gradient for key, gradient in expected.items() if re.search(part, key)}
+                assert relative_error(inside, own) < 3 * relative_error(ordinary, own) < 1e-4
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral"])
+    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral", *EXPERTS])
     def test_a_training_pass_has_the_bits_of_the_generation(self, name, dtype):
         """The whole distribution of each sampled token: sampled in a padded batch, trained on in other batches."""
         model, (ids, mask) = training_model(name, dtype), batch()
@@ -115,6 +132,23 @@ class TestModels:
         torch.testing.assert_close(inside, model(ids, labels=ids, use_cache=False).loss)
         torch.testing.assert_close(inside, loss(model, ids, mask) / (2 * (PROMPT_LEN - 1)))
 
+    @pytest.mark.parametrize("name", EXPERTS)
+    def test_a_balancing_loss_is_ordinary(self, name):
+        """It is over all tokens; the logits of a token stay its own."""
+        model, (ids, mask) = training_model(name, output_router_logits=True, router_aux_loss_coef=0.5), batch()
+        labels = ids.masked_fill(mask.cumsum(1) <= 1, -100)  # the first token follows on padding
+        expected = model(ids, labels=labels, **with_positions(mask))
+        with exact(model):
+            found = model(ids, labels=labels, **with_positions(mask))
+            without = model(ids, **with_positions(mask), output_router_logits=False)
+            alone = token_logprobs(model, ids[1:, PADDING:])
+            assert torch.equal(token_logprobs(model, ids, mask)[1:, PADDING:], alone)
+        assert torch.equal(found.logits, without.logits)
+        torch.testing.assert_close((found.aux_loss, found.loss), (expected.aux_loss, expected.loss))
+        routers = [parameter for part, parameter in model.named_parameters() if re.search(ROUTER, part)]
+        one, other = (torch.autograd.grad(output.aux_loss, routers) for output in (found, expected))
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
 
 def heads(*shape):
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))).requires_grad_()
@@ -146,6 +180,19 @@ class TestOperations:
     def test_gated_linear(self, activation):
         operation, plain = (partial(f, activation=activation) for f in (linear.gated_linear, linear.gated_linear_plain))
         assert gradcheck(partial(differentiable, operation, plain), (heads(2, 3, 4), heads(5, 4), heads(5, 4) + 1))
+
+    @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+    @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])  # as gpt-oss keeps its weights
+    def test_expert_linear(self, transposed, has_bias):
+        """Tokens in no order, and the third expert has none."""
+        experts = torch.tensor([3, 0, 1, 3, 0, 3])
+
+        def by_expert(function, x, weight, bias):
+            return function(x, weight.mT if transposed else weight, experts, bias)
+
+        operation, plain = (partial(by_expert, f) for f in (expert_linear, expert_linear_plain))
+        inputs = heads(6, 5), heads(4, 5, 2) if transposed else heads(4, 2, 5), heads(4, 2) if has_bias else None
+        assert gradcheck(partial(differentiable, operation, plain), inputs)
 
     @pytest.mark.parametrize("size", [1, 127, 5000])
     def test_log_softmax(self, size):
@@ -212,35 +259,41 @@ class TestKernels:
         torch.testing.assert_close(*found)
 
 
-class TestDropout:
+class TestRandomNumbers:
     @pytest.mark.parametrize(
         ("name", "rates", "part"),
         [
-            ("gpt2", {}, r"transformer\.drop"),
-            ("llama", {"attention_dropout": 0.25}, r"model\.layers\.0\.self_attn"),
+            ("gpt2", {}, r"transformer\.drop has p = 0\.1"),
+            ("llama", {"attention_dropout": 0.25}, r"model\.layers\.0\.self_attn has attention_dropout = 0\.25"),
+            ("mixtral", {"router_jitter_noise": 0.5}, r"model\.layers\.0\.mlp has jitter_noise = 0\.5"),
         ],
     )
-    def test_it_is_refused_by_its_name_in_training(self, name, rates, part):
+    def test_what_draws_in_training_is_refused_by_its_name(self, name, rates, part):
         model = toy_model(name, "eager", **rates).train()
-        with pytest.raises(ValueError, match=rf"^{part} has a dropout, .* or call model\.eval\(\)"), exact(model):
+        with pytest.raises(ValueError, match=rf"^{part}, .* set it to 0, or call model\.eval\(\)"), exact(model):
             pass
         with exact(model.eval()):
             assert model(batch()[0]).logits.requires_grad
 
-    def test_that_of_attention_after_a_change_to_training(self):
+    def test_a_dropout_of_attention_after_a_change_to_training(self):
         model = toy_model("llama", "eager", attention_dropout=0.25)
         with exact(model), pytest.raises(ValueError, match=r"attention drops out 0.25: set attention_dropout to 0"):
             model.train()(batch()[0])
 
-    def test_one_that_is_a_function(self):
+    def test_a_dropout_that_is_a_function(self):
         model = training_model("llama")
         model.model.norm.register_forward_hook(lambda module, args, output: F.dropout(output, 0.5))
-        with exact(model), pytest.raises(ValueError, match="exact has no dropout: set every dropout"):
+        with exact(model), pytest.raises(ValueError, match="draws no random numbers: set every dropout and jitter to"):
             model(batch()[0])
+
+    def test_a_jitter_after_a_change_to_training(self):
+        model = toy_model("mixtral", "eager", router_jitter_noise=0.5)
+        with exact(model), pytest.raises(ValueError, match="draws no random numbers: set every dropout and jitter to"):
+            model.train()(batch()[0])
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "qwen3_moe"])
 class TestGradientCheckpointing:
     def test_it_changes_no_bit(self, name, use_reentrant):
         model, inputs = training_model(name), batch()

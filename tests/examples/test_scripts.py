@@ -81,7 +81,10 @@ class TestOnPolicy:
             *[(False, False, False)] * 2,
             *[(True, True, True)] * 2,
         ]
-        assert len(result.stdout.splitlines()) == 2 + 4
+        *rows, _, without, inside = result.stdout.splitlines()
+        assert len(rows) == 2 + 4
+        assert without.startswith("without exact: reward ")
+        assert inside.endswith(", largest |ratio - 1| of all updates 0")
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     @pytest.mark.parametrize(
