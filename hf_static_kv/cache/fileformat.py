@@ -240,12 +240,12 @@ def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
 
 
 def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
-    """Sum of the words [n, W] of states [n, D] times their weights [W], modulo 2^64: int64 [n].
+    """Sum of the words [H, n, W] of states [H, n, D] times their weights [H, W], modulo 2^64: int64 [n].
 
     A changed word changes the sum, for its weight is odd. Any other change is missed with a probability below 2^-30 at
     each position that it touches. Sums of integers are the same on every device.
     """
-    return (states.view(_word(states)) * weights).sum(-1)
+    return (states.view(_word(states)) * weights[:, None]).sum((0, 2))
 
 
 def _word(states: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
 """The states of a layer in pieces: the order of a file, the memory that is read and written, the checksums."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_static_kv.cache.fileformat import Entry, checksum_weights, position_checksums
 
-PIECE_BYTES = 8 << 20  # read, copied and summed at a time
+PIECE_BYTES = 16 << 20  # read, copied and summed at a time: each costs some calls from Python
 
 
 class LayerStates(NamedTuple):
@@ -33,33 +33,36 @@ class LayerStates(NamedTuple):
     def checksums(self) -> Tensor:
         """int64 [n], on the device of the states."""
         weights, sums = self.weights(), self.no_checksums()
-        for row, head, first, piece in self.pieces():
-            sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
+        for row, heads, first, piece in self.pieces():
+            sums[first : first + piece.shape[1]] += position_checksums(piece, weights[row, heads])
         return sums
 
     def no_checksums(self) -> Tensor:
         length = self.skipped + self.states.shape[2]
         return torch.zeros(length, dtype=torch.int64, device=self.states.device)
 
-    def pieces(self) -> Iterator[tuple[int, int, int, Tensor]]:
-        """(batch row, head, first of the saved positions, states [m, D]) in the order of a file, each contiguous.
+    def pieces(self) -> Iterator[tuple[int, slice, int, Tensor]]:
+        """(batch row, heads, first of the saved positions, states [h, m, D]), each in one stretch of the file.
 
         What is skipped comes in scratch memory: it is read for the checksums alone.
         """
         rows, heads, length, dim = self.states.shape
-        step = self.step
-        scratch = self.states.new_empty(min(step, self.skipped), dim)
-        for row, head in product(range(rows), range(heads)):
+        num_heads, step = self._piece_shape
+        scratch = self.states.new_empty(1, min(step, self.skipped), dim)
+        for row, head in product(range(rows), range(0, heads, num_heads)):
+            own = slice(head, head + num_heads)
             for first in range(0, self.skipped, step):
-                yield row, head, first, scratch[: self.skipped - first]
+                yield row, own, first, scratch[:, : self.skipped - first]
             for first in range(0, length, step):
-                yield row, head, self.skipped + first, self.states[row, head, first : first + step]
+                yield row, own, self.skipped + first, self.states[row, own, first : first + step]
 
     @property
-    def step(self) -> int:
-        """Positions of a piece."""
+    def _piece_shape(self) -> tuple[int, int]:
+        """Heads and positions of a piece. Several heads on a GPU alone: on a CPU they are apart, and read in place."""
         length, row_bytes = self.skipped + self.states.shape[2], self.states.shape[3] * self.states.dtype.itemsize
-        return max(1, min(length, PIECE_BYTES // row_bytes))
+        num_heads = PIECE_BYTES // (length * row_bytes)
+        is_whole = self.skipped == 0 and length == self.entry.shape[3]  # else the file has others between two heads
+        return max(1, num_heads if self.is_staged and is_whole else 1), max(1, min(length, PIECE_BYTES // row_bytes))
 
     @property
     def is_staged(self) -> bool:
@@ -67,25 +70,9 @@ class LayerStates(NamedTuple):
         return self.states.is_cuda
 
 
-class Staging:
-    """Two buffers of pinned memory, in turns: one is read from a file while the other is copied to a GPU."""
-
-    def __init__(self) -> None:
-        on_gpu = torch.cuda.is_available()
-        self._buffers = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=on_gpu) for _ in range(2)]
-        self._copied: list[torch.cuda.Event | None] = [None, None]
-
-    def read(self, piece: Tensor, read: Callable[[memoryview], None]) -> None:
-        """Have a buffer filled, and copy it to the piece. The host does not wait for the copy."""
-        self._buffers.reverse()
-        self._copied.reverse()
-        if (copied := self._copied[0]) is not None:
-            copied.synchronize()
-        source = self._buffers[0][: piece.nbytes]
-        read(bytes_of(source))
-        piece.copy_(source.view(piece.dtype).view(piece.shape), non_blocking=True)
-        if piece.is_cuda:
-            self._copied[0] = torch.cuda.current_stream(piece.device).record_event()
+def staging() -> Tensor:
+    """Memory for a piece on its way to a GPU: pinned, where there is a GPU."""
+    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
 def bytes_of(states: Tensor) -> memoryview:

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -21,7 +20,7 @@ import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
 from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header, position_checksums
-from hf_static_kv.cache.filepieces import LayerStates, Staging, bytes_of
+from hf_static_kv.cache.filepieces import LayerStates, bytes_of, staging
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
@@ -204,23 +203,22 @@ class CacheFile:
 
     def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
         """Read the states of some layers; their checksums [n], on the device."""
-        staging, sums = Staging() if any(part.is_staged for part, _ in jobs) else None, []
+        buffer, sums = staging() if any(part.is_staged for part, _ in jobs) else torch.empty(0), []
         for part, stream in jobs:
             with torch.no_grad(), torch.cuda.stream(stream):
-                sums.append((part.entry, self._read_part(part, staging)))
+                sums.append((part.entry, self._read_part(part, buffer)))
         return sums
 
-    def _read_part(self, part: LayerStates, staging: Staging | None) -> Tensor:
+    def _read_part(self, part: LayerStates, buffer: Tensor) -> Tensor:
         weights, sums = part.weights(), part.no_checksums()
         row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
-        for row, head, first, piece in part.pieces():
-            position = (row * part.entry.shape[2] + head) * part.entry.shape[3] + first
-            read = partial(self._read, self._start + part.offset + position * row_bytes)
-            if staging is None or not part.is_staged:
-                read(bytes_of(piece))
-            else:
-                staging.read(piece, read)
-            sums[first : first + len(piece)] += position_checksums(piece, weights[row, head])
+        for row, heads, first, piece in part.pieces():
+            position = (row * part.entry.shape[2] + heads.start) * part.entry.shape[3] + first
+            target = buffer[: piece.nbytes].view(piece.dtype).view(piece.shape) if part.is_staged else piece
+            self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
+            if part.is_staged:
+                piece.copy_(target)
+            sums[first : first + piece.shape[1]] += position_checksums(piece, weights[row, heads])
         return sums
 
     def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
@@ -327,7 +325,7 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
 
 def _write(file: BinaryIO, part: LayerStates) -> None:
     for _, _, _, piece in part.pieces():
-        file.write(bytes_of(piece.cpu()))
+        file.write(bytes_of(piece.contiguous().cpu()))
 
 
 @contextmanager

@@ -198,10 +198,12 @@ def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
     assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
 
 
-def test_through_staging_memory_as_for_a_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
+@pytest.mark.parametrize("piece_bytes", [300, 1 << 20])  # a part of a head, all heads
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_through_staging_memory_as_for_a_gpu(tmp_path, name, piece_bytes, monkeypatch):
+    monkeypatch.setattr(filepieces, "PIECE_BYTES", piece_bytes)
     monkeypatch.setattr(filepieces.LayerStates, "is_staged", True)
-    model = shared_toy_model("gemma3")
+    model = shared_toy_model(name)
     cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
     assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
 
@@ -494,23 +496,23 @@ def test_checksums_are_the_sum_of_words_times_odd_weights(dtype, dim):
         words = [int.from_bytes(content[i : i + word], "little", signed=True) for i in range(0, len(content), word)]
         total = sum(a * b for a, b in zip(words, weights[1, 2].tolist(), strict=True)) % 2**64
         expected.append(total - 2**64 if total >= 2**63 else total)
-    assert position_checksums(states[1, 2], weights[1, 2]).tolist() == expected
+    assert position_checksums(states[1, 2:3], weights[1, 2:3]).tolist() == expected
 
 
 def test_every_flipped_bit_and_every_swap_of_two_words_changes_a_checksum():
     states = torch.randn(1, 1, 1, 12)
     states[..., 4:8] = torch.tensor([0.0, -0.0, 1.0, -1.0])
-    weights = checksum_weights("keys", 0, states)[0, 0]
-    before, words = position_checksums(states[0, 0], weights), states.view(torch.int32)[0, 0]
+    weights = checksum_weights("keys", 0, states)[0]
+    before, words = position_checksums(states[0], weights), states.view(torch.int32)[0, 0]
     for word in range(12):
         for bit in range(32):
             changed = words.clone()
             changed[0, word] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
-            assert not torch.equal(position_checksums(changed.view(torch.float32), weights), before)
+            assert not torch.equal(position_checksums(changed.view(torch.float32)[None], weights), before)
         for other in range(word):
             changed = words.clone()
             changed[0, [word, other]] = words[0, [other, word]]
-            assert not torch.equal(position_checksums(changed.view(torch.float32), weights), before)
+            assert not torch.equal(position_checksums(changed.view(torch.float32)[None], weights), before)
 
 
 # --- mutated files
