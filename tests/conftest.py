@@ -57,10 +57,14 @@ COMMON = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False
 
 class Collect(BaseStreamer):
     def __init__(self):
-        self.tokens = []
+        self.values = []  # as they are given: nobody may write into them later
 
     def put(self, value):
-        self.tokens += value.flatten().tolist()
+        self.values.append(value)
+
+    @property
+    def tokens(self):
+        return [token for value in self.values for token in value.flatten().tolist()]
 
     def end(self):
         self.ended = True

@@ -93,7 +93,7 @@ class Sampling:
         """Count one more token [B, 1], selected on the device; whether the call is over."""
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(token[:, 0].cpu())
+            self.streamer.put(token[:, 0].to("cpu", copy=True))  # a streamer may keep it, and the step overwrites it
         return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
     def _is_over(self, all_ended: Tensor) -> bool:
