@@ -185,10 +185,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mode", "name", "attn"), CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_tokens_equal_use_cache_false(mode, name, attn):
-    model = shared_toy_model(name, attn)
-    if mode is assisted:
-        skip_where_transformers_cannot_assist(model)
-    reference, cached = mode(model)
+    reference, cached = tokens_of(mode, name, attn)
     assert cached.shape[1] >= NEW_TOKENS
     assert cached.tolist() == reference.tolist()
 
@@ -201,7 +198,17 @@ COMPACT_CASES = [(mode, name, attn) for mode, name, attn in CASES if name in WIT
 @pytest.mark.parametrize(("mode", "name", "attn"), COMPACT_CASES, ids=lambda value: getattr(value, "__name__", value))
 def test_tokens_of_compact_layers_equal_use_cache_false(monkeypatch, mode, name, attn):
     monkeypatch.setattr(sys.modules[__name__], "SLIDING", "compact")
-    test_tokens_equal_use_cache_false(mode, name, attn)
+    reference, cached = tokens_of(mode, name, attn)
+    assert cached.shape[1] >= NEW_TOKENS
+    assert cached.tolist() == reference.tolist()
+
+
+def tokens_of(mode, name, attn):
+    """Without a cache, and with ours."""
+    model = shared_toy_model(name, attn)
+    if mode is assisted:
+        skip_where_transformers_cannot_assist(model)
+    return mode(model)
 
 
 def skip_where_transformers_cannot_assist(model):
