@@ -105,7 +105,7 @@ def _count_splits(seq_start, first, end, num_splits, SPLIT_SIZE: tl.constexpr):
 def _combine(
     outputs, maxima, sums, spans, sinks, output, weights, spans_b, weights_h, num_splits,
     H: tl.constexpr, G: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, SPLIT_SIZE: tl.constexpr,
-    TILE: tl.constexpr, DIMS: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    TILE: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
     SPANS_READY: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair, g = tl.program_id(0).to(tl.int64), tl.program_id(1)  # a batch row and KV head, and a query head of it
@@ -122,7 +122,7 @@ def _combine(
     if HAS_SINKS:
         maximum, total = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E, 1.0
     if IN_ORDER:
-        for split in tl.range(0, count, loop_unroll_factor=4):
+        for split in tl.range(0, count, loop_unroll_factor=UNROLL):
             at = (pair * num_splits + split) * G + g
             maximum, rescale, factor = factors(maximum, tl.load(maxima + at))
             # `fma`, as a compiler would choose itself where it rounds.
@@ -187,7 +187,9 @@ def decode_attention_triton(
     launch(
         _combine, (pairs, groups, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
         query if sinks is None else sinks, output, scores, spans.stride(0), weights_h, num_splits,
-        TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None, **both,
+        TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None,
+        UNROLL=8 if split_size == 32 else 4,  # small splits are many: 26 layers of 256 dims take 6 to 10 us less
+        **both,
     )  # fmt: skip
     return output
 
