@@ -1,5 +1,6 @@
 """One call of `generate` as it reaches a custom loop: what it asks for, its prefill, its run in transformers' loop."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
@@ -27,6 +28,9 @@ _OWN_INPUTS = {
     "position_ids", "use_cache",
 }  # fmt: skip
 _SETTINGS = (bool, int, float, str, NoneType)
+# cuDNN's attention builds a plan for each new length, 40 to 55 ms on an H200, and is then 1.6 to 1.9 times as fast as
+# flash attention. From this length on 16 layers of 32 heads gain more than that.
+_TOKENS_FOR_CUDNN = 32768
 
 
 class NotCaptured(Exception):
@@ -133,7 +137,9 @@ class Call:
     def prefill(self) -> Tensor:
         """The logits [B, V] after the prompt, which the model computes as in any other loop."""
         prefill: Any = compat.prefill(self.model)  # not None: eligibility.py has looked
-        with without_cudnn():
+        new = self.request.prompt_length - self.cache.seq_len
+        is_long = min(new, self.config.prefill_chunk_size or new) >= _TOKENS_FOR_CUDNN
+        with nullcontext() if is_long else without_cudnn():
             # A copy: chunked prefill writes into it, and transformers' loop may still need it.
             outputs = prefill(self.input_ids, self.config, {**self.model_kwargs}, is_first_iteration=True)
         wanted, length = self.request.prompt_length, self.cache.seq_len

@@ -168,6 +168,20 @@ class TestOutputs:
         assert stream.ended
 
 
+@pytest.mark.parametrize(
+    ("tokens", "how", "is_used"),
+    [(PROMPT.shape[1], {}, True), (PROMPT.shape[1] + 1, {}, False), (6, {"prefill_chunk_size": 5}, False)],
+    ids=["long", "short", "chunks"],
+)
+def test_cudnn_reads_long_prompts_alone(tokens, how, is_used, monkeypatch):
+    monkeypatch.setattr("hf_static_kv.decoding.call._TOKENS_FOR_CUDNN", tokens)
+    model, enabled = toy_model("llama"), []
+    model.register_forward_pre_hook(lambda *_: enabled.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    run(model, decoder=GraphDecoder(), max_new_tokens=1, **how)
+    assert enabled
+    assert set(enabled) == {is_used}
+
+
 class TestVectors:
     """A prompt as `inputs_embeds`, as in models for speech: what follows are tokens, and the result has these alone."""
 
