@@ -52,7 +52,9 @@ def generation(records: list[Record], names: Iterable[str] = tuple(CONTENDERS), 
     rows = [[label(name), *(cell(record, name) for record in records)] for name in names]
     rows.append([LIMIT, *(_limit_cell(record) for record in records)])
     first = "(min to max); first call; first token" if spread else "(first call)"
-    return table([f"decode, tokens/s {first}", *map(title, records)], rows)
+    batches = [record["workload"]["batch_size"] for record in records]
+    heads = [f"{title(r)}, {batch} rows" if batch > 1 else title(r) for r, batch in zip(records, batches, strict=True)]
+    return table([f"decode, tokens/s {first}", *heads], rows)
 
 
 def _short_cell(record: Record, name: str) -> str:
@@ -74,6 +76,17 @@ def _full_cell(record: Record, name: str) -> str:
 def _limit_cell(record: Record) -> str:
     limit = limit_tokens_per_s(record)
     return "-" if limit is None else f"{limit:,.0f}"
+
+
+def sliding(records: list[Record], spread: bool = False) -> str:
+    """One record a row: bytes of the cache and time per token with full layers → compact ones."""
+    rows = []
+    for record in records:
+        work, (full, compact) = record["workload"], (measured(record)[name] for name in ("graph", "graph-compact"))
+        sizes = " → ".join(f"{row['cache_bytes'] / 2**20:,.0f}" for row in (full, compact))
+        cost = _cost(full["summary"]["decode_ms"], compact["summary"]["decode_ms"], spread, digits=3)
+        rows.append([title(record), f"{work['prompt_len']:,}", f"{work['max_cache_len']:,}", sizes, cost])
+    return table(['full → `sliding="compact"`', "prompt", "capacity", "cache, MiB", "decode, ms per token"], rows)
 
 
 # --- bench_context.py
@@ -120,8 +133,8 @@ def exact(records: list[Record], spread: bool = False) -> str:
     return table(head, rows)
 
 
-def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool) -> str:
-    factor = f"{inside['median'] / usual['median']:.2f}x"
+def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool, digits: int = 2) -> str:
+    factor = f"{inside['median'] / usual['median']:.{digits}f}x"
     return f"{with_range(usual, spread)} → {with_range(inside, spread)}, {factor}"
 
 

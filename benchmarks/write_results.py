@@ -27,8 +27,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 RESULTS = HERE / "results"
 Records = dict[str, list[Record]]
-KINDS = ("generation", "families", "batch", "context", "exact", "training", "attach", "step", "sampling", "files")
-KINDS += ("speedup", "update")
+KINDS = ("generation", "families", "batch", "sliding", "context", "exact", "training", "attach", "step", "sampling")
+KINDS += ("files", "speedup", "update")
 NOT_MEASURED = "Not measured yet."
 BLOCK = re.compile(r"(<!-- results:(\S+) -->)(.*?)(<!-- /results -->)", re.DOTALL)
 MARKER = re.compile(r"<!-- /?results\b")
@@ -75,6 +75,7 @@ BLOCKS: dict[str, Callable[[Records], str]] = {
     "rules": lambda records: computed_tables.rules(),
     "generation": lambda records: tables.generation(records["generation"]),
     "batch": lambda records: tables.generation(records["batch"]),
+    "sliding": lambda records: tables.sliding(records["sliding"]) if records["sliding"] else NOT_MEASURED,
     "families": lambda records: tables.generation(records["families"]) if records["families"] else NOT_MEASURED,
     "context": lambda records: tables.context(records["context"], ends=True),
     "exact": lambda records: tables.exact(records["exact"]),
@@ -127,8 +128,9 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         "The first call runs in a fresh process, from the loaded model to the last token. Range: minimum to maximum "
         "of 3 trials.",
         tables.generation(records["generation"] + records["families"], spread=True),
-        "Batch of 8, left padding of different lengths; tokens/s of all batch rows together:",
+        "Batches, left padding of different lengths; tokens/s of all batch rows together:",
         tables.generation(records["batch"], spread=True),
+        *sliding_section(records["sliding"]),
         "## Long sequences and large capacities\nMilliseconds per token at the ends of the sweeps; pictures have all "
         "points. Range: 10th to 90th percentile.",
         tables.context(records["context"], spread=True, ends=True),
@@ -146,6 +148,12 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         tables.speedup(records["speedup"]),
     ]
     return "\n\n".join(sections) + "\n"
+
+
+def sliding_section(records: list[Record]) -> list[str]:
+    """Nothing where there is no record."""
+    how = "`GraphDecoder()` with full layers and with compact ones, each in a process of its own, in turns."
+    return [f"## Compact sliding layers\n{how}", tables.sliding(records, spread=True)] if records else []
 
 
 def training_section(records: list[Record]) -> list[str]:
