@@ -107,7 +107,9 @@ class Program:
         if new.order < 0 or self._loses_values(new, parts) or self._moves_across_writes(new, parts):
             return False
         for part in parts:
-            self._remove(part)
+            del self.calls[part.order]
+            for value in part.values:
+                self.used_by[value] = [call for call in self.used_by[value] if call is not part]
         self._add(new)
         return True
 
@@ -139,11 +141,6 @@ class Program:
         self.made_by |= {value: call for value in call.results if value is not None}
         for value in call.values:
             self.used_by[value].append(call)
-
-    def _remove(self, call: Call) -> None:
-        del self.calls[call.order]
-        for value in call.values:
-            self.used_by[value] = [user for user in self.used_by[value] if user is not call]
 
     def compiled(self) -> Callable[[], Tensor]:
         """A function that runs the calls. It drops each value after its last use."""
