@@ -94,12 +94,7 @@ class Program:
         return users[0] if len(users) == 1 and value is not self.output else None
 
     def fuse(
-        self,
-        parts: Sequence[Call],
-        func: Callable[..., Any],
-        *args: Any,
-        results: Sequence[Value | None],
-        **kwargs: Any,
+        self, parts: Sequence[Call], func: Callable[..., Any], *args: Any, results: list[Value | None], **kwargs: Any
     ) -> bool:
         """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change, where that is unsafe."""
         new = Call(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
@@ -181,7 +176,7 @@ class Recorder(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        inputs = _tensors((args, kwargs))
+        inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
         is_constant = all(id(t) in self.numbers or self.value_of.get(id(t)) in self.constants for t in inputs)
         is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
@@ -193,8 +188,9 @@ class Recorder(TorchFunctionMode):
         if any(id(tensor) in self.numbers for tensor in written):
             raise RuntimeError(f"the pass writes into a tensor that it has made of numbers ({name})")
         if is_number:
-            self.kept += (numbers := _tensors(result))
-            self.numbers.update(map(id, numbers))
+            made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            self.kept += made
+            self.numbers |= set(map(id, made))
             return result
         # Before the results get values: a result may be one of the arguments.
         args, kwargs = map_leaves(lambda leaf: self.value_of.get(id(leaf), leaf), (args, kwargs))
@@ -238,10 +234,6 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
