@@ -16,7 +16,7 @@ function that is decorated with torch's `wrap_torch_function` is one call, whate
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -69,12 +69,13 @@ class Program:
     """The calls of a pass, by their order, and its output. `fuse` puts one call in the place of several."""
 
     def __init__(self, calls: Sequence[Call], output: Value) -> None:
-        self.calls, self.output = {call.order: call for call in calls}, output
+        self.calls: dict[int, Call] = {}
+        self.output = output
         self.num_positions = 0  # that a token may have; 0 where that is not known
-        self.made_by = {value: call for call in calls for value in call.results if value is not None}
+        self.made_by: dict[Value, Call] = {}
         self.used_by: defaultdict[Value, list[Call]] = defaultdict(list)
         for call in calls:
-            self._note_uses(call)
+            self._add(call)
 
     def __iter__(self) -> Iterator[Call]:
         return iter([self.calls[order] for order in sorted(self.calls)])
@@ -93,51 +94,48 @@ class Program:
         return users[0] if len(users) == 1 and value is not self.output else None
 
     def fuse(
-        self,
-        parts: Sequence[Call],
-        func: Callable[..., Any],
-        *args: Any,
-        results: Sequence[Value | None],
-        **kwargs: Any,
+        self, parts: Sequence[Call], func: Callable[..., Any], *args: Any, results: list[Value | None], **kwargs: Any
     ) -> bool:
-        """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change, where that is unsafe.
-
-        It is safe where its arguments are there, its results are not needed yet, nothing else is taken from the parts,
-        and nobody else writes in between.
-        """
-        orders = {part.order for part in parts}
-        first, last = min(orders), max(orders)
-        new = Call(last, func, args, kwargs, list(results), any(part.writes for part in parts))
-        ready = max((self.made_by[value].order for value in new.values), default=-1)
-        needed = min(
-            (order for value in results for order in self._uses(value) if order not in orders), default=last + 1
-        )
-        new.order = max((order for order in orders if ready < order < needed), default=-1)
-        lost = {value for part in parts for value in part.results} - set(results)
-        is_taken = any(order not in orders for value in lost for order in self._uses(value))
-        is_taken = is_taken or not lost.isdisjoint(new.values)
-        others = (call for order, call in self.calls.items() if first < order < last and order not in orders)
-        if new.order < 0 or is_taken or any(call.writes for call in others):
-            return False
-        if any(part.writes and part.order != new.order for part in parts):
+        """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change, where that is unsafe."""
+        new = Call(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
+        new.order = self._place(new, parts)
+        if new.order < 0 or self._loses_values(new, parts) or self._moves_across_writes(new, parts):
             return False
         for part in parts:
             del self.calls[part.order]
             for value in part.values:
                 self.used_by[value] = [call for call in self.used_by[value] if call is not part]
-        self.calls[new.order] = new
-        self.made_by |= {value: new for value in results if value is not None}
-        self._note_uses(new)
+        self._add(new)
         return True
 
-    def _note_uses(self, call: Call) -> None:
+    def _place(self, new: Call, parts: Sequence[Call]) -> int:
+        """The last order of a part where all arguments of the new call are there and no result is needed yet; or -1."""
+        ready = max((self.made_by[value].order for value in new.values), default=-1)
+        needed = min(self._uses(new.results, parts), default=sys.maxsize)
+        return max((part.order for part in parts if ready < part.order < needed), default=-1)
+
+    def _loses_values(self, new: Call, parts: Sequence[Call]) -> bool:
+        """Whether something takes a value of the parts that the new call does not give."""
+        lost = {value for part in parts for value in part.results} - set(new.results)
+        return bool(self._uses(lost, parts)) or not lost.isdisjoint(new.values)
+
+    def _moves_across_writes(self, new: Call, parts: Sequence[Call]) -> bool:
+        """Whether, from the first part to the last, there is a write anywhere but at the place of the new call."""
+        orders = [part.order for part in parts]
+        writes = [order for order, call in self.calls.items() if call.writes and order != new.order]
+        return any(min(orders) <= order <= max(orders) for order in writes)
+
+    def _uses(self, values: Collection[Value | None], parts: Sequence[Call]) -> list[int]:
+        """The orders of the calls outside of `parts` that take these values; the output is taken at the end."""
+        users = [call for value in values if value is not None for call in self.used_by[value]]
+        at_the_end = [sys.maxsize] if self.output in values else []
+        return [call.order for call in users if call not in parts] + at_the_end
+
+    def _add(self, call: Call) -> None:
+        self.calls[call.order] = call
+        self.made_by |= {value: call for value in call.results if value is not None}
         for value in call.values:
             self.used_by[value].append(call)
-
-    def _uses(self, value: Value | None) -> list[int]:
-        """The orders of the calls that take this value; the output is used at the end."""
-        at_the_end = [sys.maxsize] if value is self.output else []
-        return at_the_end + ([] if value is None else [call.order for call in self.used_by[value]])
 
     def compiled(self) -> Callable[[], Tensor]:
         """A function that runs the calls. It drops each value after its last use."""
@@ -161,58 +159,61 @@ class Program:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down the calls of a pass. Raises where the pass asks for a value, since another step has another one."""
+    """Writes down the calls of a pass. Raises where the pass asks for a value, since another step has another one.
+
+    torch.tensor(2.0)   a number       may be read; no call: made once, since copying numbers to a GPU synchronizes
+    torch.arange(3)     a constant     may be read, since it is the same in every step; a call
+    x + 1               of this step   may not be read; a call
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.known: dict[int, Value | Tensor] = {}  # by the id of a tensor: its value, or the tensor that it is all of
+        self.value_of: dict[int, Value | Tensor] = {}  # by a tensor's id; a view of all of a tensor has that tensor
         self.kept: list[Tensor] = []  # so that no id is used twice
-        self.constants: set[Value] = set()  # the same in every step
-        self.numbers: set[int] = set()  # ids of tensors that come of Python numbers alone
+        self.constants: set[Value] = set()
+        self.numbers: set[int] = set()  # ids of tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_constant = all(id(t) in self.numbers or self.known.get(id(t)) in self.constants for t in inputs)
-        name = getattr(func, "__name__", "")
+        is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
+        is_constant = all(id(t) in self.numbers or self.value_of.get(id(t)) in self.constants for t in inputs)
         is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
-        if is_read and inputs and not is_constant:
+        if is_read and not is_constant:
             raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
         before = [write_count(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
         written = [tensor for tensor, count in zip(inputs, before, strict=True) if write_count(tensor) != count]
         if any(id(tensor) in self.numbers for tensor in written):
             raise RuntimeError(f"the pass writes into a tensor that it has made of numbers ({name})")
-        # Copying numbers to a GPU synchronizes: what is made of them is made once.
-        if all(id(tensor) in self.numbers for tensor in inputs) if inputs else func is torch.tensor:
-            self.kept += [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
-            self.numbers |= {id(leaf) for leaf in leaves(result) if isinstance(leaf, Tensor)}
+        if is_number:
+            made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
+            self.kept += made
+            self.numbers |= set(map(id, made))
             return result
-        writes = bool(written)
-        # Of what was there before: numbered now, since the result may be one of the arguments.
-        arguments = map_leaves(lambda leaf: self.known.get(id(leaf), leaf), (args, kwargs))
-        results = [self._new_value(output, inputs, is_constant and not writes) for output in leaves(result)]
-        if writes or any(results):
-            args, kwargs = arguments
-            self.calls.append(Call(len(self.calls), func, args, kwargs, results, writes))
+        # Before the results get values: a result may be one of the arguments.
+        args, kwargs = map_leaves(lambda leaf: self.value_of.get(id(leaf), leaf), (args, kwargs))
+        results = [self._new_value(output, inputs, is_constant and not written) for output in leaves(result)]
+        if written or any(results):
+            self.calls.append(Call(len(self.calls), func, args, kwargs, results, bool(written)))
         return result
 
     def _new_value(self, output: Any, inputs: Sequence[Tensor], is_constant: bool) -> Value | None:
-        """A number for this result; None where it is one of the arguments, or a view of all of one."""
-        if not isinstance(output, Tensor) or id(output) in self.known:
+        """A value for this result; None where it is one of the arguments, or a view of all of one."""
+        if not isinstance(output, Tensor) or id(output) in self.value_of:
             return None
         self.kept.append(output)
         if (same := next((tensor for tensor in inputs if _is_same(tensor, output)), None)) is not None:
-            self.known[id(output)] = self.known.get(id(same), same)
+            self.value_of[id(output)] = self.value_of.get(id(same), same)
             return None
-        value = self.known[id(output)] = Value(len(self.kept), output)
+        value = self.value_of[id(output)] = Value(len(self.kept), output)
         if is_constant:
             self.constants.add(value)
         return value
 
     def program(self, output: Tensor) -> Program:
-        value = self.known.get(id(output))
+        value = self.value_of.get(id(output))
         if not isinstance(value, Value):
             raise RuntimeError("the pass gave its logits by no operation of torch")
         return Program(self.calls, value)

@@ -19,6 +19,7 @@ from hf_static_kv.program.linears import activated
 from hf_static_kv.program.record import Call, Program, Value
 from hf_static_kv.program.rotary import angle_table, angles, lookup
 
+_Rewrite = Callable[[Program], None]
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _LINEARS, _GATED_LINEAR = torch.ops.hf_static_kv.linears.default, torch.ops.hf_static_kv.gated_linear.default
@@ -32,17 +33,17 @@ _MAX_NORMED = 1 << 22
 class Rule(NamedTuple):
     """A rewrite, and whether it keeps the bits of the list without it. Inside `exact` only such rules apply."""
 
-    apply: Callable[[Program], None]
+    apply: _Rewrite
     keeps_bits: bool
 
 
 RULES: dict[str, Rule] = {}  # in the order in which they apply
 
 
-def rule(keeps_bits: bool) -> Callable[[Callable[[Program], None]], Callable[[Program], None]]:
+def rule(keeps_bits: bool) -> Callable[[_Rewrite], _Rewrite]:
     """Register a function of a program as a rule under its name."""
 
-    def register(function: Callable[[Program], None]) -> Callable[[Program], None]:
+    def register(function: _Rewrite) -> _Rewrite:
         RULES[function.__name__] = Rule(function, keeps_bits)
         return function
 
@@ -141,9 +142,8 @@ class Found(NamedTuple):
     @property
     def takes_more(self) -> bool:
         """Whether one token goes through one weight, or a gate, and nothing is added yet."""
-        return (
-            self.tokens == 1 and self.layer.residual is None and (len(self.layer.weights) == 1 or self.layer.is_gated)
-        )
+        gives_one = len(self.layer.weights) == 1 or self.layer.is_gated
+        return self.tokens == 1 and self.layer.residual is None and gives_one
 
 
 def _found(call: Call | None) -> Found | None:

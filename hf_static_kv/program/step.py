@@ -48,27 +48,26 @@ _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 class _Stretch:
-    """Where a step writes and reads in the compact layers of one window: as the step's own tensors, in slots."""
+    """Where a step writes and reads, in slots: in the full layers, or in the compact layers of one window.
 
-    def __init__(self, seq_start: Tensor, num_layers: int) -> None:
-        self.seq_start, self.spans = torch.zeros_like(seq_start), _new_spans(seq_start, num_layers)
-        self.slot, self.unused = seq_start.new_zeros(1), seq_start.new_zeros(1)
+    slot: [1], of the newest token   seq_start: [B, 1]   spans: [B, L, 3]   `position_ids` advance with them
+    """
+
+    def __init__(self, position_ids: Tensor, batch_size: int, num_layers: int) -> None:
+        self.slot, self.seq_start = position_ids.new_zeros(1), position_ids.new_zeros(batch_size, 1)
+        # Padded to four columns so that every layer's are 16-byte aligned and Triton compiles one variant.
+        self.spans = position_ids.new_zeros(batch_size, num_layers, 4)[..., :3]
+        self.position_ids = position_ids
 
     def set(self, length: int, seq_start: Tensor, offset: int) -> None:
         self.slot.fill_(length - 1 - offset)
         self.seq_start.copy_(seq_start - offset)  # before slot 0 where that is negative
 
-
-def _begin_with_chunks(spans: Tensor, newest: Tensor, seq_start: Tensor, chunks: Tensor | None) -> None:
-    """Spans that end with the newest token begin with its chunk, if that is later than the window."""
-    if chunks is not None:
-        chunk_start = newest - (newest - seq_start) % chunks  # [B, L]
-        spans[..., 1] = torch.maximum(spans[..., 1], chunk_start)
-
-
-def _new_spans(seq_start: Tensor, num_layers: int) -> Tensor:
-    """[B, L, 3], padded to four columns so that every layer's are 16-byte aligned and Triton compiles one variant."""
-    return seq_start.new_zeros(len(seq_start), num_layers, 4)[..., :3]
+    def advance(self, by_one: Callable[..., None], windows: Tensor, chunks: Tensor | None) -> None:
+        by_one(self.slot, self.seq_start, windows, self.spans, self.position_ids)
+        if chunks is not None:  # a span begins with the chunk of the newest token, if that is later than the window
+            chunk_start = self.slot - (self.slot - self.seq_start) % chunks  # [B, L]
+            self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
 
 
 class DecodeStep:
@@ -97,11 +96,13 @@ class DecodeStep:
         chunks = [window if is_chunked else unlimited for window, is_chunked in zip(windows, are_chunked, strict=True)]
         self.chunks = torch.tensor(chunks, device=device) if any(are_chunked) else None  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.seq_start, self.position_ids = torch.zeros_like(self.token), self.token.new_zeros(*parts, batch_size, 1)
-        self.cache_position = self.token.new_zeros(1)  # of the newest token
-        self.spans = _new_spans(self.seq_start, len(windows))
+        self.position_ids = self.token.new_zeros(*parts, batch_size, 1)
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
-        self._stretches = {window: _Stretch(self.seq_start, len(windows)) for window in cache.offsets}
+        full = _Stretch(self.position_ids, batch_size, len(windows))
+        self.cache_position, self.seq_start = full.slot, full.seq_start
+        # By window; None for full layers. The model reads the positions of these: others advance a spare tensor.
+        self._stretches = {w: _Stretch(self.token.new_zeros(1), batch_size, len(windows)) for w in cache.offsets}
+        self._stretches[None] = full
         self.layers = self._step_layers(cache)
         self.cache = _StepCache(cache, self.layers, batch_size)
         self.layers |= _sharing_layers(model, self.layers)
@@ -114,9 +115,8 @@ class DecodeStep:
         keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
         layers = {}
         for n, (i, layer) in enumerate(zip(keyed, cache.kv_layers, strict=True)):
-            stretch = self._stretches[layer.sliding_window] if layer.is_compact else None
-            slot, spans = (self.cache_position, self.spans) if stretch is None else (stretch.slot, stretch.spans)
-            layers[i] = StepLayer(i, self.cache_position, slot, spans[:, n])
+            stretch = self._stretches[layer.sliding_window if layer.is_compact else None]
+            layers[i] = StepLayer(i, self.cache_position, stretch.slot, stretch.spans[:, n])
         return layers
 
     @property
@@ -246,12 +246,8 @@ class DecodeStep:
             return program()
 
     def _advance(self, by_kernel: bool = True) -> None:
-        by_one = advance if by_kernel else advance_plain
         for stretch in self._stretches.values():
-            by_one(stretch.slot, stretch.seq_start, self.windows, stretch.spans, stretch.unused)
-            _begin_with_chunks(stretch.spans, stretch.slot, stretch.seq_start, self.chunks)
-        by_one(self.cache_position, self.seq_start, self.windows, self.spans, self.position_ids)
-        _begin_with_chunks(self.spans, self.cache_position, self.seq_start, self.chunks)
+            stretch.advance(advance if by_kernel else advance_plain, self.windows, self.chunks)
 
     def _pass_of_model(self) -> Tensor:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
@@ -375,7 +371,7 @@ class _StepCache(Cache):
         # Keys and values [B, H, S, D] by layer.
         self.storage = {i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored}
 
-    def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._forward
+    def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._pass_of_model
         self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(layer_idx, StepLayer):
