@@ -31,8 +31,8 @@ class AllocatedCache(Cache):
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._plans, self._max_cache_len = plans, max_cache_len
         self._groups: list[StorageGroup] = []
-        # Layers that have not written: without storage, or with storage that was sized by another layer's states.
-        self._unconfirmed = {i for i, plan in enumerate(plans) if plan.has_keys}
+        # Layers that have no storage, or storage of the shape of another layer's states. `_fit_storage` sees to them.
+        self._unfitted = {i for i, plan in enumerate(plans) if plan.has_keys}
         super().__init__(layers=[_new_layer(plan, max_cache_len) for plan in plans])
 
     @property
@@ -60,7 +60,7 @@ class AllocatedCache(Cache):
             alike.setdefault(place, []).append(layer_idx)
         members: list[Members] = [(*place, indices) for place, indices in alike.items()]
         self._allocate_groups(members, batch_size, dtypes, model, layers)
-        self._unconfirmed -= set(places)
+        self._unfitted -= set(places)
 
     def _allocate_groups(
         self, members: list[Members], batch_size: int, dtypes: Dtypes, model: Any, layers: Any = None
@@ -77,26 +77,27 @@ class AllocatedCache(Cache):
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         return layer.shape if layer.is_initialized else plan.shape or plan.stored(default)
 
-    def _confirm(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate for this layer if its storage is absent or of another shape, and for layers with the same plan."""
+    def _fit_storage(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
+        """Before an unfitted layer writes: storage of the shape and on the device of its states.
+
+        Other unfitted layers share it if they are planned alike. Each is checked in turn, by its own first states.
+        """
         layer, plan = self.layers[layer_idx], self._plans[layer_idx]
         shape, device = LayerShape.of(key_states, value_states, plan.compact_window), key_states.device
+        alike = []
         if not layer.is_initialized:
-            kinds = [(other.shape, other.compact_window) for other in self._plans]
-            alike = [i for i in self._without_storage() if kinds[i] == kinds[layer_idx]]
-        elif (layer.shape, layer.device) == (shape, device):
-            alike = []
-        else:
+            alike = [i for i in self._without_storage() if self._plans[i].stores_like(plan)]
+        elif (layer.shape, layer.device) != (shape, device):
             logger.warning(
                 f"Layer {layer_idx} has {shape} on {device}, unlike the config and the first layer: new storage is "
                 "allocated for it and the layers with the same plan, and their old storage stays unused."
                 + (" `from_model` places every layer at once." if shape == layer.shape else "")
             )
-            alike = [i for i in sorted(self._unconfirmed) if self._plans[i] == plan]
+            alike = [i for i in sorted(self._unfitted) if self._plans[i] == plan]
         if alike:
             dtypes = key_states.dtype, value_states.dtype
             self._allocate_groups([(shape, device, alike)], key_states.shape[0], dtypes, _running_model())
-        self._unconfirmed.discard(layer_idx)
+        self._unfitted.discard(layer_idx)
 
     def _allocate_indexes(self, keys: Tensor, values: Tensor) -> None:
         """Storage like these states for all empty index layers beside keys on the same device."""
@@ -115,7 +116,7 @@ class AllocatedCache(Cache):
         """Give up the storage of an empty cache: the next pass allocates, in the dtype of its states."""
         for layer in self.kv_layers:
             layer.group, layer.is_initialized = None, False
-        self._groups, self._unconfirmed = [], set(self._without_storage())
+        self._groups, self._unfitted = [], set(self._without_storage())
 
     def grow(self, max_cache_len: int) -> None:
         """Raise the capacity: all states move to longer storage. Old and new storage are both in memory meanwhile."""
@@ -175,7 +176,7 @@ class AllocatedCache(Cache):
     @property
     def is_allocated(self) -> bool:
         """Whether every layer that has keys has storage of its own shape."""
-        return not self._unconfirmed
+        return not self._unfitted
 
     @property
     def memory_bytes(self) -> int:

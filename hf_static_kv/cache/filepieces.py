@@ -1,6 +1,15 @@
-"""The states of a layer in pieces: the order of a file, the memory that is read and written, the checksums."""
+"""The layers of a cache file in pieces. fileformat.py draws the whole file; one tensor of it has this order:
 
-from collections.abc import Iterator
+```
+keys.0      | layer 0                                 | layer 1 ...       [L, B, H, n, D]
+            | row 0             | row 1               |
+            | head 0  | head 1  | head 0  | head 1    |
+positions   | 0 .. n-1| 0 .. n-1| ...                                     a piece: some positions of one head,
+                                                                          or several whole heads of one row
+```
+"""
+
+from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import NamedTuple
 
@@ -12,6 +21,15 @@ from hf_static_kv.cache.fileformat import Entry, checksum_weights, position_chec
 PIECE_BYTES = 16 << 20  # read, copied and summed at a time: each costs some calls from Python
 
 
+class Piece(NamedTuple):
+    """States that are one stretch of a file."""
+
+    row: int  # of the batch
+    head: int  # the first head
+    first: int  # the first position, counted from the first one in the file
+    states: Tensor  # [h, m, D], a view of the storage or scratch memory
+
+
 class LayerStates(NamedTuple):
     """Keys or values of one layer, in a file and in a cache."""
 
@@ -21,48 +39,45 @@ class LayerStates(NamedTuple):
     states: Tensor  # [B, H, n, D], a view of the storage
     skipped: int = 0  # positions of the file before `states` that the cache does not keep
 
-    @property
-    def offset(self) -> int:
-        """Where the layer begins, from the end of the header."""
-        return self.entry.offset + self.number * (self.entry.num_bytes // self.entry.shape[0])
+    def offset(self, piece: Piece) -> int:
+        """Where a piece begins, in bytes from the end of the header."""
+        _, rows, heads, length, dim = self.entry.shape
+        position = ((self.number * rows + piece.row) * heads + piece.head) * length + piece.first
+        return self.entry.offset + position * dim * self.states.element_size()
 
-    def weights(self) -> Tensor:
-        """[B, H, W] for the checksums."""
-        return checksum_weights(self.entry.name.partition(".")[0], self.layer_idx, self.states)
-
-    def checksums(self) -> Tensor:
-        """int64 [n], on the device of the states."""
-        weights, sums = self.weights(), self.no_checksums()
-        for row, heads, first, piece in self.pieces():
-            sums[first : first + piece.shape[1]] += position_checksums(piece, weights[row, heads])
+    def checksums(self, pieces: Iterable[Piece]) -> Tensor:
+        """One for each position, int64 [n], on the device of the states. `pieces` are those of this layer."""
+        weights = checksum_weights(self.entry.name.partition(".")[0], self.layer_idx, self.states)  # [B, H, W]
+        sums = torch.zeros(self._length, dtype=torch.int64, device=self.states.device)
+        for row, head, first, states in pieces:
+            own = weights[row, head : head + len(states)]
+            sums[first : first + states.shape[1]] += position_checksums(states, own)
         return sums
 
-    def no_checksums(self) -> Tensor:
-        length = self.skipped + self.states.shape[2]
-        return torch.zeros(length, dtype=torch.int64, device=self.states.device)
-
-    def pieces(self) -> Iterator[tuple[int, slice, int, Tensor]]:
-        """(batch row, heads, first of the saved positions, states [h, m, D]), each in one stretch of the file.
-
-        What is skipped comes in scratch memory: it is read for the checksums alone.
-        """
+    def pieces(self) -> Iterator[Piece]:
+        """In the order of the file. What is skipped comes in scratch memory: it is read for the checksums alone."""
         rows, heads, length, dim = self.states.shape
         num_heads, step = self._piece_shape
         scratch = self.states.new_empty(1, min(step, self.skipped), dim)
         for row, head in product(range(rows), range(0, heads, num_heads)):
-            own = slice(head, head + num_heads)
             for first in range(0, self.skipped, step):
-                yield row, own, first, scratch[:, : self.skipped - first]
+                yield Piece(row, head, first, scratch[:, : self.skipped - first])
+            own = self.states[row, head : head + num_heads]
             for first in range(0, length, step):
-                yield row, own, self.skipped + first, self.states[row, own, first : first + step]
+                yield Piece(row, head, self.skipped + first, own[:, first : first + step])
+
+    @property
+    def _length(self) -> int:
+        """Positions that are read."""
+        return self.skipped + self.states.shape[2]
 
     @property
     def _piece_shape(self) -> tuple[int, int]:
         """Heads and positions of a piece. Several heads on a GPU alone: on a CPU they are apart, and read in place."""
-        length, row_bytes = self.skipped + self.states.shape[2], self.states.shape[3] * self.states.dtype.itemsize
-        num_heads = PIECE_BYTES // (length * row_bytes)
-        is_whole = self.skipped == 0 and length == self.entry.shape[3]  # else the file has others between two heads
-        return max(1, num_heads if self.is_staged and is_whole else 1), max(1, min(length, PIECE_BYTES // row_bytes))
+        head_bytes = self.states.shape[3] * self.states.dtype.itemsize  # of one position
+        positions = max(1, min(self._length, PIECE_BYTES // head_bytes))
+        is_whole = self.skipped == 0 and self._length == self.entry.shape[3]  # else others are between two heads
+        return max(1, PIECE_BYTES // (self._length * head_bytes)) if self.is_staged and is_whole else 1, positions
 
     @property
     def is_staged(self) -> bool:

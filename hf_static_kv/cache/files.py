@@ -1,4 +1,7 @@
-"""Caches to files and back: checked before anything is changed, written beside the old file and renamed."""
+"""Caches to files and back: checked before anything is changed, written beside the old file and renamed.
+
+A file is drawn in fileformat.py. A cache is saved and read layer by layer, in the pieces of filepieces.py.
+"""
 
 import os
 import secrets
@@ -19,8 +22,8 @@ from transformers import PreTrainedModel
 import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
-from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header, position_checksums
-from hf_static_kv.cache.filepieces import LayerStates, bytes_of, staging
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header
+from hf_static_kv.cache.filepieces import LayerStates, Piece, bytes_of, staging
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
@@ -206,20 +209,18 @@ class CacheFile:
         buffer, sums = staging() if any(part.is_staged for part, _ in jobs) else torch.empty(0), []
         for part, stream in jobs:
             with torch.no_grad(), torch.cuda.stream(stream):
-                sums.append((part.entry, self._read_part(part, buffer)))
+                sums.append((part.entry, part.checksums(self._read_pieces(part, buffer))))
         return sums
 
-    def _read_part(self, part: LayerStates, buffer: Tensor) -> Tensor:
-        weights, sums = part.weights(), part.no_checksums()
-        row_bytes = part.entry.shape[4] * part.states.dtype.itemsize
-        for row, heads, first, piece in part.pieces():
-            position = (row * part.entry.shape[2] + heads.start) * part.entry.shape[3] + first
-            target = buffer[: piece.nbytes].view(piece.dtype).view(piece.shape) if part.is_staged else piece
-            self._read(self._start + part.offset + position * row_bytes, bytes_of(target))
+    def _read_pieces(self, part: LayerStates, buffer: Tensor) -> Iterator[Piece]:
+        """The pieces of a layer, each when it has been read."""
+        for piece in part.pieces():
+            states = piece.states
+            target = buffer[: states.nbytes].view(states.dtype).view(states.shape) if part.is_staged else states
+            self._read(self._start + part.offset(piece), bytes_of(target))
             if part.is_staged:
-                piece.copy_(target)
-            sums[first : first + piece.shape[1]] += position_checksums(piece, weights[row, heads])
-        return sums
+                states.copy_(target)
+            yield piece
 
     def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
         totals = self.header.add_up(sums, length)
@@ -250,7 +251,7 @@ def save_cache(
         for entry, name in zip(entries, ("keys", "values"), strict=True)
         for i, layer_idx in enumerate(group.layers)
     ]
-    sums = header.add_up([(part.entry, part.checksums()) for part in parts], header.num_tokens)
+    sums = header.add_up([(part.entry, part.checksums(part.pieces())) for part in parts], header.num_tokens)
     checksums = sums.numpy().tobytes()
     with atomic_writer(Path(path)) as file:
         file.write(header.encode(checksums))
@@ -324,8 +325,8 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
 
 
 def _write(file: BinaryIO, part: LayerStates) -> None:
-    for _, _, _, piece in part.pieces():
-        file.write(bytes_of(piece.contiguous().cpu()))
+    for piece in part.pieces():
+        file.write(bytes_of(piece.states.contiguous().cpu()))
 
 
 @contextmanager

@@ -50,8 +50,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.group: StorageGroup | None = None
         self._had_grad = False  # whether states that require grad were written since the last reset
         self.was_assigned = False  # since the last reset
-        # While only one of keys and values has been assigned: the (batch, length) that the other still has.
-        self._half_assigned: dict[str, tuple[int, int]] = {}
+        # After `layer.keys = ...` alone {"values": (batch, length)}, as values still are; after `values`, of keys.
+        self._old_half: dict[str, tuple[int, int]] = {}
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
@@ -74,7 +74,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def used(self) -> list[tuple[int, int]]:
         """(batch rows, slots at most) of the storage that hold tokens, pending tokens or half an assignment."""
-        return [(self.batch_size, self.length + self.pending), *self._half_assigned.values()]
+        return [(self.batch_size, self.length + self.pending), *self._old_half.values()]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append the states and return the views that attention reads, for a layer that is used alone."""
@@ -185,10 +185,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def _replace(self, newest: Sequence[Tensor]) -> None:
         """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0 on."""
-        assert self.group is not None, "the layer has no storage"
         kept = newest[0].shape[2]
         self.oldest = self.length - kept  # first: what is overwritten no longer counts
-        for target, states in zip(self.group.views(self._index, self.batch_size, 0, kept), newest, strict=True):
+        for target, states in zip(self._slots(self.batch_size, 0, kept), newest, strict=True):
             target.copy_(states)
         self.offset = self.oldest
 
@@ -205,9 +204,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] at the positions [first, end)."""
-        assert self.group is not None, "the layer has no storage"
         rows = self.batch_size if batch_size is None else batch_size
-        return self.group.views(self._index, rows, first - self.offset, end - first)
+        return self._slots(rows, first - self.offset, end - first)
+
+    def _slots(self, batch_size: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, n, D] in the slots [first, first + count)."""
+        assert self.group is not None, "the layer has no storage"
+        return self.group.views(self._index, batch_size, first, count)
 
     def first_loaded(self, first: int, length: int) -> int:
         """The oldest position that an empty layer can take from a file that has the positions [first, length)."""
@@ -215,8 +218,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] of an empty layer for the positions [first, length). `fill` makes them count."""
-        assert self.group is not None, "the layer has no storage"
-        return self.group.views(self._index, batch_size, 0 if self.is_compact else first, length - first)
+        return self._slots(batch_size, 0 if self.is_compact else first, length - first)
 
     def fill(self, batch_size: int, first: int, length: int) -> None:
         """The layer holds what was written to `free_views`."""
@@ -235,7 +237,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         """Drop the pending tokens; their positions are free again."""
         self.pending = 0
         self._tail = []
-        self._half_assigned.clear()
+        self._old_half.clear()
 
     def newest(self) -> list[Tensor]:
         """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a full layer."""
@@ -349,7 +351,7 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     def _states(self, name: str) -> Tensor | None:
         if self.group is None:
             return None
-        batch_size, length = self._half_assigned.get(name, (self.batch_size, self.length))
+        batch_size, length = self._old_half.get(name, (self.batch_size, self.length))
         return self._views(self.oldest, length, batch_size)[0 if name == "keys" else 1]
 
     def _assign(self, name: str, states: Tensor | None) -> None:
@@ -358,25 +360,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self._set_length(0)
             return
         self.was_assigned = True
-        if self.group is None:
-            raise ValueError(
-                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
-                "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
-            )
-        own: Tensor = getattr(self.group, name)[self._index][:, :, self.oldest - self.offset :]  # [B, H, S, D]
-        kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
-        fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
-        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
-            raise ValueError(
-                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
-                f"{own_kind}. Convert them, or build a larger cache."
-            )
+        own = self._assignable(name, states)
         batch_size, length = states.shape[0], states.shape[2]
-        if self.oldest and length != self.length - self.oldest:
-            raise ValueError(
-                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have {length} "
-                "and must have as many. To shorten the sequence call crop."
-            )
         is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
         if length and not is_prefix:
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
@@ -384,8 +369,31 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
         self._had_grad |= states.requires_grad
         other = "values" if name == "keys" else "keys"
-        self._half_assigned = {} if name in self._half_assigned else {other: (self.batch_size, self.length)}
+        self._old_half = {} if name in self._old_half else {other: (self.batch_size, self.length)}
         self.batch_size, self.length, self.pending = batch_size, self.oldest + length, 0
+
+    def _assignable(self, name: str, states: Tensor) -> Tensor:
+        """The storage [B, H, S, D] of keys or values from position `oldest` on; refuses states that do not fit in."""
+        if self.group is None:
+            raise ValueError(
+                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
+                "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
+            )
+        own = self.storage[0 if name == "keys" else 1][:, :, self.oldest - self.offset :]
+        kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
+        fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
+        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
+            raise ValueError(
+                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
+                f"{own_kind}. Convert them, or build a larger cache."
+            )
+        length = states.shape[2]
+        if self.oldest and length != self.length - self.oldest:
+            raise ValueError(
+                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have {length} "
+                "and must have as many. To shorten the sequence call crop."
+            )
+        return own
 
 
 class _ForwardOnly(torch.autograd.Function):

@@ -69,6 +69,10 @@ class LayerPlan:
         """A shape of states as this layer stores them."""
         return replace(shape, window=self.compact_window)
 
+    def stores_like(self, other: "LayerPlan") -> bool:
+        """Whether both may share one pair of tensors, as far as the config tells."""
+        return (self.shape, self.compact_window) == (other.shape, other.compact_window)
+
 
 def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
     """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be served.

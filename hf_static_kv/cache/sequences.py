@@ -98,9 +98,9 @@ class SequenceCache(HybridCache):
             raise ValueError(f"Layer {layer_idx} brings keys, and by the config of the cache it has none.")
         layer = self.layers[layer_idx]
         self._make_room(layer, layer_idx, key_states, value_states)
-        if layer_idx in self._unconfirmed:
+        if layer_idx in self._unfitted:
             layer.check(key_states, value_states, has_storage=False)
-            self._confirm(layer_idx, key_states, value_states)
+            self._fit_storage(layer_idx, key_states, value_states)
         views = self._append(layer, layer_idx, key_states, value_states)
         if layer_idx == debug.logged_layer:
             end, message = layer.length + layer.pending, "layer %d wrote [%d, %d) and returned [%d, %d)"

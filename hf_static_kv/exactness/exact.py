@@ -23,7 +23,13 @@ from transformers import PreTrainedModel
 from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.ranks import is_part
-from hf_static_kv.exactness.experts import EXACT_EXPERTS_NAME, IS_BALANCING_LOSS, ordinary_balancing_loss
+from hf_static_kv.exactness.experts import (
+    EXACT_EXPERTS_NAME,
+    IS_BALANCING_LOSS,
+    ordinary_balancing_loss,
+    parameter_adapters,
+    refuse_active,
+)
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
 from hf_static_kv.program.fingerprint import random_rates
 from hf_static_kv.program.linears import gated_mlps, single_linears
@@ -100,10 +106,11 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
-    original = model.forward
+    original, adapters = model.forward, parameter_adapters(model)
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        refuse_active(adapters)  # in each pass: an adapter may be merged or disabled for some of them
         if torch.is_autocast_enabled(model.device.type):
             raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
         with BatchInvariantMode(), _invariant_checkpointing(model):  # type: ignore[no-untyped-call]

@@ -56,6 +56,24 @@ def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
     return differentiable(operation, plain, states, weight, bias)  # type: ignore[no-any-return]
 
 
+def parameter_adapters(model: Module) -> dict[str, Any]:
+    """PEFT's LoRA adapters of parameters, such as stacked experts, by the names of their modules."""
+    named = model.named_modules()
+    return {name: part for name, part in named if hasattr(part, "parameter_name") and hasattr(part, "lora_A")}
+
+
+def refuse_active(adapters: dict[str, Any]) -> None:
+    """Refuse `parameter_adapters` that are neither merged nor disabled: each pass computes their weights anew."""
+    for name, adapter in adapters.items():
+        is_in_use = any(active in adapter.lora_A for active in adapter.active_adapters)
+        if is_in_use and not adapter.merged and not adapter.disable_adapters:
+            raise ValueError(
+                f"{name} has a LoRA adapter of its parameter {adapter.parameter_name}, and exact has no kernel for "
+                "adapters of stacked experts. Merge the adapter (`merge_adapter()` of PEFT), or leave experts out of "
+                "target_modules and target_parameters."
+            )
+
+
 def ordinary_balancing_loss(model: Module) -> AbstractContextManager[None]:
     """The model with its auxiliary loss as it is: a mean over tokens is no token's own."""
     modules = {type(module).__module__ for module in model.modules()}

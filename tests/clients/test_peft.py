@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hf_static_kv import attach, attachment
+from hf_static_kv import attach, attachment, exact
 from hf_static_kv.testing import load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION
+from tests.conftest import toy_model
 
 peft = pytest.importorskip("peft", reason="peft is not installed: it is in the extra `clients`")
 pytestmark = pytest.mark.clients
@@ -154,3 +155,27 @@ def test_tokens_before_the_prompt(kind):
     assert info.calls == 4
     with pytest.raises(ValueError, match="computes outside of the model"):
         attach(wrapper)
+
+
+def test_an_adapter_of_stacked_experts_inside_exact():
+    """Refused by the name of its module while it is in use; merged or disabled it is served."""
+    model, ids = toy_model("qwen3_moe", "eager"), torch.arange(5, 25).view(1, 20)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters, init_lora_weights=False)
+    with torch.no_grad(), exact(model):
+        base = model(ids, use_cache=False).logits
+    wrapper = peft.get_peft_model(model, config).eval()
+    remedy = (
+        r"^model\.layers\.0\.mlp\.experts has a LoRA adapter of its parameter (down|gate_up)_proj.* Merge the adapter"
+    )
+    with torch.no_grad(), exact(wrapper):
+        with pytest.raises(ValueError, match=remedy):
+            wrapper(input_ids=ids, use_cache=False)
+        with wrapper.disable_adapter():
+            assert torch.equal(wrapper(input_ids=ids, use_cache=False).logits, base)
+    ordinary = wrapper(input_ids=ids, use_cache=False).logits
+    wrapper.base_model.merge_adapter()
+    with torch.no_grad(), exact(wrapper):
+        merged = wrapper(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(merged, ordinary, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(merged, base)

@@ -118,3 +118,33 @@ def test_expert_parallel_models_are_refused():
     model.model.layers[0].mlp.experts._is_expert_parallel = True
     with exact(model), pytest.raises(ValueError, match="expert parallel"):
         model(torch.ones(1, 3, dtype=torch.long))
+
+
+class LikeParamWrapper(torch.nn.Module):
+    """As PEFT wraps a module of which it adapts a parameter."""
+
+    parameter_name, active_adapters, disable_adapters, merged = "down_proj", ["default"], False, False
+
+    def __init__(self, experts):
+        super().__init__()
+        self.base_layer, self.lora_A = experts, torch.nn.ModuleDict({"default": torch.nn.Linear(2, 2)})
+
+    def forward(self, *args):
+        return self.base_layer(*args)
+
+
+def test_an_adapter_of_stacked_experts_is_refused_while_it_is_in_use():
+    model, ids = toy_model("mixtral", "eager"), torch.ones(1, 3, dtype=torch.long)
+    with torch.no_grad(), exact(model):
+        expected = model(ids).logits
+    adapter = model.model.layers[1].mlp.experts = LikeParamWrapper(model.model.layers[1].mlp.experts)
+    with torch.no_grad(), exact(model):
+        with pytest.raises(
+            ValueError, match=r"^model\.layers\.1\.mlp\.experts has a LoRA.*down_proj.* Merge the adapter"
+        ):
+            model(ids)
+        for name, value in {"merged": True, "disable_adapters": True, "active_adapters": ["another"]}.items():
+            before = getattr(adapter, name)
+            setattr(adapter, name, value)
+            assert torch.equal(model(ids).logits, expected)
+            setattr(adapter, name, before)
