@@ -1,6 +1,7 @@
 """Starts the ranks of a test: processes of this machine, which end with the test."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import time
 import traceback
@@ -45,6 +46,8 @@ def _context(backend):
     """Where processes come from: for gloo a server that has imported everything once and is forked for every rank."""
     if backend == "nccl":
         return multiprocessing.get_context("spawn")  # a fork of a process that has counted GPUs cannot use them
+    # A process has one server. That of the benchmarks' tests has imported nothing: every rank would, for seconds.
+    multiprocessing.forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.scenarios"])
     with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # transformers would give every rank a GPU

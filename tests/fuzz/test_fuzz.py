@@ -158,6 +158,8 @@ FAULTS = {
     lend_a_cache_with_the_tokens_of_an_earlier_call: has_two_texts,
     reuse_a_prefix_that_is_one_too_long: has_two_texts,
 }
+# Faults that few cases show, and a seed that does. It runs first: otherwise 7 and 15 others run before it.
+SHOWN_BY = {count_what_a_failed_pass_wrote: 34, reuse_a_prefix_that_is_one_too_long: 62}
 
 
 @pytest.fixture
@@ -172,6 +174,7 @@ def _own_caches():
 @pytest.mark.parametrize("break_it", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(break_it):
     seeds = [seed for seed in range(1000) if FAULTS[break_it](make_case(seed))][:24]
+    seeds.sort(key=lambda seed: seed != SHOWN_BY.get(break_it))
     with pytest.MonkeyPatch.context() as patch:
         break_it(patch)
         fault = next(fault for seed in seeds for fault in run_seeds([seed]).faults)
