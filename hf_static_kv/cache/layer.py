@@ -370,7 +370,8 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self._had_grad |= states.requires_grad
         other = "values" if name == "keys" else "keys"
         self._old_half = {} if name in self._old_half else {other: (self.batch_size, self.length)}
-        self.batch_size, self.length, self.pending = batch_size, self.oldest + length, 0
+        self.batch_size, self.length = batch_size, self.oldest + length
+        self.pending, self._tail = 0, []
 
     def _assignable(self, name: str, states: Tensor) -> Tensor:
         """The storage [B, H, S, D] of keys or values from position `oldest` on; refuses states that do not fit in."""

@@ -171,14 +171,14 @@ class Recorder(TorchFunctionMode):
         self.calls: list[Call] = []
         self.value_of: dict[int, Value | Tensor] = {}  # by a tensor's id; a view of all of a tensor has that tensor
         self.kept: list[Tensor] = []  # so that no id is used twice
-        self.constants: set[Value] = set()
+        self.constants: set[int] = set()  # addresses of memory, which views share
         self.numbers: set[int] = set()  # ids of tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
-        is_constant = all(id(t) in self.numbers or self.value_of.get(id(t)) in self.constants for t in inputs)
+        is_constant = all(id(t) in self.numbers or _memory(t) in self.constants for t in inputs)
         is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
         if is_read and not is_constant:
             raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
@@ -187,6 +187,8 @@ class Recorder(TorchFunctionMode):
         written = [tensor for tensor, count in zip(inputs, before, strict=True) if write_count(tensor) != count]
         if any(id(tensor) in self.numbers for tensor in written):
             raise RuntimeError(f"the pass writes into a tensor that it has made of numbers ({name})")
+        if not is_constant:
+            self.constants -= set(map(_memory, written))
         if is_number:
             made = [leaf for leaf in leaves(result) if isinstance(leaf, Tensor)]
             self.kept += made
@@ -194,7 +196,7 @@ class Recorder(TorchFunctionMode):
             return result
         # Before the results get values: a result may be one of the arguments.
         args, kwargs = map_leaves(lambda leaf: self.value_of.get(id(leaf), leaf), (args, kwargs))
-        results = [self._new_value(output, inputs, is_constant and not written) for output in leaves(result)]
+        results = [self._new_value(output, inputs, is_constant) for output in leaves(result)]
         if written or any(results):
             self.calls.append(Call(len(self.calls), func, args, kwargs, results, bool(written)))
         return result
@@ -209,7 +211,7 @@ class Recorder(TorchFunctionMode):
             return None
         value = self.value_of[id(output)] = Value(len(self.kept), output)
         if is_constant:
-            self.constants.add(value)
+            self.constants.add(_memory(output))
         return value
 
     def program(self, output: Tensor) -> Program:
@@ -234,6 +236,10 @@ def leaves(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

@@ -296,6 +296,19 @@ def test_assigned_states_replace_what_is_kept():
     assert (layer.offset, layer.length) == (0, 0)
 
 
+def test_an_assignment_in_the_middle_of_a_long_step_ends_it():
+    cache = compact(shared_toy_model("gemma3"))
+    layer = sliding_layers(cache)[0]
+    _, heads, slots, dim = layer.storage[0].shape
+    keys = torch.randn(1, heads, slots + 5, dim)
+    layer.write(keys, keys)  # longer than the storage: the layer holds its newest positions until it is committed
+    layer.keys, layer.values = keys[:, :, :2], keys[:, :, :2]
+    layer.write(keys[:, :, 2:3], keys[:, :, 2:3])
+    layer.commit()
+    assert torch.equal(layer.keys, keys[:, :, :3])
+    assert torch.equal(layer.values, keys[:, :, :3])
+
+
 # --- exact, trace
 
 

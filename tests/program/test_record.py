@@ -92,6 +92,8 @@ class TestRecording:
             lambda x: x.sum().tolist() * x,
             lambda x: torch.masked_select(x, x > 0),
             lambda x: x[: int(x[0, 0])],
+            lambda x: x if torch.zeros(2, 4).add_(x).sum() > 0 else -x,
+            lambda x: x if (zeros := torch.zeros(2, 4), zeros[0].add_(x[0]))[0].sum() > 0 else -x,
         ],
     )
     def test_a_pass_that_asks_for_a_value_is_refused(self, read):
