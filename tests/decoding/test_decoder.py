@@ -175,9 +175,16 @@ class TestOutputs:
 )
 def test_cudnn_reads_long_prompts_alone(tokens, how, is_used, monkeypatch):
     monkeypatch.setattr("hf_static_kv.decoding.call._TOKENS_FOR_CUDNN", tokens)
-    model, enabled = toy_model("llama"), []
-    model.register_forward_pre_hook(lambda *_: enabled.append(torch.backends.cuda.cudnn_sdp_enabled()))
-    run(model, decoder=GraphDecoder(), max_new_tokens=1, **how)
+    model, decoder, enabled = toy_model("llama"), GraphDecoder(), []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def attend(*args, **kwargs):
+        enabled.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+    run(model, decoder=decoder, max_new_tokens=1, **how)
+    assert decoder.fallback_reason is None
     assert enabled
     assert set(enabled) == {is_used}
 
