@@ -722,6 +722,8 @@ class Runner:
         """What the contender does; None where DynamicCache cannot, which then leaves the case."""
         try:
             return act()
+        except SkippedCaseError:
+            raise
         except Exception as error:
             reason = _first_line(error)
             if not contender.is_ours:

@@ -8,7 +8,7 @@ from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import SEEDS_PER_MODEL, Call, Crop, NewText, Rows, make_case
 from tests.fuzz.fuzz import main, run_seeds
 from tests.fuzz.models import available
-from tests.fuzz.runner import workspace
+from tests.fuzz.runner import Runner, SkippedCaseError, Tally, workspace
 
 TESTS = 4
 # One case of every architecture in its first variant; `make fuzz` runs as many as one likes.
@@ -30,6 +30,16 @@ def test_no_fault_is_found(part):
 def test_a_seed_is_a_case():
     assert [make_case(seed) for seed in range(50)] == [make_case(seed) for seed in range(50)]
     assert len({make_case(seed).describe() for seed in range(50)}) == 50
+
+
+def test_a_contender_may_end_a_case_without_a_fault():
+    def act():
+        raise SkippedCaseError("compact layers do not go back")
+
+    runner = Runner(make_case(0), "cpu", ("ours",), tally := Tally())
+    with pytest.raises(SkippedCaseError, match="do not go back"):
+        runner._attempt(runner.contenders[0], act)
+    assert tally.faults == []
 
 
 # --- the fuzzer can fail
