@@ -13,7 +13,8 @@ def losses(records: dict[str, list[Record]]) -> list[str]:
     lines += [*without_decoder(generated), *first_token(generated), *memory(generated)]
     lines += [line for record in records["context"] for line in context_behind(record)]
     lines += [line for record in records["speedup"] for line in slower_than_no_cache(record)]
-    lines += cost_of_exact(records["exact"]) + cost_of_attach(records["attach"]) + files_behind(records["files"])
+    lines += cost_of_exact(records["exact"]) + cost_of_exact(records["training"], "training with ")
+    lines += cost_of_attach(records["attach"]) + files_behind(records["files"])
     return lines + update_behind(records["update"][0])
 
 
@@ -87,12 +88,12 @@ def slower_than_no_cache(record: Record) -> list[str]:
     ]
 
 
-def cost_of_exact(records: list[Record]) -> list[str]:
+def cost_of_exact(records: list[Record], what: str = "") -> list[str]:
     times, costs = [record["ms"] for record in records], []
-    for name in times[0]["usual"]:
+    for name in times[0]["usual"] if times else []:
         factors = [ms["exact"][name]["median"] / ms["usual"][name]["median"] for ms in times]
-        costs.append(f"{name} takes {span(factors)} times as long")
-    return [f"Inside `exact`: {'; '.join(costs)}."]
+        costs.append(f"{what}{name} takes {span(factors)} times as long")
+    return [f"Inside `exact`: {'; '.join(costs)}."] if costs else []
 
 
 def files_behind(records: list[Record]) -> list[str]:
