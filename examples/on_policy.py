@@ -8,8 +8,8 @@ step of the optimizer on them. A completion's advantage is its reward minus the 
 group's spread. The weights do not change between sampling and training, so the ratio of a token's two probabilities
 should be 1. Ordinary passes round differently, and it is not. Inside `exact` it is 1 for every token.
 
-docs/exact.md has a picture. On a CPU an update in bfloat16 takes minutes. Both runs learn alike until rounding changes a
-sampled token; from there on they are two runs with different luck.
+docs/exact.md has a picture. On a CPU an update in bfloat16 takes minutes. Both runs learn alike until rounding changes
+a sampled token; from there on they are two runs with different luck.
 
 Printed for each update: the mean reward (the share of lines that end in the letter), the largest |ratio - 1| over the
 sampled tokens, and the largest Kullback-Leibler divergence of the two distributions of a token; then a summary. Exit
