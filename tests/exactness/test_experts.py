@@ -34,7 +34,8 @@ def plain(x, weight, experts, bias=None):
 class TestExpertLinear:
     @pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
     @pytest.mark.parametrize("transposed", [False, True])  # as gpt-oss keeps its weights
-    @pytest.mark.parametrize(("tokens", "dim", "size"), [(1, 48, 7), (9, 300, 20), (150, 64, 70)])
+    # The last one is one token more than few. In float32 the interpreter runs a program for every token.
+    @pytest.mark.parametrize(("tokens", "dim", "size"), [(1, 48, 7), (9, 300, 20), (65, 64, 70)])
     def test_against_float64(self, implementation, tokens, dim, size, transposed, dtype):
         x, bias, experts = normal(tokens, dim, dtype=dtype), normal(5, size, dtype=dtype), chosen_experts(tokens, 5)
         weight = normal(5, dim, size, dtype=dtype).mT if transposed else normal(5, size, dim, dtype=dtype)
