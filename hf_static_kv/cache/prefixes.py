@@ -67,7 +67,11 @@ class PrefixStore:
             if self._identity is None or self._identity[0] != content:
                 self._identity = content, ModelIdentity.of(model)
             identity = self._identity[1]
-            path, length = self._longest(identity, ids)
+            try:
+                path, length = self._longest(identity, ids)
+            except OSError as reason:  # the folder is gone
+                logger.warning("Saved prefixes are not used. %s", reason)
+                return
         if path is None or length < max(_MIN_TOKENS, 2 * cache.seq_len):
             return
         try:
@@ -89,10 +93,13 @@ class PrefixStore:
         """Save the first positions of a cache, those of the tokens [B, n]."""
         name = blake2b(f"{ModelIdentity.of(model)} {tokens.tolist()}".encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}.safetensors"
-        if path.exists():
+        known = self._index.get(path.name)
+        is_damaged = path.name in self._unusable or (known is not None and known.model is None)
+        if path.exists() and not is_damaged:
             os.utime(path)
         else:
             cache.save(path, model=model, tokens=tokens)
+            self._unusable.discard(path.name)
         self._remove_unused(path)
         return path
 
@@ -122,7 +129,7 @@ class PrefixStore:
             if entry.name in known and known[entry.name].file == file:
                 self._index[entry.name] = known[entry.name]
                 continue
-            with suppress(FileNotFoundError):
+            with suppress(OSError):  # removed meanwhile, or not ours to read
                 self._index[entry.name] = _read(entry.path, file)
 
     def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:

@@ -23,12 +23,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from hf_static_kv.compat import write_count
+from hf_static_kv.compat import inner_tensors, write_count
 
 # What tells the host a value, or makes a tensor whose shape depends on values. On a GPU each of them synchronizes.
 _READS = {
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "cpu",
-    "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique", "unique_consecutive",
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "argwhere",
+    "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique",
+    "unique_consecutive",
 }  # fmt: skip
 
 
@@ -125,6 +126,9 @@ class Program:
         writes = [order for order, call in self.calls.items() if call.writes and order != new.order]
         return any(min(orders) <= order <= max(orders) for order in writes)
 
+    def writes_between(self, first: Call, last: Call) -> bool:
+        return any(call.writes and first.order < call.order < last.order for call in self)
+
     def _uses(self, values: Collection[Value | None], parts: Sequence[Call]) -> list[int]:
         """The orders of the calls outside of `parts` that take these values; the output is taken at the end."""
         users = [call for value in values if value is not None for call in self.used_by[value]]
@@ -178,9 +182,11 @@ class Recorder(TorchFunctionMode):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
-        is_constant = all(id(t) in self.numbers or _memory(t) in self.constants for t in inputs)
-        is_read = name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:]))
-        if is_read and not is_constant:
+        is_constant = all(map(self._is_constant, inputs))
+        is_mask_index = name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:])
+        is_where = name == "where" and len(args) + len(kwargs) == 1  # the indices of what is not zero
+        is_read = name in _READS or is_mask_index or is_where
+        if (is_read and not is_constant) or not all(map(self._is_constant, _slice_bounds((args, kwargs)))):
             raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
         before = [write_count(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
@@ -200,6 +206,9 @@ class Recorder(TorchFunctionMode):
         if written or any(results):
             self.calls.append(Call(len(self.calls), func, args, kwargs, results, bool(written)))
         return result
+
+    def _is_constant(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.numbers or _memory(tensor) in self.constants
 
     def _new_value(self, output: Any, inputs: Sequence[Tensor], is_constant: bool) -> Value | None:
         """A value for this result; None where it is one of the arguments, or a view of all of one."""
@@ -238,8 +247,15 @@ def leaves(value: Any) -> list[Any]:
     return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
 
 
+def _slice_bounds(value: Any) -> list[Tensor]:
+    """The tensors in slices, as t in `x[:t]`. Torch reads them on the host, and no mode sees that."""
+    slices = [leaf for leaf in leaves(value) if isinstance(leaf, slice)]
+    return [bound for s in slices for bound in (s.start, s.stop, s.step) if isinstance(bound, Tensor)]
+
+
 def _memory(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    """The address of its memory. A wrapper, such as a quantised weight, has none: it stands for itself."""
+    return id(tensor) if inner_tensors(tensor) is not None else tensor.untyped_storage().data_ptr()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

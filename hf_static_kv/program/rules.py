@@ -83,7 +83,9 @@ def transpose_first(program: Program) -> None:
     for call in program.calls_of(Tensor.transpose):
         between = call.args[0]
         before = _own_norm(program, between, call)
-        if before is not None and call.args[1:] == (1, 2):
+        if before is None or program.writes_between(before, call):  # the norm reads x later than it did
+            continue
+        if call.args[1:] == (1, 2) and len(between.shape) == 4:  # the last dim stays the last
             x, its_norm = before.args
             before.func, before.args, call.func, call.args = call.func, (x, 1, 2), norm, (between, its_norm)
             between.shape = call.results[0].shape  # type: ignore[union-attr]

@@ -237,6 +237,44 @@ def test_a_damaged_file_is_named_once_and_the_call_computes(tmp_path, caplog, pl
     assert str(path) in caplog.text
 
 
+@pytest.mark.parametrize("place", [100, -6000], ids=["header", "states"])
+def test_saving_again_replaces_a_damaged_file(tmp_path, place):
+    model, store = shared_toy_model("llama"), PrefixStore(tmp_path)
+    path = save(model, store)
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.unlink()
+    path.write_bytes(content)
+    assert save(model, store) == path
+    assert reused(model, TEXT, store) == reused(model, TEXT, tmp_path) == 99
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+    (tmp_path / "other.safetensors").touch()
+
+    def denied(path):
+        if path.endswith("other.safetensors"):
+            raise PermissionError(13, "Permission denied", path)
+        return CacheFile(path)
+
+    monkeypatch.setattr("hf_static_kv.cache.prefixes.CacheFile", denied)
+    store = PrefixStore(tmp_path)
+    store._refresh()
+    assert len(store._index) == 1
+
+
+def test_a_folder_that_is_gone(tmp_path, caplog):
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path / "folder"):
+        (tmp_path / "folder").rmdir()
+        with caplog.at_level(logging.WARNING):
+            tokens = ask(model, TEXT)
+    assert torch.equal(tokens, ask(model, TEXT))
+    assert "Saved prefixes are not used." in caplog.text
+
+
 def test_arguments(tmp_path):
     model = toy_model("llama")
     info = attach(model, reuse_prefix=str(tmp_path / "made" / "here"))

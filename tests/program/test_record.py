@@ -5,6 +5,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_static_kv.kernels.norm import STYLES, Norm, norm
 from hf_static_kv.program.record import Recorder, leaves, map_leaves
@@ -92,6 +93,10 @@ class TestRecording:
             lambda x: x.sum().tolist() * x,
             lambda x: torch.masked_select(x, x > 0),
             lambda x: x[: int(x[0, 0])],
+            lambda x: x[:, : x[0, 0].long()],
+            lambda x: x[torch.where(x > 0)],
+            lambda x: x * len(torch.argwhere(x)),
+            lambda x: x * len(torch.bincount(x.long().flatten())),
             lambda x: x if torch.zeros(2, 4).add_(x).sum() > 0 else -x,
             lambda x: x if (zeros := torch.zeros(2, 4), zeros[0].add_(x[0]))[0].sum() > 0 else -x,
         ],
@@ -103,6 +108,17 @@ class TestRecording:
     def test_a_constant_may_be_asked_for(self):
         program = record(lambda x: x * torch.arange(3).max().item() if torch.ones(2).all() else x, torch.ones(2, 4))
         assert torch.equal(program.compiled()(), torch.full((2, 4), 2.0))
+
+    def test_a_constant_may_bound_a_slice(self):
+        program = record(lambda x: x[:, : torch.tensor(3)] + x[:, torch.arange(2).sum() :], torch.ones(2, 4))
+        assert torch.equal(program.compiled()(), torch.full((2, 3), 2.0))
+
+    def test_a_wrapper_without_memory(self):
+        weight = TwoTensor(W, W)
+        x = torch.randn(2, 4)
+        run = record(lambda x: x @ weight.t(), x).compiled()
+        x.normal_()
+        assert torch.equal(run().a, x @ W.t())
 
     def test_an_output_that_is_an_input(self):
         with pytest.raises(RuntimeError, match="by no operation"):

@@ -278,6 +278,23 @@ class TestRotations:
         names, _ = rewritten(lambda x: norm(x.view(1, 2, 1, 4), wide).transpose(2, 3) * 1, "transpose_first")
         assert names == ["view", "norm", "transpose", "mul"]
 
+    def test_a_transpose_of_the_last_dim_stays_after_the_norm(self):
+        gain = Norm(weight(8), 1e-6, STYLES[1])
+        names, difference = rewritten(lambda x: norm(x, gain).transpose(1, 2) * 1, "transpose_first")
+        assert (names, difference) == (["norm", "transpose", "mul"], 0)
+
+    def test_a_norm_does_not_move_across_a_write(self):
+        gain = Norm(weight(2), 1e-6, STYLES[1])
+
+        def function(x):
+            heads = x.view(1, 1, 4, 2) * 2
+            normed = norm(heads, gain)
+            heads.add_(1)
+            return normed.transpose(1, 2) * 1
+
+        names, difference = rewritten(function, "transpose_first")
+        assert (names[-4:], difference) == (["norm", "add_", "transpose", "mul"], 0)
+
 
 def test_rules_are_left_out_by_name():
     x = torch.ones(1, 8)
