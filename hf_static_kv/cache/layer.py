@@ -199,8 +199,11 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     @property
     def _num_kept(self) -> int:
-        """Positions that are kept when the others are dropped: window + SPARE - 1. Twice as many do not overlap."""
-        return self.num_slots // 2 - 1
+        """Positions that are kept when the others are dropped: window + SPARE - 1. Twice as many do not overlap.
+
+        A capacity of fewer slots than that holds all positions: then none is dropped that the next token may see.
+        """
+        return max(self.num_slots // 2 - 1, self.sliding_window or 0)
 
     def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] at the positions [first, end)."""

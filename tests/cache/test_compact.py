@@ -296,6 +296,18 @@ def test_assigned_states_replace_what_is_kept():
     assert (layer.offset, layer.length) == (0, 0)
 
 
+def test_a_full_cache_of_few_slots_keeps_what_the_next_token_sees():
+    model, ids = shared_toy_model("gemma3"), LONG[:, : WINDOW + 4]
+    cache = compact(model, max_cache_len=WINDOW + 4)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        assert cache.make_room() == 0
+        cache.grow(40)
+        logits = model(LONG[:, WINDOW + 4 : WINDOW + 5], past_key_values=cache).logits[:, -1]
+        expected = model(LONG[:, : WINDOW + 5], use_cache=False).logits[:, -1]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+
+
 def test_an_assignment_in_the_middle_of_a_long_step_ends_it():
     cache = compact(shared_toy_model("gemma3"))
     layer = sliding_layers(cache)[0]
