@@ -221,14 +221,18 @@ def test_too_little_memory_for_a_file_is_left_to_the_call(tmp_path, monkeypatch)
     assert reused(model, TEXT, tmp_path) == 0
 
 
-@pytest.mark.parametrize("place", [100, -100], ids=["header", "states"])
-def test_a_damaged_file_is_named_once_and_the_call_computes(tmp_path, caplog, place):
-    model, store = shared_toy_model("llama"), PrefixStore(tmp_path)
-    path = save(model, store)
+def damage(path, place):
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.unlink()
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("place", [100, -100], ids=["header", "states"])
+def test_a_damaged_file_is_named_once_and_the_call_computes(tmp_path, caplog, place):
+    model, store = shared_toy_model("llama"), PrefixStore(tmp_path)
+    path = save(model, store)
+    damage(path, place)
     with caplog.at_level(logging.WARNING), attached(model, reuse_prefix=store) as info:
         ask(model, TEXT)
         ask(model, TEXT.roll(1, dims=1))
@@ -241,10 +245,7 @@ def test_a_damaged_file_is_named_once_and_the_call_computes(tmp_path, caplog, pl
 def test_saving_again_replaces_a_damaged_file(tmp_path, place):
     model, store = shared_toy_model("llama"), PrefixStore(tmp_path)
     path = save(model, store)
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.unlink()
-    path.write_bytes(content)
+    damage(path, place)
     assert save(model, store) == path
     assert reused(model, TEXT, store) == reused(model, TEXT, tmp_path) == 99
 
