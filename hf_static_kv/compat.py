@@ -299,6 +299,16 @@ def parallel_compiling(pool: Any) -> Iterator[None]:
         active_mode.set(None)  # Triton leaves it set where a kernel failed, and could then compile no other
 
 
+def build_launcher(compilation: Any) -> None:
+    """Build the C launcher of a kernel that `parallel_compiling` submits. Without it: built after its compilation.
+
+    Triton 3.6 runs a C compiler for 0.3 to 0.5 s. Later versions have one launcher for all kernels.
+    """
+    with suppress(Exception):  # one is raised at the end: nobody knows the kernel's metadata yet
+        source = inspect.getclosurevars(compilation).nonlocals["src"]
+        import_module("triton.runtime").driver.active.launcher_cls(source, None)
+
+
 def load_kernel(kernel: Any) -> None:
     """Load a compiled kernel onto the current device. Without it: its first launch does so."""
     getattr(kernel, "_init_handles", lambda: None)()

@@ -144,6 +144,23 @@ class TestTriton:
             entered.append(True)
         assert entered
 
+    def test_a_launcher_is_built_before_its_kernel_is_compiled(self, monkeypatch):
+        """From the source that Triton's compilation holds; what fails after that is left to the loading."""
+        built = []
+
+        class Launcher:
+            def __init__(self, source, metadata):
+                built.append(source)
+                self.scratch_size = metadata.global_scratch_size
+
+        driver = SimpleNamespace(active=SimpleNamespace(launcher_cls=Launcher))
+        monkeypatch.setitem(sys.modules, "triton.runtime", SimpleNamespace(driver=driver))
+        src = object()
+        compat.build_launcher(lambda: src)
+        assert built == [src]
+        compat.build_launcher(lambda: None)  # of a Triton that holds none
+        assert built == [src]
+
     def test_without_what_is_loaded_in_advance(self, monkeypatch):
         for name in ("triton.runtime", "triton.runtime.cache", "triton.experimental.gluon"):
             monkeypatch.setitem(sys.modules, name, None)

@@ -23,7 +23,7 @@ from hf_static_kv import compat
 
 # Compiling holds the GIL for half of its time, so few threads compile. Loading waits for a C compiler in Triton 3.6:
 # 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
-_COMPILE_THREADS, _LOAD_THREADS = 4, 16
+_COMPILE_THREADS, _LOAD_THREADS = 4, 32
 pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _MODE: ContextVar[str] = ContextVar("launches", default="run")  # "run", "compile" or "skip"
 
@@ -71,9 +71,12 @@ class _CompileAndLoad(ThreadPoolExecutor):
         self.device, self.may_compile = device, Semaphore(_COMPILE_THREADS)
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        launcher = super().submit(compat.build_launcher, compile)
+
         def compile_and_load() -> Any:
             with self.may_compile:
                 kernel = compile(*args, **kwargs)
+            launcher.result()  # another thread would build it again
             with torch.cuda.device(self.device):
                 compat.load_kernel(kernel)
             return kernel

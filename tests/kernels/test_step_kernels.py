@@ -212,6 +212,22 @@ def test_a_kernel_that_cannot_be_compiled_is_told_and_is_the_only_one():
     assert x.tolist() == [1]
 
 
+@pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
+def test_the_launcher_is_built_while_the_kernel_is_compiled(monkeypatch):
+    """Where Triton's compilation no longer holds its source, it is built later, and nobody would notice."""
+    active, known = triton.runtime.driver.active, []
+    original = active.launcher_cls
+
+    def launcher(source, metadata):
+        known.append((source.fn.__name__, metadata is not None))
+        return original(source, metadata)
+
+    monkeypatch.setattr(active, "launcher_cls", launcher)
+    with compile_only():
+        launch(_fill_with_twos, (1,), torch.zeros(1, device=DEVICE))
+    assert known == [("_fill_with_twos", False), ("_fill_with_twos", True)]
+
+
 @triton.jit
 def _broken(x, PDL: tl.constexpr):
     tl.static_assert(False, "never")
@@ -220,3 +236,8 @@ def _broken(x, PDL: tl.constexpr):
 @triton.jit
 def _fill_with_ones(x, PDL: tl.constexpr):
     tl.store(x, 1.0)
+
+
+@triton.jit
+def _fill_with_twos(x, PDL: tl.constexpr):
+    tl.store(x, 2.0)
