@@ -117,16 +117,15 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         "`make results` writes this page from the newest [record](results) of each kind. [history.csv](history.csv) "
         "has the figures of all runs, [docs/performance.md](../docs/performance.md) what they mean for a user. "
         f"Pictures: {', '.join(f'[{path.stem}](results/{path.name})' for path in pictures(records))}.",
-        "A figure is a median, and a range beside it the spread inside that run. Between runs on machines with the "
+        "A figure is a median, and a range beside it the spread inside that run. The command, machine and commit of "
+        "each run stand [at the end](#records). Between runs on machines with the "
         f"same GPU, at different commits, `DynamicCache` moved by up to {eager}, `StaticCache` compiled by {compiled}, "
         f"`GraphDecoder()` by {captured}: the first two wait for the host's processor.",
-        "## Records",
-        records_table(records),
         "## Where we lose",
         "\n".join(f"- {line}" for line in losses(records)),
         "## `generate`\nA decode step takes (TN - T1) / (N - 1), where T1 and TN are calls for one token and for N. "
         "The first call runs in a fresh process, from the loaded model to the last token. Range: minimum to maximum "
-        "of 3 trials.",
+        "of the trials.",
         tables.generation(records["generation"] + records["families"], spread=True),
         "Batches, left padding of different lengths; tokens/s of all batch rows together:",
         tables.generation(records["batch"], spread=True),
@@ -146,6 +145,8 @@ def results_page(records: Records, known: list[history.Row]) -> str:
         "## Speed-up over `use_cache=False`, without `GraphDecoder`\nOn paper: (N + 1) / 2. Predicted: from the "
         "measured times of passes over 1 to N tokens.",
         tables.speedup(records["speedup"]),
+        "## Records",
+        records_table(records),
     ]
     return "\n\n".join(sections) + "\n"
 
