@@ -1,6 +1,5 @@
-"""One layer of the cache: writes new states after its tokens, returns views, knows its own length and window."""
+"""One layer of the cache: checks new states, writes them after its tokens, returns views; crops, takes assignments."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,15 +7,16 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from hf_static_kv.cache.request import CONTINUE_OR_RESET
-from hf_static_kv.cache.storage import LayerShape, StorageGroup, allocate_groups
+from hf_static_kv.cache.slots import LayerSlots
+from hf_static_kv.cache.storage import LayerShape, allocate_groups
 
 
-class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its storage.
 
     A `StaticContiguousCache` gives each layer a part of its shared storage and moves all lengths together when a step
     is complete: `write` leaves the new tokens `pending`, `commit` appends them, `discard` drops them. In a layer that
-    is used alone, `update` does both.
+    is used alone, `update` does both. `LayerSlots` has the drawing of a compact layer.
 
     ```
     position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
@@ -24,46 +24,22 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
     keys         <------------->                       the tokens of the sequence
     view                 <------------->               what `write` returned for queries 4 and 5: 4 may see 2, 3 and 4
     ```
-
-    A compact layer has fewer slots than the sequence has positions. It keeps the positions from `oldest` on, with
-    position p in slot p - `offset`. What the next token may see is always kept, and at least `SPARE` positions before
-    that. When the slots are full, the newest positions move to slot 0:
-
-    ```
-    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SPARE = 2
-    before       [2] [3] [4] [5] [6] [7] [8] [9]       offset = oldest = 2
-    after        [7] [8] [9] [ ] [ ] [ ] [ ] [ ]       offset = oldest = 7
-    ```
     """
 
     is_croppable = True
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False) -> None:
-        self.max_cache_len = max_cache_len
-        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
-        self.is_compact = is_compact and self.is_sliding
-        self.length = self.pending = 0
-        self.num_slots = max_cache_len  # positions that the storage holds at the same time
-        self.offset = self.oldest = 0  # the position of slot 0; the oldest position that is kept
+        LayerSlots.__init__(self, max_cache_len, sliding_window, is_compact)
+        self.pending = 0
         self._tail: list[Tensor] = []  # keys and values that `commit` keeps of a step that is longer than the storage
-        self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
-        self.group: StorageGroup | None = None
-        self._had_grad = False  # whether states that require grad were written since the last reset
-        self.was_assigned = False  # since the last reset
+        self.was_assigned = self._had_grad = False  # since the last reset: keys or values; states that require grad
         # After `layer.keys = ...` alone {"values": (batch, length)}, as values still are; after `values`, of keys.
         self._old_half: dict[str, tuple[int, int]] = {}
-        super().__init__()  # type: ignore[no-untyped-call]
+        CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
 
     def __repr__(self) -> str:
         window = f", sliding_window={self.sliding_window}" if self.is_sliding else ""
         return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window}{', compact' * self.is_compact})"
-
-    def use_storage(self, group: StorageGroup, index: int) -> None:
-        """Keep this layer's states in layer `index` of the group."""
-        self.group, self._index, self.shape, self.num_slots = group, index, group.shape, group.keys.shape[3]
-        self.dtype, self.value_dtype, self.device = group.keys.dtype, group.values.dtype, group.keys.device
-        self.batch_size = self.max_batch_size = group.keys.shape[1]
-        self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
@@ -145,7 +121,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
             self._had_grad = True
             anchor = torch.empty(0, requires_grad=True)  # for states that require no grad, after some that did
             return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
-        assert self.group is not None, "the layer has no storage"
         self.batch_size, _, tokens, _ = key_states.shape
         if not self.make_room(tokens):
             return self._hold(key_states, value_states)
@@ -165,69 +140,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         self.pending = key_states.shape[2]
         return views
 
-    def make_room(self, tokens: int) -> bool:
-        """Whether so many tokens can be appended in the storage; the newest positions move to slot 0 if need be."""
-        end = self.length - self.offset
-        if end + tokens <= self.num_slots:
-            return True
-        kept = min(self.length - self.oldest, self._num_kept)
-        if kept + tokens > self.num_slots:
-            return False
-        self.move_together(self.length - kept)
-        return True
-
-    def move_together(self, first: int) -> None:
-        """Move the positions from `first` on to slot 0, and drop those before."""
-        newest = self._views(first, self.length)
-        if first - self.offset < self.length - first:  # from and to overlap
-            newest = newest[0].clone(), newest[1].clone()
-        self._replace(newest)
-
-    def _replace(self, newest: Sequence[Tensor]) -> None:
-        """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0 on."""
-        kept = newest[0].shape[2]
-        self.oldest = self.length - kept  # first: what is overwritten no longer counts
-        for target, states in zip(self._slots(self.batch_size, 0, kept), newest, strict=True):
-            target.copy_(states)
-        self.offset = self.oldest
-
-    @property
-    def storage(self) -> tuple[Tensor, Tensor]:
-        """All slots of this layer: keys and values [B, H, S, D] of all batch rows."""
-        assert self.group is not None, "the layer has no storage"
-        return self.group.keys[self._index], self.group.values[self._index]
-
-    @property
-    def _num_kept(self) -> int:
-        """Positions that are kept when the others are dropped: window + SPARE - 1. Twice as many do not overlap.
-
-        A capacity of fewer slots than that holds all positions: then none is dropped that the next token may see.
-        """
-        return max(self.num_slots // 2 - 1, self.sliding_window or 0)
-
-    def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] at the positions [first, end)."""
-        rows = self.batch_size if batch_size is None else batch_size
-        return self._slots(rows, first - self.offset, end - first)
-
-    def _slots(self, batch_size: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] in the slots [first, first + count)."""
-        assert self.group is not None, "the layer has no storage"
-        return self.group.views(self._index, batch_size, first, count)
-
-    def first_loaded(self, first: int, length: int) -> int:
-        """The oldest position that an empty layer can take from a file that has the positions [first, length)."""
-        return max(first, length - self.num_slots)
-
-    def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of an empty layer for the positions [first, length). `fill` makes them count."""
-        return self._slots(batch_size, 0 if self.is_compact else first, length - first)
-
-    def fill(self, batch_size: int, first: int, length: int) -> None:
-        """The layer holds what was written to `free_views`."""
-        self.batch_size, self.length, self.oldest = batch_size, length, first
-        self.offset = first if self.is_compact else 0
-
     def commit(self) -> None:
         """Append the pending tokens."""
         if self.pending:
@@ -238,16 +150,13 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def discard(self) -> None:
         """Drop the pending tokens; their positions are free again."""
-        self.pending = 0
-        self._tail = []
-        self._old_half.clear()
+        self.pending, self._tail, self._old_half = 0, [], {}
 
     def newest(self) -> list[Tensor]:
         """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a full layer."""
         if not self.is_compact or self.length == 0:
             return []
-        kept = min(self.length - self.oldest, self._num_kept)
-        return [states.clone() for states in self._views(self.length - kept, self.length)]
+        return [states.clone() for states in self._views(self._first_to_keep(), self.length)]
 
     def return_to(self, length: int, newest: list[Tensor]) -> None:
         """Remove the tokens that were appended since the layer had this length, and these `newest` states."""
@@ -265,10 +174,6 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         first = self._first_visible()
         return self.length + query_length - first, first
 
-    def _first_visible(self) -> int:
-        """The oldest position that the next token may see."""
-        return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
-
     def get_seq_length(self) -> int:
         return self.length
 
@@ -280,12 +185,9 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         self.check_crop(tokens_to_remove)
         self.discard()
-        self._set_length(self.length + tokens_to_remove)
-
-    @property
-    def num_croppable(self) -> int:
-        """The most tokens that `crop` can remove, beside all of them."""
-        return self.length - self.oldest - (self.sliding_window or 1) + 1 if self.oldest else self.length
+        self.length += tokens_to_remove
+        if self.length == 0:
+            self.offset = self.oldest = 0
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse what `crop` cannot remove."""
@@ -306,27 +208,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 'the shorter sequence. A cache with sliding="full" keeps all positions.'
             )
 
-    def _set_length(self, length: int) -> None:
-        self.length = length
-        if length == 0:
-            self.offset = self.oldest = 0
-
     def reset(self) -> None:
         """Remove all tokens, keep the storage. No tensor is touched."""
-        self.discard()
-        self._set_length(0)
+        self.crop(-self.length)
         self.was_assigned = self._had_grad = False
         if self.is_initialized:
             self.batch_size = self.max_batch_size
-
-    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
-        """Batch row i becomes what row `indices[i]` is now. Allocates nothing: states go through `scratch`, a pair."""
-        self.discard()
-        before = self._views(self.oldest, self.length)
-        self.batch_size = len(indices)
-        after = self._views(self.oldest, self.length)
-        for states, target, buffer in zip(before, after, scratch, strict=True):
-            target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length - self.oldest]))
 
     @property
     def keys(self) -> Tensor | None:
@@ -359,14 +246,12 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
 
     def _assign(self, name: str, states: Tensor | None) -> None:
         if states is None:
-            self.discard()
-            self._set_length(0)
+            self.crop(-self.length)
             return
         self.was_assigned = True
         own = self._assignable(name, states)
         batch_size, length = states.shape[0], states.shape[2]
-        is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
-        if length and not is_prefix:
+        if states.data_ptr() != own.data_ptr() or states.stride() != own.stride():  # no prefix of the own view
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
             with torch.no_grad():  # the storage stays out of autograd's graph
                 own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
@@ -391,11 +276,10 @@ class StaticContiguousLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  
                 f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
                 f"{own_kind}. Convert them, or build a larger cache."
             )
-        length = states.shape[2]
-        if self.oldest and length != self.length - self.oldest:
+        if self.oldest and states.shape[2] != self.length - self.oldest:
             raise ValueError(
-                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have {length} "
-                "and must have as many. To shorten the sequence call crop."
+                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have "
+                f"{states.shape[2]} and must have as many. To shorten the sequence call crop."
             )
         return own
 

@@ -64,7 +64,7 @@ class StorageGroup:
     masks them must not read NaN.
 
     A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position of its own,
-    `offset`, and moves its newest positions to slot 0 when the slots are full (`StaticContiguousLayer.make_room`).
+    `offset`, and moves its newest positions to slot 0 when the slots are full (`LayerSlots.make_room`).
     """
 
     def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
