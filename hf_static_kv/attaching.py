@@ -179,7 +179,8 @@ class Attachment:
         self.calls += 1
         self.fallback_reason = None
         if type(made) is not DynamicCache:
-            self.fallback_reason = _unserved(model) or f"`generate` makes {kind_of(made)} for this model"
+            instead = "the call uses no cache" if made is None else f"`generate` makes {kind_of(made)} for this model"
+            self.fallback_reason = _unserved(model) or instead
             return
         if request.prompt_length == 0:
             self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own

@@ -261,6 +261,12 @@ def test_an_assistant_runs_on_our_cache(model):
     assert attachment(assistant).calls == 0
 
 
+def test_a_call_without_a_cache_says_so(model):
+    attach(model)
+    generate(model, use_cache=False)
+    assert attachment(model).fallback_reason == "the call uses no cache"
+
+
 # --- ownership
 
 
