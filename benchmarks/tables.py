@@ -161,8 +161,9 @@ def training(records: list[Record], spread: bool = False) -> str:
     rows = []
     for record in records:
         pairs = [[record["differences"][side][key] for side in SIDES] for key in ("log-probability", "ratio")]
-        pairs.append([record["gradient_errors"][side] for side in SIDES])
         cells = [f"{usual:.2g} → {inside:.2g}" for usual, inside in pairs]
+        usual, inside = (record["gradient_errors"][side]["median"] for side in SIDES)
+        cells.append(f"{usual:.3g} → {inside:.3g}, {inside / usual:.3f}x")
         cells += [_training_cell(record, name, spread) for name in cases]
         rows.append([f"{model_name(record)}, {record['workload']['dtype']}", *cells])
     return table(head, rows)
