@@ -8,8 +8,9 @@ Each without and inside `exact`:
   differences   `GraphDecoder` samples from left-padded prompts. A pass with gradients over the same sequences, with
                 more padding, gives log-probabilities of the same tokens: the largest difference over the whole
                 vocabulary, and the largest |ratio - 1| of the probabilities of the sampled tokens.
-  gradients     The relative error of the gradient of all parameters over two sequences, against a copy in float64. Of
-                the copy, only what transformers computes in float32 in every dtype (norms, routers) is not in float64.
+  gradients     The relative error of the gradient of all parameters over two sequences, against a copy in float64: the
+                median (minimum to maximum) of 8 pairs of sequences. Of the copy, only what transformers computes in
+                float32 in every dtype (norms, routers) is not in float64.
   steps         Milliseconds of forward and backward pass over `--batch-size` sequences of `--train-len` tokens, in
                 turns; the median (minimum to maximum) of 5 trials after one for warming up. `labels`: the model's own
                 loss. `token_logprobs`: our function, which computes the logits again in the backward pass.
@@ -41,7 +42,7 @@ Record = dict[str, Any]
 TRIALS = 5
 SIDES = ("usual", "exact")
 MORE_PADDING = 37
-GRADIENT_ROWS, GRADIENT_LENGTH = 2, 256
+GRADIENT_DRAWS, GRADIENT_ROWS, GRADIENT_LENGTH = 8, 2, 256
 
 
 def _side(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
@@ -106,15 +107,16 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return (error / sum(gradient.square().sum().item() for gradient in expected.values())) ** 0.5
 
 
-def gradient_errors(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, float]:
+def gradient_errors(model: PreTrainedModel, draws: list[torch.Tensor]) -> dict[str, dict[str, float]]:
     reference: Any = copy.deepcopy(model).double()
     reference.set_experts_implementation("eager")  # the others do not compute in float64
-    expected, errors = gradient(reference, ids), {}
-    del reference
-    for side in SIDES:
-        with _side(model, side):
-            errors[side] = relative_error(gradient(model, ids), expected)
-    return errors
+    errors: dict[str, list[float]] = {side: [] for side in SIDES}
+    for ids in tqdm(draws, disable=None, leave=False):
+        expected = gradient(reference, ids)
+        for side in SIDES:
+            with _side(model, side):
+                errors[side].append(relative_error(gradient(model, ids), expected))
+    return {side: spread(found) for side, found in errors.items()}
 
 
 class Steps:
@@ -173,8 +175,13 @@ def measure(args: argparse.Namespace) -> Record:
         with _side(model, side):
             found[side] = differences(model, workload)
     vocab_size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab_size, (workload.batch_size, args.train_len), generator=generator).to(workload.device)
-    errors = gradient_errors(model, ids[:GRADIENT_ROWS, :GRADIENT_LENGTH])
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randint(vocab_size, shape, generator=generator).to(workload.device)
+
+    length = min(args.train_len, GRADIENT_LENGTH)
+    errors = gradient_errors(model, [drawn(GRADIENT_ROWS, length) for _ in range(GRADIENT_DRAWS)])
+    ids = drawn(workload.batch_size, args.train_len)
     names = ("model", "dtype", "batch_size", "prompt_len", "new_tokens")
     shown = {key: getattr(workload, key) for key in names} | {"train_len": args.train_len}
     record = {**provenance(workload.device), "workload": shown, "trials": TRIALS}

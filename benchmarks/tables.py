@@ -143,8 +143,8 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool, digit
 
 TRAINING = (
     "Without `exact` → inside. Log-probabilities, over the whole vocabulary, and ratios are those of a generation "
-    "against a training pass over its sequences with more padding. Errors of gradients are against float64. A step is "
-    "a forward and a backward pass."
+    "against a training pass over its sequences with more padding. Errors of gradients are against float64, medians "
+    "of 8 pairs of sequences. A step is a forward and a backward pass."
 )
 
 
@@ -161,8 +161,9 @@ def training(records: list[Record], spread: bool = False) -> str:
     rows = []
     for record in records:
         pairs = [[record["differences"][side][key] for side in SIDES] for key in ("log-probability", "ratio")]
-        pairs.append([record["gradient_errors"][side] for side in SIDES])
         cells = [f"{usual:.2g} → {inside:.2g}" for usual, inside in pairs]
+        usual, inside = (record["gradient_errors"][side]["median"] for side in SIDES)
+        cells.append(f"{usual:.3g} → {inside:.3g}, {inside / usual:.3f}x")
         cells += [_training_cell(record, name, spread) for name in cases]
         rows.append([f"{model_name(record)}, {record['workload']['dtype']}", *cells])
     return table(head, rows)
