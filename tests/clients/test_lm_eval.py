@@ -10,6 +10,8 @@ datasets = pytest.importorskip("datasets", reason="datasets is not installed: it
 lm_eval = pytest.importorskip("lm_eval", reason="lm-eval is not installed: it is in the extra `clients`")
 pytestmark = pytest.mark.clients
 FOLDER, NUM_QUESTIONS, MAX_BATCH = Path(__file__).parent, 7, 4
+# More than half of each prompt: below that a prompt does not take another one's cache.
+INSTRUCTION = "A play in verse, in five acts. Answer with the next line of the scene, and with nothing else. " * 3
 
 
 @pytest.fixture
@@ -45,8 +47,8 @@ def test_the_same_answers(miniature, evaluate, batch_size):
 @pytest.mark.parametrize("miniature", ["qwen3"], indirect=True)
 def test_sampled_answers_and_a_reused_prefix(miniature, evaluate):
     model, tokenizer = miniature
-    how = {"system_instruction": "A play in verse.", "gen_kwargs": "do_sample=True,temperature=0.9,top_p=0.9"}
+    how = {"system_instruction": INSTRUCTION, "gen_kwargs": "do_sample=True,temperature=0.9,top_p=0.9"}
     _, info = same_with_attach(model, lambda: evaluate(model, tokenizer, 1, **how), reuse_prefix=True)
-    shared = len(tokenizer(how["system_instruction"]).input_ids)
+    shared = len(tokenizer(INSTRUCTION.strip()).input_ids)
     assert (info.calls, info.hits) == (NUM_QUESTIONS, NUM_QUESTIONS - 1)
     assert info.reused_tokens >= (NUM_QUESTIONS - 1) * shared
