@@ -21,8 +21,8 @@ import triton.language as tl
 
 from hf_static_kv import compat
 
-# Compiling holds the GIL for half of its time, so few threads compile. Loading waits for a C compiler in Triton 3.6:
-# 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads load.
+# Compiling holds the GIL for half of its time, so few threads compile. A launcher waits for a C compiler in Triton 3.6:
+# 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads build launchers and load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 32
 pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _MODE: ContextVar[str] = ContextVar("launches", default="run")  # "run", "compile" or "skip"
