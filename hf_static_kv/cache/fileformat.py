@@ -19,6 +19,7 @@ from hashlib import blake2b, shake_128
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -235,8 +236,8 @@ def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
     rows, heads, _, dim = states.shape
     words = dim * states.dtype.itemsize // _word(states).itemsize
     drawn = shake_128(f"{name} {layer_idx}".encode()).digest(4 * rows * heads * words)
-    numbers = torch.frombuffer(bytearray(drawn), dtype=torch.int32).to(torch.int64) & 0xFFFFFFFF
-    return (numbers | 1).view(rows, heads, words).to(states.device)
+    numbers = np.frombuffer(drawn, "<u4").astype(np.int64) | 1
+    return torch.from_numpy(numbers.reshape(rows, heads, words)).to(states.device)
 
 
 def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
@@ -245,7 +246,11 @@ def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
     A changed word changes the sum, for its weight is odd. Any other change is missed with a probability below 2^-30 at
     each position that it touches. Sums of integers are the same on every device.
     """
-    return (states.view(_word(states)) * weights[:, None]).sum((0, 2))
+    words = states.view(_word(states))
+    if words.is_cuda:
+        return (words * weights[:, None]).sum((0, 2))
+    # numpy makes no tensor of the products, whose memory would take longer than they do.
+    return torch.from_numpy(np.einsum("hnw,hw->n", words.numpy(), weights.numpy(), dtype=np.int64))
 
 
 def _word(states: Tensor) -> torch.dtype:

@@ -28,7 +28,7 @@ from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
 
-_READERS = 4  # threads that read for a GPU: its bus takes more than one thread copies from the page cache
+_READERS = 4  # threads: a bus or a memory takes more than one copies from the page cache
 
 
 class CacheFile:
@@ -183,9 +183,8 @@ class CacheFile:
         parts = list(self._parts(cache, rows, length, repeat))
         # Threads begin on the default stream: pass on the one that has filled the storage.
         jobs = [(p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None) for p in parts]
-        readers = _READERS if any(part.is_staged for part in parts) else 1
-        with ThreadPoolExecutor(readers) as pool:
-            sums = list(chain(*pool.map(self._read_parts, (jobs[i::readers] for i in range(readers)))))
+        with ThreadPoolExecutor(_READERS) as pool:
+            sums = list(chain(*pool.map(self._read_parts, (jobs[i::_READERS] for i in range(_READERS)))))
         self._check_sums(sums, length)
         kept = [(cache.layers[i], group.first) for group in self.header.groups for i in group.layers]
         kept = [(layer, layer.first_loaded(first, length)) for layer, first in kept]

@@ -1,17 +1,21 @@
 """The two tensors behind the cache: shapes, allocation, bytes. Knows no transformers."""
 
+import math
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
 Members = tuple["LayerShape", torch.device, Sequence[int]]  # of one group: what layers store, where, their indices
 SPARE = 64  # positions that a compact layer keeps beyond its window at least, so that `crop` can go back to them
+_LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
+_ALIGNMENT = 64  # bytes; of all that torch allocates on a CPU
 
 
 @dataclass(frozen=True)
@@ -74,9 +78,9 @@ class StorageGroup:
         head = (len(layers), batch_size, self.shape.num_kv_heads, self.shape.num_slots(max_cache_len))
         # Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks.
         with torch.inference_mode(False):
-            self.keys = torch.zeros(*head, self.shape.key_head_dim, dtype=dtypes[0], device=device)
+            self.keys = _zeros((*head, self.shape.key_head_dim), dtypes[0], device)
             try:
-                self.values = torch.zeros(*head, self.shape.value_head_dim, dtype=dtypes[1], device=device)
+                self.values = _zeros((*head, self.shape.value_head_dim), dtypes[1], device)
             except RuntimeError:
                 del self.keys  # the traceback keeps `self` alive
                 raise
@@ -147,6 +151,17 @@ class StorageGroup:
     @property
     def num_bytes(self) -> int:
         return self.keys.nbytes + self.values.nbytes
+
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. A large tensor on a CPU is zeroed by the system, page by page, when it is first touched."""
+    num_bytes = math.prod(size) * dtype.itemsize
+    if device.type == "cpu" and not torch.compiler.is_compiling() and num_bytes >= _LARGE:
+        with suppress(MemoryError):  # torch has an error of its own
+            memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+            first = -memory.ctypes.data % _ALIGNMENT
+            return torch.from_numpy(memory[first : first + num_bytes]).view(dtype).view(size)
+    return torch.zeros(size, dtype=dtype, device=device)
 
 
 def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> list[StorageGroup]:

@@ -1,8 +1,11 @@
 """The cache on buffers small enough to draw, with no model: every value is written by hand."""
 
 import copy
+import os
 import pickle
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,6 +122,37 @@ class TestAllocation:
         cache.early_initialization(3, 2, 4, torch.float32, torch.device("cpu"))
         assert list(cache.key_storage.shape) == [2, 3, 2, 8, 4]
         assert not cache.is_initialized  # models read that as 'the prompt has been seen'
+
+
+class TestLargeStorageOnCPU:
+    """The system zeroes it when it is first touched."""
+
+    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the resident memory from /proc")
+    def test_free_positions_take_no_memory(self):
+        before = resident_bytes()
+        cache = make(heads=4, dim=64, room=1 << 19)
+        assert cache.memory_bytes == 2 << 30
+        for layer_idx in (0, 1):
+            cache.update(torch.rand(1, 4, 3, 64), torch.rand(1, 4, 3, 64), layer_idx)
+        assert resident_bytes() - before < 100 << 20
+
+    def test_it_is_zero_aligned_and_writable(self):
+        """As what torch allocates: the bits of a product may depend on how its input is aligned."""
+        cache = make(heads=3, dim=7, room=1 << 17)
+        for storage in (cache.key_storage, cache.value_storage):
+            assert storage.is_contiguous()
+            assert storage.data_ptr() % 64 == 0
+            assert storage.untyped_storage().nbytes() == storage.nbytes
+            assert not storage.any()
+        numbers = torch.rand(1, 3, 5, 7)
+        for layer_idx in (0, 1):
+            for written, kept in zip((numbers, -numbers), cache.update(numbers, -numbers, layer_idx), strict=True):
+                assert torch.equal(written, kept)
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class TestNoMemory:
