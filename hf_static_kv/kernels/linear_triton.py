@@ -323,26 +323,28 @@ def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps: the fastest of a dozen for the shapes of the dev models, or nearly (H200, 2026-11-16).
+    """TILE_N, TILE_K and warps: fastest, or nearly, by steps of dev models and Llama-3.1-8B (H200, 2026-11-17).
 
-    Up to 2048 wide, a program reads whole rows at once. Wider ones are read in parts; so is a head of a large
+    Up to 4096 wide, a program reads whole rows at once. Most wider ones are read in parts; so is a head of a large
     vocabulary, whose many programs keep enough loads in flight.
     """
     whole = max(128, triton.next_power_of_2(dim))
-    if is_gated and dim <= 2048:
-        return (1, whole, 4 if dim > 1536 else 2) if whole == 2048 else (2, whole, 2)
+    if is_gated and dim <= 4096:
+        return {2048: (2, 2048, 4) if dim > 1536 else (1, 2048, 2), 4096: (1, 4096, 8)}.get(whole, (2, whole, 2))
     if is_gated:
         return 1, 1024, 2
     if size >= 8192:
         return 8, 128, 2
-    if dim <= 2048:
-        return 2, whole, 4 if whole == 2048 else 2
-    return (2, 8192, 8) if whole == 8192 else (4, 1024, 4)
+    if dim <= 4096:
+        return 2, whole, {2048: 4, 4096: 8}.get(whole, 2)
+    if dim <= 8192:
+        return (2, 8192, 8) if dim % 1024 else (4, 1024, 4)
+    return 1, 512, 1
 
 
 def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps of transposed weights: the fastest, or nearly, for GPT-2 XL (H200, 2026-11-16).
+    """TILE_N, TILE_K and warps of transposed weights: the fastest of 15 for GPT-2 XL (H200, 2026-11-17).
 
     A row of a tile is one cache line, 128 bytes.
     """
-    return 128 // element_size, 128, 2
+    return 128 // element_size, 128, 1 if element_size == 2 else 2
