@@ -11,6 +11,7 @@ All contenders run in this process, in turns of changing order, after one call o
                `StaticContiguousCache.load`, with all checks, into storage of `--tokens` and room for a question.
   first token  of a prompt of `--tokens` random tokens and a question. `ids`: `generate` with its default cache. `file`:
                the file is loaded, and `generate` computes the question.
+  next token   the same with a question of one token.
 Median (minimum to maximum) over the trials. GB/s are those of the file. Shares and factors compare the same trial.
 Exit status 1 when a loaded cache is not what was saved, 2 for a bad argument.
 """
@@ -78,8 +79,8 @@ class Files:
             for states in loaded.values():
                 states.clone()
 
-    def first_token_from_file(self) -> None:
-        self.generate(self.ids, past_key_values=self.load())
+    def generate_from_file(self, ids: torch.Tensor) -> None:
+        self.generate(ids, past_key_values=self.load())
 
     def is_what_was_saved(self) -> bool:
         loaded = self.load()
@@ -87,6 +88,7 @@ class Files:
         return all(torch.equal(storages[name][:, :, :, : s.shape[3]], s) for name, s in self.states.items())
 
     def cases(self) -> dict[tuple[str, str], Call]:
+        one_more = self.ids[:, : self.workload.prompt_len + 1]
         return {
             ("save", "plain"): lambda: save_file(self.states, self.plain),
             ("save", "flushed"): self.save_flushed,
@@ -94,7 +96,9 @@ class Files:
             ("load", "plain"): self.load_plain,
             ("load", "ours"): self.load,
             ("first token", "ids"): lambda: self.generate(self.ids),
-            ("first token", "file"): self.first_token_from_file,
+            ("first token", "file"): lambda: self.generate_from_file(self.ids),
+            ("next token", "ids"): lambda: self.generate(one_more),
+            ("next token", "file"): lambda: self.generate_from_file(one_more),
         }
 
 
@@ -119,6 +123,7 @@ PAIRS = {
     "save_flushed": ("save", "flushed", "ours"),
     "load": ("load", "plain", "ours"),
     "first_token": ("first token", "ids", "file"),
+    "next_token": ("next token", "ids", "file"),
 }
 
 

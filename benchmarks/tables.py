@@ -214,18 +214,23 @@ def _chat_cell(record: Record, history: int, spread: bool) -> str:
 
 def files(records: list[Record], spread: bool = False) -> str:
     """Models as columns: GB/s of saving and loading, and the first token."""
-    rows = [["tokens; MB", *(f"{r['workload']['prompt_len']:,}; {r['file_bytes'] / 1e6:,.0f}" for r in records)]]
+    sizes = (f"{r['workload']['prompt_len']:,} + {r['question_tokens']}; {r['file_bytes'] / 1e6:,.0f}" for r in records)
+    rows = [["tokens of the file + the question; MB", *sizes]]
     for case, names in {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}.items():
         cells = (" → ".join(_rate_cell(record, case, name, spread) for name in names) for record in records)
         flushed = " → then fsync" if "flushed" in names else ""
         rows.append([f"{case}, GB/s: safetensors{flushed} → `{case}`", *cells])
-    rows.append(["first token, ms: from the ids → from the file", *(_first_token_cell(r, spread) for r in records)])
+    for case, words in {"first token": "first token", "next token": "the same after one new token"}.items():
+        cells = (_sooner_cell(record, case, spread) for record in records)
+        rows.append([f"{words}, ms: from the ids → from the file", *cells])
     return table([f"files{' (min to max)' if spread else ''}", *map(title, records)], rows)
 
 
-def _first_token_cell(record: Record, spread: bool) -> str:
-    ids, file = (with_range(files_ms(record, "first token", name), spread) for name in ("ids", "file"))
-    return f"{ids} → {file}, {with_range(record['factors']['first_token'], spread)} times sooner"
+def _sooner_cell(record: Record, case: str, spread: bool) -> str:
+    if (factor := record["factors"].get(case.replace(" ", "_"))) is None:
+        return "-"
+    ids, file = (with_range(files_ms(record, case, name), spread) for name in ("ids", "file"))
+    return f"{ids} → {file}, {with_range(factor, spread)} times sooner"
 
 
 def files_ms(record: Record, case: str, name: str) -> dict[str, float]:

@@ -73,11 +73,11 @@ class LayerStates(NamedTuple):
 
     @property
     def _piece_shape(self) -> tuple[int, int]:
-        """Heads and positions of a piece. Several heads on a GPU alone: on a CPU they are apart, and read in place."""
+        """Heads and positions of a piece."""
         head_bytes = self.states.shape[3] * self.states.dtype.itemsize  # of one position
         positions = max(1, min(self._length, PIECE_BYTES // head_bytes))
         is_whole = self.skipped == 0 and self._length == self.entry.shape[3]  # else others are between two heads
-        return max(1, PIECE_BYTES // (self._length * head_bytes)) if self.is_staged and is_whole else 1, positions
+        return max(1, PIECE_BYTES // (self._length * head_bytes)) if is_whole else 1, positions
 
     @property
     def is_staged(self) -> bool:
@@ -90,6 +90,7 @@ def staging() -> Tensor:
     return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
 
 
-def bytes_of(states: Tensor) -> memoryview:
-    """The memory of contiguous states on a CPU."""
-    return memoryview(states.detach().view(torch.uint8).numpy()).cast("B")  # type: ignore[arg-type]
+def memories(states: Tensor) -> list[memoryview]:
+    """The memory of a piece on a CPU, in its order: one, or that of each head where they are apart."""
+    heads = [states] if states.is_contiguous() else states.unbind()
+    return [memoryview(head.detach().view(torch.uint8).numpy()).cast("B") for head in heads]  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
 from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header
-from hf_static_kv.cache.filepieces import LayerStates, Piece, bytes_of, staging
+from hf_static_kv.cache.filepieces import LayerStates, Piece, memories, staging
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
@@ -216,7 +216,10 @@ class CacheFile:
         for piece in part.pieces():
             states = piece.states
             target = buffer[: states.nbytes].view(states.dtype).view(states.shape) if part.is_staged else states
-            self._read(self._start + part.offset(piece), bytes_of(target))
+            offset = self._start + part.offset(piece)
+            for memory in memories(target):
+                self._read(offset, memory)
+                offset += len(memory)
             if part.is_staged:
                 states.copy_(target)
             yield piece
@@ -325,7 +328,8 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
 
 def _write(file: BinaryIO, part: LayerStates) -> None:
     for piece in part.pieces():
-        file.write(bytes_of(piece.states.contiguous().cpu()))
+        for memory in memories(piece.states.contiguous().cpu() if part.is_staged else piece.states):
+            file.write(memory)
 
 
 @contextmanager
