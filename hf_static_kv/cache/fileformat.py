@@ -247,7 +247,7 @@ def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
     each position that it touches. Sums of integers are the same on every device.
     """
     words = states.view(_word(states))
-    if words.is_cuda:
+    if not words.is_cpu:
         return (words * weights[:, None]).sum((0, 2))
     # numpy makes no tensor of the products, whose memory would take longer than they do.
     return torch.from_numpy(np.einsum("hnw,hw->n", words.numpy(), weights.numpy(), dtype=np.int64))
