@@ -28,7 +28,7 @@ from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
 
-_READERS = 4  # threads: a bus or a memory takes more than one copies from the page cache
+_READERS = 4  # threads: one alone copies less from the page cache than a bus, or the memory, takes
 
 
 class CacheFile:

@@ -329,10 +329,10 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
     vocabulary, whose many programs keep enough loads in flight.
     """
     whole = max(128, triton.next_power_of_2(dim))
-    if is_gated and dim <= 4096:
-        return {2048: (2, 2048, 4) if dim > 1536 else (1, 2048, 2), 4096: (1, 4096, 8)}.get(whole, (2, whole, 2))
+    if is_gated and dim <= 2048:
+        return (2, whole, 2) if dim <= 1024 else (1, 2048, 2) if dim <= 1536 else (2, 2048, 4)
     if is_gated:
-        return 1, 1024, 2
+        return (1, 4096, 8) if dim <= 4096 else (1, 1024, 2)
     if size >= 8192:
         return 8, 128, 2
     if dim <= 4096:
