@@ -323,23 +323,26 @@ def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps: fastest, or nearly, by steps of dev models and Llama-3.1-8B (H200, 2026-11-17).
+    """TILE_N, TILE_K and warps: fastest, or nearly, by whole steps of 11 shapes from 1B to 14B (H200, 2026-11-17).
 
     Up to 4096 wide, a program reads whole rows at once. Most wider ones are read in parts; so is a head of a large
-    vocabulary, whose many programs keep enough loads in flight.
+    vocabulary, whose many programs keep enough loads in flight. An H200 runs 4224 warps at once: a warp for each long
+    row is best where this nearly fills it, and larger programs elsewhere.
     """
     whole = max(128, triton.next_power_of_2(dim))
+    warps_of_whole = 2 if dim <= 1024 else 4 if dim <= 3072 else 8
     if is_gated and dim <= 2048:
         return (2, whole, 2) if dim <= 1024 else (1, 2048, 2) if dim <= 1536 else (2, 2048, 4)
     if is_gated:
-        return (1, 4096, 8) if dim <= 4096 else (1, 1024, 2)
+        return (1, 4096, warps_of_whole) if dim <= 4096 else (1, 1024, 2)
     if size >= 8192:
         return 8, 128, 2
     if dim <= 4096:
-        return 2, whole, {2048: 4, 4096: 8}.get(whole, 2)
-    if dim <= 8192:
-        return (2, 8192, 8) if dim % 1024 else (4, 1024, 4)
-    return 1, 512, 1
+        return 2, whole, warps_of_whole
+    if dim <= 8192 and dim % 1024:
+        return 2, 8192, 8
+    least = 2048 if dim % 1024 else 2560
+    return (1, 512, 1) if least < size <= 4224 else (4, 1024, 4)
 
 
 def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
