@@ -81,13 +81,20 @@ class LayerStates(NamedTuple):
 
     @property
     def is_staged(self) -> bool:
-        """Whether a file is not read in place: on a GPU."""
-        return self.states.is_cuda
+        """Whether pieces are not read and written in place: on a GPU."""
+        return not self.states.is_cpu
+
+    def on_cpu(self, piece: Piece, buffer: Tensor) -> Tensor:
+        """Where a file's bytes of a piece lie on the CPU: in place, or in the memory that `staging` made."""
+        states = piece.states
+        return buffer[: states.nbytes].view(states.dtype).view(states.shape) if self.is_staged else states
 
 
-def staging() -> Tensor:
-    """Memory for a piece on its way to a GPU: pinned, where there is a GPU."""
-    return torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+def staging(parts: Iterable[LayerStates]) -> Tensor:
+    """Memory for a piece between a file and a GPU, pinned. It is used again: new memory costs more than a copy."""
+    is_needed = any(part.is_staged for part in parts)
+    is_pinned = is_needed and torch.cuda.is_available()
+    return torch.empty(PIECE_BYTES if is_needed else 0, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def memories(states: Tensor) -> list[memoryview]:

@@ -205,7 +205,7 @@ class CacheFile:
 
     def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
         """Read the states of some layers; their checksums [n], on the device."""
-        buffer, sums = staging() if any(part.is_staged for part, _ in jobs) else torch.empty(0), []
+        buffer, sums = staging(part for part, _ in jobs), []
         for part, stream in jobs:
             with torch.no_grad(), torch.cuda.stream(stream):
                 sums.append((part.entry, part.checksums(self._read_pieces(part, buffer))))
@@ -214,14 +214,12 @@ class CacheFile:
     def _read_pieces(self, part: LayerStates, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a layer, each when it has been read."""
         for piece in part.pieces():
-            states = piece.states
-            target = buffer[: states.nbytes].view(states.dtype).view(states.shape) if part.is_staged else states
-            offset = self._start + part.offset(piece)
+            target, offset = part.on_cpu(piece, buffer), self._start + part.offset(piece)
             for memory in memories(target):
                 self._read(offset, memory)
                 offset += len(memory)
             if part.is_staged:
-                states.copy_(target)
+                piece.states.copy_(target)
             yield piece
 
     def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
@@ -258,8 +256,9 @@ def save_cache(
     with atomic_writer(Path(path)) as file:
         file.write(header.encode(checksums))
         file.write(checksums)
+        buffer = staging(parts)
         for part in parts:
-            _write(file, part)
+            _write(file, part, buffer)
 
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
@@ -326,9 +325,12 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
     return groups
 
 
-def _write(file: BinaryIO, part: LayerStates) -> None:
+def _write(file: BinaryIO, part: LayerStates, buffer: Tensor) -> None:
     for piece in part.pieces():
-        for memory in memories(piece.states.contiguous().cpu() if part.is_staged else piece.states):
+        source = part.on_cpu(piece, buffer)
+        if part.is_staged:
+            source.copy_(piece.states)
+        for memory in memories(source):
             file.write(memory)
 
 
