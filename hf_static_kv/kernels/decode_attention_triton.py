@@ -20,6 +20,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 # Set on an H200 for the dev models (2026-11-15); other values are not on record.
 _STAGES, _PROGRAMS_PER_PROCESSOR = 3, 2  # split: loads in flight (half precision), programs per multiprocessor
 _COMBINE_TILE, _COMBINE_DIMS = 256, 16  # combine: splits per iteration, output dims per program
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -68,14 +69,14 @@ def _split(
 
 @triton.jit
 def weigh(q, k, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The scores [M, N] of a split, their maxima [M], and the weights relative to these."""
+    """The scores [M, N] of a split in powers of two, their maxima [M], and the weights relative to these."""
     score = tl.dot(q, k, input_precision="ieee") * scale
     if HAS_SOFTCAP:
-        score = softcap * (1 - 2 / (tl.exp(score / softcap * 2) + 1))  # softcap * tanh(score / softcap)
-    score = tl.where(is_seen, score, -float("inf"))
+        score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))  # softcap * tanh(score / softcap)
+    score = tl.where(is_seen, score * LOG2_E, -float("inf"))
     maximum = tl.max(score, 1)
     # Where a split has nothing to attend to, 0 instead of -inf avoids -inf - -inf = nan.
-    return score, maximum, tl.exp(score - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
+    return score, maximum, tl.exp2(score - tl.where(maximum == -float("inf"), 0.0, maximum)[:, None])
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def factors(maximum, split_maximum):
     """The maximum with one more split, and what multiplies the sums before it and those of the split."""
     new_maximum = tl.maximum(maximum, split_maximum)
     reference = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-    return new_maximum, tl.exp(maximum - reference), tl.exp(split_maximum - reference)
+    return new_maximum, tl.exp2(maximum - reference), tl.exp2(split_maximum - reference)
 
 
 @triton.jit
@@ -119,7 +120,7 @@ def _combine(
     n, dv = tl.arange(0, TILE), tl.program_id(2) * DIMS + tl.arange(0, DIMS)
     maximum, total, merged = -float("inf"), 0.0, tl.zeros((DIMS,), tl.float32)
     if HAS_SINKS:
-        maximum, total = tl.load(sinks + h * G + g).to(tl.float32), 1.0
+        maximum, total = tl.load(sinks + h * G + g).to(tl.float32) * LOG2_E, 1.0
     if IN_ORDER:
         for split in tl.range(0, count, loop_unroll_factor=UNROLL):
             at = (pair * num_splits + split) * G + g
@@ -138,7 +139,7 @@ def _combine(
             )
             new_maximum = tl.maximum(maximum, tl.max(split_maximum, 0))
             reference = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            factor, rescale = tl.exp(split_maximum - reference), tl.exp(maximum - reference)
+            factor, rescale = tl.exp2(split_maximum - reference), tl.exp2(maximum - reference)
             total = total * rescale + tl.sum(factor * split_sum, 0)
             merged = merged * rescale + tl.sum(split_output * factor[:, None], 0)
             maximum = new_maximum
@@ -148,7 +149,7 @@ def _combine(
             for begin in range(first, end, TILE):
                 position = begin + n
                 score = tl.load(scores + position, mask=position < end, other=-float("inf"))
-                tl.store(scores + position, tl.exp(score - maximum) / total, mask=position < end)
+                tl.store(scores + position, tl.exp2(score - maximum) / total, mask=position < end)
     result = tl.where(total > 0, merged / total, 0.0)  # an empty span gives zeros
     tl.store(output + (pair * G + g) * DV + dv, result.to(output.dtype.element_ty), mask=dv < DV)
 

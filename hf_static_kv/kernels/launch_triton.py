@@ -43,13 +43,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside the context launches name their kernels and do not run them; on exit all are compiled, in parallel."""
+    """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
     compiler = _CompileAndLoad(torch.cuda.current_device())
     with _mode("compile"), compiler as pool, compat.parallel_compiling(pool):
-        try:
-            yield
-        finally:
-            compiler.start()
+        yield
 
 
 def skipped_launches() -> AbstractContextManager[None]:
@@ -67,17 +64,11 @@ def _mode(name: str) -> Iterator[None]:
 
 
 class _CompileAndLoad(ThreadPoolExecutor):
-    """Runs Triton's compilations and loads each kernel, which Triton would do at its first run.
-
-    It waits for `start`: compilations would take the GIL from the pass that names the kernels, and so delay the last.
-    """
+    """Runs Triton's compilations and loads each kernel, which Triton would do at its first run."""
 
     def __init__(self, device: int) -> None:
         super().__init__(_LOAD_THREADS)
-        self.device, self.may_compile = device, Semaphore(0)
-
-    def start(self) -> None:
-        self.may_compile.release(_COMPILE_THREADS)
+        self.device, self.may_compile = device, Semaphore(_COMPILE_THREADS)
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         launcher = super().submit(compat.build_launcher, compile)

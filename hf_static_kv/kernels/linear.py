@@ -12,8 +12,8 @@ small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to MAX
 two are registered with torch, so that `exact` can replace them by their batch-invariant forms.
 
 `fused_linears` is one launch for one token. It rounds to the dtype where the operations of a model round, except that
-the output of the norm is not rounded: with an RMS norm the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end,
-in float32.
+the output of the norm is not rounded: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32.
+With transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_static_kv.kernels.norm import Norm, check_norm, norm_plain
+from hf_static_kv.kernels import norm as norms
+from hf_static_kv.kernels.norm import Norm, norm_plain
 
 MAX_TOKENS, MAX_WEIGHTS = 16, 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
@@ -34,26 +35,33 @@ class Linear(NamedTuple):
 
     weights: list[Tensor]  # [N_i, K]
     biases: list[Tensor]  # as many, or none
-    norm: Norm | None = None  # of the input
+    norm: Norm | None = None  # an RMS norm of the input
     activation: str = ""  # one of `ACTIVATIONS`, or none
     is_gated: bool = False  # the weights are gate and up
     residual: Any = None  # a tensor, added to the output; in a recorded pass the value that stands for it
 
 
-def is_supported(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """Whether the kernels take these: few tokens on a GPU, one dtype; rows contiguous, or transposed for one token."""
+def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
+    """Whether the kernels take these: few tokens on a GPU, one dtype; weights contiguous, or transposed.
+
+    Transposed weights only for one token and without a gate.
+    """
     tokens, is_half = x.numel() // x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
     has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
     if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
         return False
-    if all(weight.is_contiguous() for weight in weights):
+    if _are_contiguous(weights):
         return True
-    return tokens == 1 and all(weight.t().is_contiguous() for weight in weights)
+    return tokens == 1 and not is_gated and all(weight.t().is_contiguous() for weight in weights)
+
+
+def _are_contiguous(weights: Sequence[Tensor]) -> bool:
+    return all(weight.is_contiguous() for weight in weights)
 
 
 def fuses(x: Tensor, layer: Linear) -> bool:
     """Whether `fused_linears` of these runs in a kernel: one token, and what `is_supported` says."""
-    return x.numel() == x.shape[-1] and is_supported(x, layer.weights)
+    return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -95,7 +103,7 @@ def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
     """activation(x gate^T) * (x up^T), with one of `ACTIVATIONS`; both products and the activation are rounded."""
     check_gated(x, gate, up, activation)
-    if is_supported(x, [gate, up]):
+    if is_supported(x, [gate, up], is_gated=True):
         return linears_kernel(x, [gate, up], [], activation)
     return gated_linear_plain(x, gate, up, activation)
 
@@ -127,10 +135,12 @@ def activate(x: Tensor, activation: str) -> Tensor:
 
 
 def fused_linears(x: Tensor, layer: Linear) -> Tensor:
-    """Linear layers with the norm before them, and the activation and the sum after them."""
+    """Linear layers with the RMS norm before them, and the activation and the sum after them."""
     check_fused(x, layer)
     if not fuses(x, layer):
         return fused_linears_plain(x, layer)
+    if layer.norm is not None and not _are_contiguous(layer.weights):
+        x, layer = norms.norm(x, layer.norm), layer._replace(norm=None)
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
     return fused_linears_triton(x, *layer)
@@ -147,8 +157,10 @@ def check_fused(x: Tensor, layer: Linear) -> None:
         raise ValueError(f"A gated layer takes two weights of one shape, got {[tuple(w.shape) for w in weights]}.")
     if biases and [tuple(bias.shape) for bias in biases] != [(size,) for size in sizes]:
         raise ValueError(f"biases {[tuple(bias.shape) for bias in biases]} and weights of {sizes} rows do not fit.")
-    if norm is not None:
-        check_norm(x, norm)
+    if norm is not None and tuple(norm.weight.shape) != x.shape[-1:]:
+        raise ValueError(f"x {tuple(x.shape)} and norm {tuple(norm.weight.shape)} do not fit: [..., K] and [K].")
+    if norm is not None and norm.style.is_centred:
+        raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         got = f"{tuple(residual.shape)} {residual.dtype}"

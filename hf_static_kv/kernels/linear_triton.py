@@ -8,8 +8,8 @@ it waits for the kernel that writes x, and each further tile before it uses the 
 the products with x times the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and
 nothing is rounded before the end.
 
-Transposed weights, [K, N] in memory, are loaded as they are: a tile [TILE_K, TILE_N]. TILE_N is small, so that there
-are programs for all processors though none shares its sums with others.
+`_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before it waits for x, and
+so computes a part of the sums of TILE_N output features. The program that comes last for these features adds the parts.
 
 Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is loaded, so the
 program would wait for it before it lets the next kernel start. Not in the loop of `_linears`: there ptxas would load
@@ -19,23 +19,24 @@ the next tile only after the products of the one at hand.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
-from hf_static_kv.kernels.norm_triton import TritonNorm, layer_norm, norm_triton
+from hf_static_kv.kernels.norm_triton import TritonNorm
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
+_COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
 
 
 @triton.jit
 def _linears(
-    x, y, norm_weight, norm_bias, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset,
+    x, y, norm_weight, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_WHOLE: tl.constexpr, IS_PAIRED: tl.constexpr,
-    IS_TRANSPOSED: tl.constexpr, HAS_NORM: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_NORM_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if IS_GATED:  # w0 is the gate and w1 is up
         w, b, N, n_start, y_start = w0, b0, n0, tl.program_id(0) * TILE_N, 0
@@ -45,47 +46,89 @@ def _linears(
     dtype = y.dtype.element_ty
     if IS_PAIRED:
         w, w1 = w.to(tl.pointer_type(tl.int32)), w1.to(tl.pointer_type(tl.int32))
-    tile = _load_weight(w, n_start, 0, N, K, TILE_N, TILE_K, EVEN, IS_PAIRED, IS_TRANSPOSED)
+    tile = _load_weight(w, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
     if IS_GATED:
-        up_tile = _load_weight(w1, n_start, 0, N, K, TILE_N, TILE_K, EVEN, IS_PAIRED, IS_TRANSPOSED)
+        up_tile = _load_weight(w1, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
     if HAS_NORM:
         norm_tile = tl.load(norm_weight + k, mask=k < K, other=0.0)
-    norm_bias_tile = tl.load(norm_bias + k, mask=k < K, other=0.0) if HAS_NORM_BIAS else 0.0
     bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(b1 + n, mask=n < N, other=0.0) if HAS_BIAS and IS_GATED else 0.0
     pdl_sync(PDL)
-    residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
+    if HAS_RESIDUAL:
+        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
     total, up = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
     squares = tl.zeros((TILE_K,), tl.float32)
     for k_start in tl.range(0, 0 if IS_WHOLE else K - TILE_K, TILE_K):
-        next_k = k_start + TILE_K
-        next_tile = _load_weight(w, n_start, next_k, N, K, TILE_N, TILE_K, EVEN, IS_PAIRED, IS_TRANSPOSED)
+        next_tile = _load_weight(w, n, k_start + TILE_K, N, K, TILE_K, EVEN, IS_PAIRED)
         if IS_GATED:
-            next_up_tile = _load_weight(w1, n_start, next_k, N, K, TILE_N, TILE_K, EVEN, IS_PAIRED, IS_TRANSPOSED)
+            next_up_tile = _load_weight(w1, n, k_start + TILE_K, N, K, TILE_K, EVEN, IS_PAIRED)
         x_tile = tl.load(x + k_start + k).to(tl.float32)
         if HAS_NORM:
             squares += x_tile * x_tile
             x_tile *= offset + norm_tile.to(tl.float32)
-            next_mask = next_k + k < K
-            norm_tile = tl.load(norm_weight + next_k + k, mask=next_mask, other=0.0)  # here it takes fewer registers
-        total, tile = total + _unpack(tile, dtype, IS_PAIRED, IS_TRANSPOSED) * x_tile[None, :], next_tile
+            next_k = k_start + TILE_K + k
+            norm_tile = tl.load(norm_weight + next_k, mask=next_k < K, other=0.0)  # here it takes fewer registers
+        total, tile = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :], next_tile
         if IS_GATED:
-            up, up_tile = up + _unpack(up_tile, dtype, IS_PAIRED, IS_TRANSPOSED) * x_tile[None, :], next_up_tile
+            up, up_tile = up + _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :], next_up_tile
     k += 0 if IS_WHOLE else (K - 1) // TILE_K * TILE_K
     x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
     scale = 1.0
-    if IS_CENTRED:
-        x_tile = layer_norm(x_tile, norm_tile, norm_bias_tile, eps, K, TILE_K)
-    elif HAS_NORM:
+    if HAS_NORM:
         scale = tl.rsqrt(tl.sum(squares + x_tile * x_tile) / K + eps)
         x_tile *= offset + norm_tile.to(tl.float32)
-    total += _unpack(tile, dtype, IS_PAIRED, IS_TRANSPOSED) * x_tile[None, :]
+    total += _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :]
     if IS_GATED:
-        up += _unpack(up_tile, dtype, IS_PAIRED, IS_TRANSPOSED) * x_tile[None, :]
+        up += _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :]
     result = _finish_sum(tl.sum(total, 1), scale, bias, HAS_NORM, HAS_BIAS)
-    factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS) if IS_GATED else 1.0
-    result = _epilogue(result, factor, residual_tile, dtype, ACTIVATION, IS_GATED, HAS_RESIDUAL)
+    if ACTIVATION != "":
+        result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
+    if IS_GATED:
+        factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS)
+        result = result.to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
+    if HAS_RESIDUAL:
+        result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
     tl.store(y + y_start + n, result.to(dtype), mask=n < N)
+
+
+@triton.jit
+def _transposed(
+    x, y, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, sums, counters, parts,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    block, part = tl.program_id(0), tl.program_id(1)
+    w, b, N, n_start, y_start = pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    n, k = n_start + tl.arange(0, TILE_N), part * TILE_K + tl.arange(0, TILE_K)
+    dtype = y.dtype.element_ty
+    if IS_PAIRED:
+        pairs = n_start // 2 + tl.arange(0, TILE_N // 2)
+        tile = _load_transposed(w.to(tl.pointer_type(tl.int32)), pairs, k, N // 2, K, EVEN)
+    else:
+        tile = _load_transposed(w, n, k, N, K, EVEN)
+    bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
+    pdl_sync(PDL)
+    if HAS_RESIDUAL:
+        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
+    x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    result = tl.sum(_unpack(tile, dtype, IS_PAIRED) * x_tile[:, None], 0)
+    is_last = True
+    if IS_SPLIT:
+        size = n0 + n1 + n2
+        tl.store(sums + part * size + y_start + n, result, mask=n < N)
+        tl.debug_barrier()  # the sums of all threads are stored before one thread counts the program
+        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == parts - 1
+    if is_last:
+        if IS_SPLIT:
+            tl.store(counters + block, 0)  # for the next launch
+            result = _add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
+        result = _finish_sum(result, 1.0, bias, False, HAS_BIAS)
+        if ACTIVATION != "":
+            result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
+        if HAS_RESIDUAL:
+            result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
+        tl.store(y + y_start + n, result.to(dtype), mask=n < N)
 
 
 @triton.jit
@@ -102,37 +145,51 @@ def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr)
 
 
 @triton.jit
-def _load_weight(
-    w, n_start, k_start, N, K, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
-    IS_PAIRED: tl.constexpr, IS_TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """A tile of a weight with zeros outside of it, as it is in memory: [TILE_N, TILE_K], or transposed."""
+def _load_weight(w, n, k_start, N, K, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """The tile [n, TILE_K] of a weight [N, K] from `k_start` on, with zeros outside of it."""
     width: tl.constexpr = 2 if IS_PAIRED else 1
-    if IS_TRANSPOSED:
-        n, k = n_start // width + tl.arange(0, TILE_N // width), k_start + tl.arange(0, TILE_K)
-        mask, at = n[None, :] < N // width, k[:, None].to(tl.int64) * (N // width) + n[None, :]
-        if not EVEN:
-            mask &= k[:, None] < K
-    else:
-        n, k = n_start + tl.arange(0, TILE_N), k_start // width + tl.arange(0, TILE_K // width)
-        mask, at = n[:, None] < N, n[:, None].to(tl.int64) * (K // width) + k[None, :]
-        if not EVEN:
-            mask &= k[None, :] < K // width
-    return tl.load(w + at, mask=mask, other=0)
+    k, K = k_start // width + tl.arange(0, TILE_K // width), K // width
+    mask = n[:, None] < N
+    if not EVEN:
+        mask &= k[None, :] < K
+    return tl.load(w + n[:, None].to(tl.int64) * K + k[None, :], mask=mask, other=0)
 
 
 @triton.jit
-def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr, IS_TRANSPOSED: tl.constexpr):
-    """The tile [TILE_N, TILE_K] in float32; of a pair the lower half is the first number."""
+def _load_transposed(w, n, k, N, K, EVEN: tl.constexpr):
+    """The tile [k, n] of a weight that is [K, N] in memory, with zeros outside of it."""
+    mask = n[None, :] < N
+    if not EVEN:
+        mask &= k[:, None] < K
+    return tl.load(w + k[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
+    """The tile in float32; of a pair the lower half is the first number."""
     if IS_PAIRED:
         if dtype == tl.bfloat16:  # the upper half of a float32
             both = tl.join(tile << 16, tile & -65536).to(tl.float32, bitcast=True)
         else:
             both = tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16)).to(dtype, bitcast=True).to(tl.float32)
         tile = tl.reshape(both, (tile.shape[0], 2 * tile.shape[1]))
-    if IS_TRANSPOSED:
-        tile = tl.trans(tile)
     return tile.to(tl.float32)
+
+
+@triton.jit
+def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.constexpr):
+    """The sum of [parts, n], in an order that does not depend on which part came when."""
+    part = tl.arange(0, TILE_PARTS)
+    total = _load_parts(sums, part, n, N, size, parts)
+    for start in tl.range(TILE_PARTS, parts, TILE_PARTS):
+        total += _load_parts(sums, start + part, n, N, size, parts)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _load_parts(sums, part, n, N, size, parts):
+    mask = (part[:, None] < parts) & (n[None, :] < N)
+    return tl.load(sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg")  # not from L1
 
 
 @triton.jit
@@ -143,21 +200,6 @@ def _finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constex
     if HAS_BIAS:
         total += bias.to(tl.float32)
     return total
-
-
-@triton.jit
-def _epilogue(
-    result, factor, residual, dtype: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """residual + activation(result) * factor, rounded where a model rounds."""
-    if ACTIVATION != "":
-        result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
-    if IS_GATED:
-        result = result.to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
-    if HAS_RESIDUAL:
-        result = residual.to(tl.float32) + result.to(dtype).to(tl.float32)
-    return result
 
 
 @triton.jit
@@ -188,26 +230,43 @@ def fused_linears_triton(
 ) -> Tensor:
     """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their order.
 
-    Weights are all contiguous or all transposed, in memory [K, N].
+    Weights are all contiguous or all transposed.
     """
-    is_transposed = not all(weight.is_contiguous() for weight in weights)
+    if not all(weight.is_contiguous() for weight in weights):
+        if norm is not None or is_gated:
+            raise ValueError("Transposed weights are multiplied without norm and without gate: run these apart.")
+        return _transposed_linears(x, weights, biases, activation, residual)
     x, dim = x.contiguous(), x.shape[-1]
     sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    norm_weight, eps, (offset, _, is_centred), norm_bias = norm or (x, 0.0, (0.0, False, False), None)
-    how = _transposed_tiles(dim, x.element_size()) if is_transposed else _tiles(sum(sizes), dim, is_gated)
-    tile_n, tile_k, warps = how
-    if norm is not None and is_centred and dim > tile_k:  # a program needs the whole vector for its mean
-        _, x = norm_triton(x, None, norm, None)
-        return fused_linears_triton(x, weights, biases, None, activation, is_gated, residual)
+    norm_weight, eps, (offset, _, _), _ = norm or (x, 0.0, (0.0, False, False), None)
+    tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
         _linears, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y, norm_weight.contiguous(),
-        x if norm_bias is None else norm_bias.contiguous(), x if residual is None else residual.contiguous(),
-        *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, float(eps), float(offset),
-        TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0, IS_WHOLE=dim <= tile_k,
-        IS_PAIRED=dim <= tile_k and _is_paired(weights, sizes if is_transposed else [dim]),
-        IS_TRANSPOSED=is_transposed, HAS_NORM=norm is not None, IS_CENTRED=is_centred,
-        HAS_NORM_BIAS=norm_bias is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
+        x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases), *padded(0, sizes),
+        dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
+        IS_WHOLE=dim <= tile_k, IS_PAIRED=dim <= tile_k and _is_paired(weights, [dim]),
+        HAS_NORM=norm is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
+        HAS_RESIDUAL=residual is not None, num_warps=warps,
+    )  # fmt: skip
+    return y
+
+
+def _transposed_linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str, residual: Tensor | None
+) -> Tensor:
+    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
+    y = x.new_empty(*x.shape[:-1], sum(sizes))
+    tile_n, tile_k, warps = _transposed_tiles(x.element_size())
+    blocks, parts = sum(triton.cdiv(size, tile_n) for size in sizes), triton.cdiv(dim, tile_k)
+    sums, counters = x, x
+    if parts > 1:
+        sums, counters = x.new_empty(parts, sum(sizes), dtype=torch.float32), _counters(x, blocks)
+    launch(
+        _transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
+        *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
+        TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)), EVEN=dim % tile_k == 0,
+        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_BIAS=bool(biases), ACTIVATION=activation,
         HAS_RESIDUAL=residual is not None, num_warps=warps,
     )  # fmt: skip
     return y
@@ -217,6 +276,40 @@ def _is_paired(weights: Sequence[Tensor], lengths: Sequence[int]) -> bool:
     """Whether two numbers of these weights make an int32, with rows in memory of these lengths."""
     is_half = all(weight.element_size() == 2 and weight.data_ptr() % 4 == 0 for weight in weights)
     return is_half and all(length % 2 == 0 for length in lengths)
+
+
+class _Pool:
+    """Zeros of one device, of which each captured launch gets its own.
+
+    After the last one it begins again. Launches that share counters must not run at the same time, so two graphs may
+    run at once unless a million counters were captured between them.
+    """
+
+    def __init__(self, zeros: Tensor) -> None:
+        self.zeros, self.used = zeros, 0
+
+    def take(self, number: int) -> Tensor:
+        start = self.used if self.used + number <= len(self.zeros) else 0
+        self.used = start + triton.cdiv(number, 4) * 4  # 16-byte aligned, so that Triton compiles one variant
+        return self.zeros[start : start + number]
+
+
+_POOLS: dict[torch.device, _Pool] = {}
+
+
+def _counters(x: Tensor, number: int) -> Tensor:
+    """Zeros on the device of x, which a launch leaves as zeros.
+
+    In a graph they would be zeroed at each replay, which costs a launch. So a captured launch takes them from a pool
+    that was zeroed before, by the first launch outside of a capture.
+    """
+    is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    if is_captured and x.device in _POOLS:
+        return _POOLS[x.device].take(number)
+    if x.is_cuda and not is_captured and x.device not in _POOLS:
+        _POOLS.setdefault(x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32)))  # kept: graphs point to it
+        torch.cuda.current_stream(x.device).synchronize()  # captures run on other streams
+    return x.new_zeros(number, dtype=torch.int32)
 
 
 def output_sizes(weights: Sequence[Tensor], activation: str) -> list[int]:
@@ -252,7 +345,9 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
     return (1, 512, 1) if least < size <= 4224 else (4, 1024, 4)
 
 
-def _transposed_tiles(dim: int, element_size: int) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps of transposed weights. A row of a tile is 32 bytes, which the memory gives at once."""
-    whole = max(128, triton.next_power_of_2(dim))
-    return (32 // element_size, whole, max(1, whole // 128)) if dim <= 2048 else (32 // element_size, 1024, 8)
+def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
+    """TILE_N, TILE_K and warps of transposed weights: the fastest of nine by steps of GPT-2 XL (H200, 2026-11-17).
+
+    A row of a tile is one cache line, 128 bytes.
+    """
+    return 128 // element_size, 128, 1 if element_size == 2 else 2

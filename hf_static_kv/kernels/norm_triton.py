@@ -46,20 +46,18 @@ def _normalize(
     CAST_FIRST: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):  # fmt: skip
     if IS_CENTRED:
-        return layer_norm(x.to(tl.float32), w, bias if HAS_BIAS else 0.0, eps, D, TILE).to(x.dtype)
+        y = x.to(tl.float32)
+        y = tl.where(tl.arange(0, TILE) < D, y - tl.sum(y, 0) / D, 0.0)
+        y = y * rms_scale(y, eps, D) * w.to(tl.float32)
+        if HAS_BIAS:
+            y += bias.to(tl.float32)
+        return y.to(x.dtype)
     else:
         return rms_multiply(x, rms_scale(x, eps, D), w, offset, CAST_FIRST)
 
 
 @triton.jit
-def layer_norm(x, w, bias, eps, D, TILE: tl.constexpr):
-    """(x - mean) / sqrt(variance + eps) * w + bias in float32; x is 0 beyond D."""
-    y = tl.where(tl.arange(0, TILE) < D, x - tl.sum(x, 0) / D, 0.0)
-    return y * rms_scale(y, eps, D) * w.to(tl.float32) + bias
-
-
-@triton.jit
-def rms_scale(x, eps, D):
+def rms_scale(x, eps, D: tl.constexpr):
     """1 / sqrt(mean(x^2) + eps); x is 0 beyond D."""
     y = x.to(tl.float32)
     return tl.rsqrt(tl.sum(y * y, 0) / D + eps)

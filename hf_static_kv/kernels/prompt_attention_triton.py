@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.kernels.decode_attention_triton import factors, sum_in_order, tiles, weigh
+from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, sum_in_order, tiles, weigh
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 
@@ -39,7 +39,7 @@ def _prompt(
     maximum, total = tl.full((TILE_M,), -float("inf"), tl.float32), tl.zeros((TILE_M,), tl.float32)
     merged = tl.zeros((TILE_M, TILE_DV), tl.float32)
     if HAS_SINKS:
-        maximum, total = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32), total + 1.0
+        maximum, total = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E, total + 1.0
     begin = seq_start + (lowest - seq_start) // SPLIT_SIZE * SPLIT_SIZE
     for start in tl.range(begin, highest, SPLIT_SIZE, num_stages=STAGES):
         position = (start + n).to(tl.int64)

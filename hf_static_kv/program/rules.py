@@ -346,7 +346,7 @@ def norm_of_sum(program: Program) -> None:
 @rule(keeps_bits=False)
 def norm_before(program: Program) -> None:
     """
-    y = run_linear(norm(x), ...)            ->   y = run_linear(x, ..., norm)        one token, small weights
+    y = run_linear(norm(x), ...)            ->   y = run_linear(x, ..., norm)        one token, RMS norm, small weights
 
     Every program of the linear layer computes the norm again: with many of them a launch of its own is faster.
     """
@@ -363,5 +363,5 @@ def _normed(program: Program, call: Call) -> Found | None:
     if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
         return None
     size = sum(weight.numel() for weight in found.layer.weights)
-    is_served = its_norm.weight.dtype == x.dtype and size <= _MAX_NORMED
+    is_served = its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
     return found if is_served else None

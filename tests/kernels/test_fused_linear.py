@@ -1,5 +1,7 @@
 """Linear layers of one token with what is before and after them; on a CPU they run in Triton's interpreter."""
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,8 @@ from transformers.activations import NewGELUActivation
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import Linear, fused_linears, fused_linears_plain, fuses, linears_kernel
-from hf_static_kv.kernels.norm import LAYER_NORM, Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.norm import norm as run_norm
 from tests.conftest import given, settings, st
 from tests.kernels.test_step_kernels import DEVICE, DTYPES, normal
 
@@ -29,10 +32,7 @@ def weights_of(sizes, dim, dtype, is_transposed):
 
 
 def norm_of(dim, dtype, style):
-    if style is None:
-        return None
-    bias = normal(dim, dtype=dtype, seed=8) if style.is_centred else None
-    return Norm(normal(dim, dtype=dtype, seed=7), 1e-5, style, bias)
+    return None if style is None else Norm(normal(dim, dtype=dtype, seed=7), 1e-5, style)
 
 
 def kernel(x, weights, biases=(), *around, **options):
@@ -42,19 +42,14 @@ def kernel(x, weights, biases=(), *around, **options):
 def exact_sums(x, weights, biases, norm):
     """norm(x) w^T + b in float64, and how far the kernel may be from it."""
     eps, dim, states = torch.finfo(torch.float32).eps, x.shape[-1], x.double()
-    sizes = states.abs()
     if norm is not None:
-        mean = states.mean(-1, keepdim=True) if norm.style.is_centred else torch.zeros_like(states[:, :1])
-        factors = torch.rsqrt((states - mean).pow(2).mean(-1, keepdim=True) + norm.eps)
-        factors = factors * (norm.style.offset + norm.weight.double())
-        shift = torch.zeros_like(states) if norm.bias is None else norm.bias.double()
-        means = sizes.mean(-1, keepdim=True) if norm.style.is_centred else 0.0  # of which an error is a share
-        states, sizes = (states - mean) * factors + shift, (sizes + means) * factors.abs() + shift.abs()
+        states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.eps)
+        states = states * (norm.style.offset + norm.weight.double())
     whole = torch.cat(list(weights)).double()
     bias = torch.cat(list(biases)).double() if biases else torch.zeros(len(whole), device=x.device).double()
-    magnitudes = sizes @ whole.abs().T + bias.abs()
-    # Sums of `dim` terms, of x, of the squares and of the products, and few roundings of each term and of the result.
-    return states @ whole.T + bias, (3 * dim + 16) * eps * magnitudes + torch.finfo(x.dtype).eps * magnitudes
+    magnitudes = states.abs() @ whole.abs().T + bias.abs()
+    # Two sums of `dim` terms, of the products and of the squares, and few roundings of each term and of the result.
+    return states @ whole.T + bias, (2 * dim + 16) * eps * magnitudes + torch.finfo(x.dtype).eps * magnitudes
 
 
 class TestSums:
@@ -63,8 +58,8 @@ class TestSums:
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize(
         ("is_transposed", "style"),
-        [(False, LLAMA), (False, GEMMA), (False, LAYER_NORM), (True, None), (True, LLAMA), (True, LAYER_NORM)],
-        ids=["rows, llama", "rows, gemma", "rows, centred", "transposed", "transposed, llama", "transposed, centred"],
+        [(False, LLAMA), (False, GEMMA), (True, None)],
+        ids=["rows, llama", "rows, gemma", "transposed"],
     )
     @pytest.mark.parametrize("sizes", [(7,), (33, 6, 2), (48, 16)], ids=str)
     @pytest.mark.parametrize("dim", [48, 1100] if DEVICE == "cpu" else [48, 1024, 1100, 2100])
@@ -81,18 +76,10 @@ class TestSums:
     @pytest.mark.parametrize("dim", [40, 300, 700])
     @pytest.mark.parametrize("size", [50, 33, 1])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("style", [None, GEMMA, LAYER_NORM], ids=["no norm", "gemma", "centred"])
-    def test_transposed_weights_in_several_tiles(self, dtype, size, dim, style, monkeypatch):
-        monkeypatch.setattr(linear_triton, "_transposed_tiles", lambda *args: (16, 128, 1))
-        x, weights, norm = (
-            normal(1, dim, dtype=dtype),
-            weights_of((size,), dim, dtype, True),
-            norm_of(dim, dtype, style),
-        )
-        expected, bound = exact_sums(x, weights, [], norm)
-        if style is LAYER_NORM:  # a kernel of its own, which rounds
-            bound += torch.finfo(dtype).eps * (norm_plain(x, norm).double().abs() @ weights[0].double().abs().T)
-        assert ((kernel(x, weights, norm=norm).double() - expected).abs() <= bound).all()
+    def test_the_parts_of_transposed_weights(self, dtype, size, dim):
+        x, weights = normal(1, dim, dtype=dtype), weights_of((size,), dim, dtype, True)
+        expected, bound = exact_sums(x, weights, [], None)
+        assert ((kernel(x, weights).double() - expected).abs() <= bound).all()
 
     @pytest.mark.parametrize("style", [None, GEMMA], ids=["no norm", "gemma"])
     @pytest.mark.parametrize("dim", [1, 50, 51, 576, 2048])
@@ -151,7 +138,7 @@ class TestSums:
         x, weights, biases = integers(1, dim), [integers(n, dim) for n in sizes], [integers(n) for n in sizes]
         residual = integers(1, size if is_gated else size + more)
         expected = fused_linears_plain(x, Linear(weights, biases, None, activation, is_gated, residual))
-        weights = [transposed(weight) for weight in weights] if is_transposed else weights
+        weights = [transposed(weight) for weight in weights] if is_transposed and not is_gated else weights
         assert torch.equal(kernel(x, weights, biases, None, activation, is_gated, residual), expected)
 
 
@@ -177,9 +164,8 @@ class TestEpilogue:
     @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
     @pytest.mark.parametrize("style", [None, GEMMA], ids=["no norm", "gemma"])
     @pytest.mark.parametrize("dim", [96, 2048])
-    @pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "transposed"])
-    def test_gated(self, dtype, activation, style, dim, is_transposed):
-        x, (gate, up) = normal(1, dim, dtype=dtype), weights_of((9, 9), dim, dtype, is_transposed)
+    def test_gated(self, dtype, activation, style, dim):
+        x, (gate, up) = normal(1, dim, dtype=dtype), weights_of((9, 9), dim, dtype, False)
         gate, norm, biases = gate / 8, norm_of(dim, dtype, style), [normal(9, dtype=dtype, seed=i) for i in (1, 2)]
         residual = normal(1, 9, dtype=dtype)
         got = kernel(x, [gate, up], biases, norm, activation, True, residual).double()
@@ -190,6 +176,37 @@ class TestEpilogue:
         bound = 1.2 * a_bound * (b.abs() + b_bound) + a.abs() * b_bound + eps * (4 * (a * b).abs() + b.abs() + 1)
         expected = residual.double() + a * b
         assert ((got - expected).abs() <= bound + eps * expected.abs()).all()
+
+
+class TestParts:
+    """The sums over K of transposed weights are computed in parts, and each block of features counts its parts."""
+
+    def test_the_counters_are_left_as_zeros(self, monkeypatch):
+        counters = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+        monkeypatch.setattr(linear_triton, "_counters", lambda x, number: counters)
+        x, weights = normal(1, 300), weights_of((40, 30), 300, torch.float32, True)  # 2 blocks and 1, 5 parts
+        first = kernel(x, weights)
+        assert not counters.any()
+        assert torch.equal(kernel(x, weights), first)
+
+    def test_one_part_takes_no_counters(self, monkeypatch):
+        monkeypatch.delattr(linear_triton, "_counters")
+        x, weights = normal(1, 40), weights_of((6,), 40, torch.float32, True)
+        expected, bound = exact_sums(x, weights, [], None)
+        assert ((kernel(x, weights).double() - expected).abs() <= bound).all()
+
+    def test_norm_and_gate_are_refused(self):
+        x, weights = normal(1, 40), weights_of((6, 6), 40, torch.float32, True)
+        with pytest.raises(ValueError, match="without norm and without gate"):
+            kernel(x, weights, norm=norm_of(40, torch.float32, LLAMA))
+        with pytest.raises(ValueError, match="without norm and without gate"):
+            kernel(x, weights, activation="silu", is_gated=True)
+
+    def test_a_pool_hands_out_each_counter_once_and_begins_again(self):
+        pool = linear_triton._Pool(torch.arange(16))
+        assert [pool.take(n).tolist() for n in (3, 4, 5)] == [[0, 1, 2], [4, 5, 6, 7], [8, 9, 10, 11, 12]]
+        assert pool.take(2).tolist() == [0, 1]
+        assert pool.take(12).tolist() == list(range(4, 16))
 
 
 class TestPlain:
@@ -232,7 +249,7 @@ class TestOnAGPU:
         x, weight = normal(1, 1, 32, dtype=torch.bfloat16), normal(8, 32, dtype=torch.bfloat16)
         assert fuses(x, Linear([weight, weight], []))
         assert fuses(x, Linear([transposed(weight)], []))
-        assert fuses(x, Linear([transposed(weight)] * 2, [], is_gated=True))
+        assert not fuses(x, Linear([transposed(weight)] * 2, [], is_gated=True))
         assert not fuses(x, Linear([weight, transposed(weight)], []))
         assert not fuses(x.expand(1, 2, 32), Linear([weight], []))
         assert not fuses(x.double(), Linear([weight.double()], []))
@@ -244,7 +261,16 @@ class TestOnAGPU:
         layer = Linear(weights, [], norm, "silu", True, residual)
         assert torch.equal(fused_linears(x, layer), kernel(x, *layer))
 
-    def test_captured_launches_of_transposed_weights(self):
+    def test_transposed_weights_after_a_norm_and_with_a_gate(self):
+        x, weights = normal(1, 200), weights_of((9, 9), 200, torch.float32, True)
+        norm = norm_of(200, torch.float32, LLAMA)
+        assert torch.equal(fused_linears(x, Linear(weights, [], norm)), kernel(run_norm(x, norm), weights))
+        gate, up = (F.linear(x, weight) for weight in weights)
+        got = fused_linears(x, Linear(weights, [], activation="silu", is_gated=True))
+        assert torch.equal(got, F.silu(gate) * up)
+        assert torch.equal(linear.gated_linear(x, *weights, "silu"), F.silu(gate) * up)
+
+    def test_the_parts_of_a_captured_launch(self):
         """Graphs with launches that follow each other, against the same launches outside of a graph: the same bits."""
         dim, dtype = 1600, torch.bfloat16
         weights = [w / 40 for w in weights_of((dim, dim, dim), dim, dtype, True)]
@@ -267,6 +293,7 @@ class TestOnAGPU:
                 for _ in range(20):
                     graph.replay()
                 assert torch.equal(output, expected[i - 1])
+        assert not linear_triton._POOLS[x.device].zeros.any()
 
     def test_what_it_does_not_take_is_computed_plainly(self):
         x, weights = normal(1, 40), [normal(8, 40), transposed(normal(6, 40))]
@@ -277,6 +304,12 @@ def test_on_a_cpu_nothing_is_fused():
     assert not fuses(torch.ones(1, 4), Linear([torch.ones(2, 4)], []))
 
 
+class _CentredStyle(NamedTuple):
+    offset: float = 0.0
+    cast_first: bool = False
+    is_centred: bool = True
+
+
 @pytest.mark.parametrize(
     ("message", "options"),
     [
@@ -285,8 +318,8 @@ def test_on_a_cpu_nothing_is_fused():
         (r"two weights of one shape, got \[\(2, 4\), \(3, 4\)\]", {"is_gated": True, "sizes": (2, 3)}),
         (r"biases \[\(3,\)\] and weights of \[2\] rows do not fit", {"biases": [torch.ones(3)]}),
         (r"x \(1, 4\) and weights \[\(2, 5\)\] do not fit", {"weights": [torch.ones(2, 5)]}),
-        (r"x \(1, 4\) and weight \(5,\) do not fit", {"norm": Norm(torch.ones(5), 1e-5, LLAMA)}),
-        (r"Only a LayerNorm has a bias", {"norm": Norm(torch.ones(4), 1e-5, LLAMA, torch.ones(4))}),
+        (r"x \(1, 4\) and norm \(5,\) do not fit", {"norm": Norm(torch.ones(5), 1e-5, LLAMA)}),
+        (r"takes an RMS norm without bias", {"norm": Norm(torch.ones(4), 1e-5, _CentredStyle())}),
         (r"residual must be as the output, \(1, 2\) torch.float32, got \(1, 3\)", {"residual": torch.ones(1, 3)}),
         (r"got \(1, 2\) torch.float16", {"residual": torch.ones(1, 2).half()}),
     ],
