@@ -91,7 +91,7 @@ class LayerStates(NamedTuple):
 
 
 def staging(parts: Iterable[LayerStates]) -> Tensor:
-    """Memory for a piece between a file and a GPU, pinned. It is used again: new memory costs more than a copy."""
+    """Memory for a piece between a file and a GPU, pinned; every piece goes through it."""
     is_needed = any(part.is_staged for part in parts)
     is_pinned = is_needed and torch.cuda.is_available()
     return torch.empty(PIECE_BYTES if is_needed else 0, dtype=torch.uint8, pin_memory=is_pinned)
