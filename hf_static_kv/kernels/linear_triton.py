@@ -348,6 +348,7 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
 def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
     """TILE_N, TILE_K and warps of transposed weights: the fastest of nine by steps of GPT-2 XL (H200, 2026-11-17).
 
-    A row of a tile is one cache line, 128 bytes.
+    A row of a tile is one cache line, 128 bytes. Tiles of 32 bytes and all of K need no sum across programs, but a step
+    took 0.57 ms instead of 0.45 (12 layers).
     """
     return 128 // element_size, 128, 1 if element_size == 2 else 2
