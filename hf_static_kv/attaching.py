@@ -28,6 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import content_state, draws_random_numbers
 from hf_static_kv.cache.layout import check_positive, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
@@ -38,7 +39,6 @@ from hf_static_kv.decoding.call import kind_of
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
-from hf_static_kv.program.fingerprint import content_fingerprint, draws_random_numbers
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 logger = logging.getLogger(__name__)
@@ -142,7 +142,7 @@ class Attachment:
         if model is None:
             raise ValueError("The model is detached, and nothing is kept of it: call attach, and generate, again.")
         with self._one_at_a_time, self._exact(model):
-            return self.pool.save(model, content_fingerprint(model), input_ids)
+            return self.pool.save(model, content_state(model), input_ids)
 
     # --- a call
 
@@ -228,7 +228,7 @@ class Attachment:
         """What the states of the prompt depend on beside its ids; None where that is not known."""
         if not (self.settings.reuse_prefix and _is_ids_alone(request) and _is_repeatable(request.model)):
             return None
-        return content_fingerprint(request.model)
+        return content_state(request.model)
 
     def _warn_of_memory(self) -> None:
         self.fallback_reason = "out of memory"
@@ -285,11 +285,16 @@ def _is_ids_alone(request: Request) -> bool:
 
 
 def _is_repeatable(model: Any) -> bool:
-    """Whether the same tokens have the same states in the next call: no random numbers, no hooks, no later tokens."""
+    """Whether the same tokens have the same states in the next call: no random numbers, no hooks, no later tokens.
+
+    Writes into weights that were made in inference mode cannot be seen.
+    """
     config, modules = model.config.get_text_config(decoder=True), compat.all_modules(model)
     sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     depends_on_later = sees_later or frequencies_depend_on_length(config)
-    return not (depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules))
+    if depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules):
+        return False
+    return not any(tensor.is_inference() for module in modules for tensor in compat.own_tensors(module))
 
 
 def _unserved(model: PreTrainedModel) -> str | None:

@@ -190,6 +190,13 @@ def own_parts(module: Module, kind: str) -> list[Any]:
     return [part for part in store.values() if part is not None]
 
 
+def own_tensors(module: Module) -> list[Tensor]:
+    """The parameters and buffers of a module itself. Without its dicts: as `own_parts`."""
+    if not hasattr(module, "_parameters") or not hasattr(module, "_buffers"):
+        return [*own_parts(module, "parameters"), *own_parts(module, "buffers")]
+    return [t for store in (module._parameters, module._buffers) for t in store.values() if t is not None]
+
+
 def all_modules(model: Module) -> list[Module]:
     """`model.modules()` in a third of its time: this runs before every prompt."""
     found = [model]

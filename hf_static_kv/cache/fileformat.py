@@ -171,8 +171,9 @@ class Header:
         _check(max(padding) < len(tokens[0]), "the left padding")
         _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
         _check(isinstance(groups, list) and bool(groups), "the groups")
-        identity = ModelIdentity(**{field.name: metadata[field.name] for field in fields(ModelIdentity)})
-        _check(isinstance(json.loads(identity.config), dict), "the config")
+        identity = ModelIdentity(**{f.name: metadata[f.name] for f in fields(ModelIdentity) if f.name in metadata})
+        for name in ("config", "settings"):
+            _check(isinstance(json.loads(getattr(identity, name)), dict), f"the {name}")
         versions = metadata["library_version"], metadata["transformers_version"]
         found = cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
         layers = [layer for group in found.groups for layer in group.layers]
@@ -213,7 +214,7 @@ def _metadata(content: Any) -> dict[str, str]:
             f"its format is {version}, of {written}; this one reads format {VERSION}. Install a newer hf_static_kv"
         )
     names = {"digest", "tokens", "left_padding", "sliding_windows", "groups", "library_version", "transformers_version"}
-    names |= {field.name for field in fields(ModelIdentity)}
+    names |= {field.name for field in fields(ModelIdentity)} - {"settings"}  # which older files do not have
     _check(names <= metadata.keys() and all(isinstance(value, str) for value in metadata.values()), "the strings")
     return metadata
 

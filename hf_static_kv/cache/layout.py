@@ -232,7 +232,7 @@ def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
     """The modules of the text decoder that have a `layer_idx`; a vision tower numbers its own layers."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    numbered = ((getattr(module, "layer_idx", None), module) for module in decoder.modules())
+    numbered = ((module.__dict__.get("layer_idx"), module) for module in compat.all_modules(decoder))
     return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
 
 

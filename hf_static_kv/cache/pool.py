@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.layout import cache_bytes, missing_layers, plan_layers, refuse_missing_layers
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
@@ -141,21 +141,22 @@ class CachePool:
 
     def _take(self, request: Request, content: Any) -> Lease:
         with self._lock:
-            lease = self._with_prefix(request, content) or self._free_lease(request)
+            kind = _kind(request)
+            lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
             if lease is not None:
                 self.free.remove(lease)
                 self.hits += 1
             else:
-                lease = self._new_lease(request)
+                lease = self._new_lease(request, kind)
             lease.content = content
             self.lent.append(lease)
             return lease
 
-    def _with_prefix(self, request: Request, content: Any) -> Lease | None:
+    def _with_prefix(self, request: Request, content: Any, kind: Any) -> Lease | None:
         """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
         if content is None:
             return None
-        alike = [lease for lease in self.free if lease.content == content and lease.kind == _kind(request)]
+        alike = [lease for lease in self.free if lease.content == content and lease.kind == kind]
         lengths = {lease: lease.common_prefix(request) for lease in alike}
         lease = max(alike, key=lambda lease: lengths[lease], default=None)
         length = least(request.model, 0 if lease is None else lengths[lease])
@@ -165,9 +166,9 @@ class CachePool:
         self.reused_tokens += length
         return lease
 
-    def _free_lease(self, request: Request) -> Lease | None:
+    def _free_lease(self, request: Request, kind: Any) -> Lease | None:
         """The smallest free cache that serves the call. Kept tokens are given up only when there are enough caches."""
-        rows, length, kind = len(request.input_ids), request.max_positions, _kind(request)
+        rows, length = len(request.input_ids), request.max_positions
         serving = [
             lease
             for lease in self.free
@@ -181,7 +182,7 @@ class CachePool:
             lease.cache.reset()
         return lease
 
-    def _new_lease(self, request: Request) -> Lease:
+    def _new_lease(self, request: Request, kind: Any) -> Lease:
         model, rows = request.model, len(request.input_ids)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = 1 << (needed - 1).bit_length()
@@ -209,7 +210,7 @@ class CachePool:
         planned_bytes = num_bytes(capacity)
         self._evict(bound - planned_bytes, _MAX_FREE - 1)
         cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
-        return Lease(cache, _kind(request), planned_bytes)
+        return Lease(cache, kind, planned_bytes)
 
     def _keep(self, lease: Lease) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
@@ -249,7 +250,9 @@ def host_bytes() -> int:
 
 
 def _kind(request: Request) -> Any:
-    """Equal for two calls whose states have the same shapes, dtype and devices."""
+    """Equal for two calls whose states have the same layers, shapes, dtype and devices."""
     model, device = request.model, request.model.device.type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    return weakref.ref(model), model.dtype, model.device, autocast
+    plans = plan_layers(model.config)
+    missing = missing_layers(model, len(plans))
+    return weakref.ref(model), model.dtype, model.device, autocast, plans, missing

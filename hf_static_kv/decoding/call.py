@@ -13,13 +13,13 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
-from hf_static_kv.attention import ATTENTION_NAME, EXACT_ATTENTION_NAME, OWN_NAMES
+from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import pass_state
 from hf_static_kv.cache.layout import refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
-from hf_static_kv.program.fingerprint import model_fingerprint
 from hf_static_kv.program.record import leaves
 
 # What a step gives to a model by itself, or has no use for.
@@ -106,11 +106,11 @@ class Call:
     @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve."""
-        is_exact, keys = self.own_attention == EXACT_ATTENTION_NAME, [group.keys for group in self.cache.storage_groups]
+        keys = tuple(group.keys.data_ptr() for group in self.cache.storage_groups)
         states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
         sizes = len(self.seq_start), self.cache.max_cache_len  # a cache of compact layers alone grows in place
-        kind = self.own_attention, sizes, compat.has_hooks(self.modules), states
-        return *kind, *model_fingerprint(self.model, self.modules, keys, is_exact)
+        kind = self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
+        return *kind, pass_state(self.model, self.modules)
 
     @cached_property
     def has_usual_positions(self) -> bool:

@@ -27,7 +27,7 @@ from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
-from hf_static_kv.decoding.verification import verify
+from hf_static_kv.decoding.verification import unverified_inputs, verify
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
@@ -199,7 +199,8 @@ class GraphDecoder:
         try:
             if is_recorded:
                 without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
-                step.record(*at, is_exact=call.own_attention == EXACT_ATTENTION_NAME, without=without)
+                is_exact = call.own_attention == EXACT_ATTENTION_NAME
+                step.record(*at[:2], *unverified_inputs(call), is_exact=is_exact, without=without)
             if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                 step.capture(*at)
         finally:  # passes without kernels leave anything in a recurrent state, nan too

@@ -1,15 +1,17 @@
 """Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
 
 import inspect
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import draws_random_numbers
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.ranks import is_part, num_ranks
 from hf_static_kv.decoding.call import Call, is_plain, kind_of
-from hf_static_kv.program.fingerprint import draws_random_numbers, type_without_address
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 # A step has one shape: it expands the latents of the whole capacity, where an ordinary pass expands those of the text.
@@ -74,3 +76,9 @@ def _unserved_prompt(call: Call) -> str | None:
         if bool((mask.bool() != (position >= call.seq_start[:, None])).any()):
             return "the attention mask has holes"
     return None
+
+
+def type_without_address(tensors: Iterable[Tensor]) -> str | None:
+    """The type of the first tensor that does not tell where its memory is; None if all do."""
+    found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
+    return next((type(tensor).__name__ for tensor in found), None)

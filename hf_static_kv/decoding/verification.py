@@ -2,8 +2,12 @@
 
     case              position of the newest token             exposes
     whole sequence    after all cached tokens                  a key that is not written, a wrong position
+    next position     one later                                a length or a position that is frozen
     two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
     across a window   where a window no longer begins at 0     a window or chunk that is too wide or too narrow
+
+A pass is recorded with a token and at a position that no case uses, and two tokens are compared: what is frozen in the
+recording shows.
 
 One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones.
 
@@ -22,11 +26,11 @@ from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.cache.identity import states_of_a_call
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
-from hf_static_kv.program.fingerprint import states_of_a_call
 from hf_static_kv.program.record import leaves
 from hf_static_kv.program.step import DecodeStep
 
@@ -51,8 +55,8 @@ def verify(step: DecodeStep, call: Call) -> None:
     """Raise where the step gives other logits than an ordinary pass. The cache is left as it was in any case."""
     here, before = call.cache.moment(), IS_VERIFICATION.set(True)
     try:
-        for case in _cases(call, call.cache.seq_len):
-            _verify(step, call, case)
+        for number, case in enumerate(_cases(call, call.cache.seq_len)):
+            _verify(step, call, case, num_tokens=2 if number == 0 else 1)
     finally:
         IS_VERIFICATION.reset(before)
         call.cache.return_to(here)
@@ -61,11 +65,13 @@ def verify(step: DecodeStep, call: Call) -> None:
 def _cases(call: Call, length: int) -> list[Case]:
     seq_start, nothing = call.seq_start.to(call.device), range(0)
     cases = [Case(length, seq_start, nothing, float(length))]
+    last = min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1  # that has a slot in all layers
+    if length < last:
+        cases.append(Case(length + 1, seq_start, range(length, length + 1), 1.0))
     if length:
         # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
         cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
     plans = plan_layers(call.model.config)
-    last = min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1  # that has a slot in all layers
     for window, is_chunked in sorted({(plan.sliding_window, plan.is_chunked) for plan in plans if plan.sliding_window}):
         position = max(length, min(window + _EDGE, last))
         if position >= window:
@@ -78,21 +84,31 @@ def _cases(call: Call, length: int) -> list[Case]:
     return cases
 
 
-def _verify(step: DecodeStep, call: Call, case: Case) -> None:
-    """One token agrees, or two others do: in a mixture of experts rounding alone may choose another expert."""
-    found: list[tuple[float, float]] = []
-    ids = call.input_ids  # [B, 0] where the prompt is `inputs_embeds`
-    newest = ids[:, -1] if ids.shape[1] else ids.new_zeros(len(ids))
-
-    def agrees(attempt: int) -> bool:
-        tokens = (newest.to(call.device) - attempt).abs()  # or another valid one
+def _verify(step: DecodeStep, call: Call, case: Case, num_tokens: int) -> None:
+    """So many tokens agree, and one more for each that does not: rounding alone may choose another expert."""
+    missing = num_tokens
+    for number in range(num_tokens + 2):
         with _planted_values(call, case):
-            found.append(_difference_and_bound(step, call, case, tokens))
-        return found[-1][0] <= found[-1][1]
+            difference, bound = _difference_and_bound(step, call, case, _compared_tokens(call, number))
+        missing += -1 if difference <= bound else 1
+        if missing == 0:
+            return
+    raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
 
-    if not (agrees(0) or (agrees(1) and agrees(2))):
-        difference, bound = found[-1]
-        raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
+
+def _newest_tokens(call: Call) -> Tensor:
+    ids = call.input_ids  # [B, 0] where the prompt is `inputs_embeds`
+    return (ids[:, -1] if ids.shape[1] else ids.new_zeros(len(ids))).to(call.device)
+
+
+def _compared_tokens(call: Call, number: int) -> Tensor:
+    return (_newest_tokens(call) - number).abs()  # valid tokens, at most four of them
+
+
+def unverified_inputs(call: Call) -> tuple[Tensor, Tensor]:
+    """Positions [..., B, 1] and a token [B] that no case uses."""
+    newest = _newest_tokens(call)
+    return call.position_ids(0).clamp(min=0), torch.where(newest > 5, 0, 6)
 
 
 def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat, patching
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.cache.identity import random_rates
 from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.experts import (
     EXACT_EXPERTS_NAME,
@@ -31,7 +32,6 @@ from hf_static_kv.exactness.experts import (
     refuse_active,
 )
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
-from hf_static_kv.program.fingerprint import random_rates
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary

@@ -27,9 +27,9 @@ from hf_static_kv.compat import inner_tensors, write_count
 
 # What tells the host a value, or makes a tensor whose shape depends on values. On a GPU each of them synchronizes.
 _READS = {
-    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__index__", "__int__", "allclose", "argwhere",
-    "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy", "tolist", "unique",
-    "unique_consecutive",
+    "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__",
+    "__repr__", "__str__", "allclose", "argwhere", "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select",
+    "nonzero", "numpy", "tolist", "unique", "unique_consecutive",
 }  # fmt: skip
 
 

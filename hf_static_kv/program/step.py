@@ -104,7 +104,7 @@ class DecodeStep:
         self._stretches = {w: _Stretch(self.token.new_zeros(1), batch_size, len(windows)) for w in cache.offsets}
         self._stretches[None] = full
         self.layers = self._step_layers(cache)
-        self.cache = _StepCache(cache, self.layers, batch_size)
+        self.cache = _StepCache(cache, self.layers, batch_size, self.cache_position)
         self.layers |= _sharing_layers(model, self.layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -175,13 +175,20 @@ class DecodeStep:
         length: int,
         seq_start: Tensor,
         position_ids: Tensor | None = None,
+        token: Tensor | None = None,
         *,
         is_exact: bool = False,
         without: Collection[str] = (),
     ) -> None:
-        """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip."""
+        """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip.
+
+        What the pass computes outside of torch's operations stays as it is now. So that verification sees it, record
+        with a `token` [B] and at `position_ids` that verification does not use.
+        """
         model = self.model
         self.set_position(length, seq_start, position_ids)
+        if token is not None:
+            self.token.copy_(token[:, None])
         # The pass writes at position `length`. A kernel would be compiled here, before the parallel compilation.
         self._advance(by_kernel=False)
         with ExitStack() as changes:
@@ -253,6 +260,7 @@ class DecodeStep:
         # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
         layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
+        self.cache.written.clear()
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
         with replaced("layer_idx", layers):
             outputs = self.model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
@@ -361,12 +369,14 @@ def _no_synchronization() -> Iterator[None]:
 class _StepCache(Cache):
     """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
 
-    Recurrent states are those of the cache, which change in place. A graph holds no length: a layer that asks for it
-    (Llama 4) gets a tensor, and what runs before the layers 0. Verification refuses a model whose logits depend on it.
+    Recurrent states are those of the cache, which change in place. The length is a tensor on the device: Python that
+    branches on it would branch alike in every replay, and a recording refuses to read it.
     """
 
-    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int) -> None:
+    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int, length: Tensor) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
+        self.length = length  # [1], tokens before the newest
+        self.written: set[int] = set()  # the layers that have the newest token
         self.capacity = cache.max_cache_len
         # Keys and values [B, H, S, D] by layer.
         self.storage = {i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored}
@@ -378,10 +388,11 @@ class _StepCache(Cache):
             raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
         keys, values = self.storage[layer_idx.index]
         write_token(keys, values, key_states, value_states, layer_idx.slot)
+        self.written.add(layer_idx.index)
         return keys, values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
-        return layer_idx.cache_position if isinstance(layer_idx, StepLayer) else 0
+        return self.length + 1 if int(layer_idx) in self.written else self.length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0

@@ -4,11 +4,11 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_static_kv import StaticContiguousCache, cache_bytes
+from hf_static_kv import StaticContiguousCache, attach, cache_bytes
 from hf_static_kv.cache import pool as pool_module
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.request import Request
-from tests.conftest import toy_model
+from tests.conftest import PROMPT, toy_model
 
 
 @pytest.fixture(scope="module")
@@ -176,3 +176,27 @@ class TestGrow:
         got = model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False, eos_token_id=None)
         assert torch.equal(got, expected)
         assert cache.max_cache_len == 120  # 8, 30 for the prompt, 60, 120
+
+
+def test_a_window_that_was_changed_makes_another_cache():
+    model = toy_model("gemma3")
+    attach(model, reuse_prefix=True)
+    how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
+    model.generate(PROMPT, **how)
+    model.config.sliding_window = 3
+    for layer in model.model.layers:
+        if layer.self_attn.sliding_window is not None:
+            layer.self_attn.sliding_window = 3
+    expected = model.generate(PROMPT, use_cache=False, **how)
+    assert torch.equal(model.generate(PROMPT, **how), expected)
+
+
+def test_layers_that_were_removed_fall_back():
+    model = toy_model("llama")
+    info = attach(model, reuse_prefix=True)
+    how = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
+    model.generate(PROMPT, **how)
+    model.model.layers = model.model.layers[:1]
+    expected = model.generate(PROMPT, use_cache=False, **how)
+    assert torch.equal(model.generate(PROMPT, **how), expected)
+    assert "layer 1" in info.fallback_reason

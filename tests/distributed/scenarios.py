@@ -141,7 +141,7 @@ def weights_that_differ(rank, folder, ranks):
     """One rank takes the model for another one in each call, so its cached prefix does not count."""
     model = load(folder, ranks)
     if rank == ranks - 1:
-        attaching_module.content_fingerprint = lambda model: object()
+        attaching_module.content_state = lambda model: object()
     info = attach(model, reuse_prefix=True)
     return [generate(model, "greedy") for _ in range(3)], info.reused_tokens
 

@@ -3,18 +3,21 @@
 import gc
 import pickle
 import weakref
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch.nn.modules.module import register_module_forward_hook
+from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
-from hf_static_kv.cache.identity import unwrapped
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact
+from hf_static_kv.cache.identity import content_state, unwrapped
 from hf_static_kv.compat import has_hooks
-from hf_static_kv.program.fingerprint import content_fingerprint, type_without_address
+from hf_static_kv.decoding.eligibility import type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
+from tests.decoding.mutations import MUTATIONS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = PROMPT.to(DEVICE)
@@ -31,11 +34,14 @@ class Decoding:
         return self.model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **COMMON, **how)
 
     def steps(self):
+        self.steps_or_fallback()
+        assert self.decoder.fallback_reason is None
+        return len(self.decoder._steps[self.cache])
+
+    def steps_or_fallback(self):
         self.cache.reset()
         got = self.tokens(past_key_values=self.cache, custom_generate=self.decoder)
         assert torch.equal(got, self.tokens(use_cache=False))
-        assert self.decoder.fallback_reason is None
-        return len(self.decoder._steps[self.cache])
 
 
 @pytest.fixture
@@ -217,7 +223,79 @@ def test_memory_of_steps_is_counted(decoding):
 def test_weights_of_any_dtype_are_sampled(dtype):
     model = toy_model("llama")
     model.model.extra = torch.zeros(40).to(dtype)
-    before = content_fingerprint(model)
-    assert content_fingerprint(model) == before
+    before = content_state(model)
+    assert content_state(model) == before
     model.model.extra.data.copy_(torch.ones(40))
-    assert content_fingerprint(model) != before
+    assert content_state(model) != before
+
+
+def generate(model, **how):
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **COMMON, **how)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_step_sees_every_change(name, decoding, monkeypatch):
+    before = decoding.tokens(use_cache=False)
+    change = MUTATIONS[name](decoding.model, monkeypatch)
+    first = decoding.tokens(use_cache=False)
+    decoding.steps_or_fallback()
+    change()
+    assert not torch.equal(decoding.tokens(use_cache=False), first), "the mutation shows in no token"
+    decoding.steps_or_fallback()
+    assert before.shape == first.shape
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["plain", "exact"])
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_prefix_reuse_sees_every_change(name, is_exact, monkeypatch):
+    model = toy_model("llama").to(DEVICE)
+    if is_exact and name in ("attention_registered_again", "method_of_a_torch_class", "module_beside_the_tree"):
+        pytest.skip("exact has its own attention and linear layers, and takes no modules in a list")
+    change = MUTATIONS[name](model, monkeypatch)
+    info = attach(model, reuse_prefix=True, exact=is_exact)
+    generate(model)
+    generate(model)
+    assert info.reused_tokens or name == "weight_made_in_inference_mode"
+    change()
+    with exact(model) if is_exact else nullcontext():
+        expected = generate(model, use_cache=False)
+    assert torch.equal(generate(model), expected)
+
+
+@pytest.mark.parametrize("last_token", [0, 6, 77])
+@pytest.mark.parametrize("part", ["embed_tokens", "rotary_emb"])
+def test_a_scripted_module_is_not_frozen(part, last_token, decoding):
+    """The recording does not see inside: its output would be a constant."""
+    decoder = decoding.model.model
+    example = (torch.tensor([[3]], device=DEVICE),)
+    if part == "rotary_emb":
+        example = (torch.zeros(1, 1, 48, device=DEVICE), *example)
+    setattr(decoder, part, torch.jit.trace(getattr(decoder, part), example, check_trace=False))
+    prompt = torch.cat([PROMPT, torch.tensor([[last_token]], device=DEVICE)], dim=1)
+    how = {"attention_mask": torch.ones_like(prompt), **COMMON}
+    got = decoding.model.generate(prompt, past_key_values=decoding.cache, custom_generate=decoding.decoder, **how)
+    assert torch.equal(got, decoding.model.generate(prompt, use_cache=False, **how))
+
+
+def test_a_branch_on_the_length_is_not_frozen(decoding, monkeypatch):
+    own = modeling_llama.LlamaModel.forward
+
+    def forward(self, *args, past_key_values=None, **kwargs):
+        output = own(self, *args, past_key_values=past_key_values, **kwargs)
+        length = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if length > 20:
+            output.last_hidden_state = -output.last_hidden_state
+        return output
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
+
+
+def test_a_text_of_a_tensor_is_not_frozen(decoding, monkeypatch):
+    own = modeling_llama.LlamaMLP.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaMLP, "forward", lambda self, x: own(self, x) * (2 if "7" in f"{x[0, -1, 0]:.3f}" else 1)
+    )
+    got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
