@@ -54,6 +54,7 @@ _OF_A_LOADED_MODEL = {"generation_config", "hf_device_map", "name_or_path", "war
 _OF_A_CALL = frozenset({"generation_config", "warnings_issued"})  # attributes of a model that no pass reads
 # Objects that no pass computes with. By name: importing their modules takes time.
 _OPAQUE = frozenset({"Logger", "PreTrainedTokenizerBase", "ProcessorMixin", "GenerationConfig", "Generator"})
+_BASES = (PreTrainedModel,)  # what it adds to a module prepares passes and does not compute
 # Packages whose functions are known by their code: what these read is not followed. `transformers.models` is.
 _NOT_FOLLOWED = {"torch", "transformers", "numpy", "accelerate", "hf_static_kv", *sys.stdlib_module_names}
 # Fields of a config that change no key and no value.
@@ -113,7 +114,7 @@ class _Values:
         self.of_calls = of_calls  # whether tensors that calls leave on a model count
         self.is_portable = is_portable  # names in the place of addresses, code and objects
         self.tensors: list[Tensor] = []
-        self.classes: dict[type, None] = {}
+        self.classes: list[type] = []  # grows by those of the values that are found
         self.numbers = {id(module): i for i, module in enumerate(self.modules)}
         self.kept: list[Any] = []  # so that no id is used twice
         self.end = 0  # of `kept`, for the attribute that is read now
@@ -128,12 +129,9 @@ class _Values:
         )
         configs = self.of_attribute(model.config), self.of_attribute(model.config.get_text_config())
         functions = tuple(self.of_attribute(function) for function in _attention_functions(model))
-        self.classes.update(dict.fromkeys(type(module) for module in self.modules))
-        kinds: list[type] = []
-        classes = []
-        while new := [kind for kind in self.classes if kind not in kinds]:  # values of classes have classes
-            kinds += new
-            classes += [self._class(kind) for kind in new]
+        for kind in dict.fromkeys(type(module) for module in self.modules):
+            self._add_class(kind)
+        classes = [self._class(kind) for kind in self.classes]  # grows: values of classes have classes
         return modules, configs, functions, tuple(classes), _settings_of_torch()
 
     def _attributes(self, module: Module) -> tuple[tuple[str, Any], ...]:
@@ -225,12 +223,9 @@ class _Values:
         kind = type(value)
         if not _OPAQUE.isdisjoint(base.__name__ for base in kind.__mro__) or isinstance(value, ModuleType):
             return [self._as_object(value)]
-        if state := self._state(value):
-            self.classes.setdefault(kind)
-            return state
-        if hasattr(value, "__dict__"):
-            self.classes.setdefault(kind)
-            return []
+        if kind.__dictoffset__ or any(True for _ in _slots(kind)):
+            self._add_class(kind)
+            return self._state(value)
         try:  # an object of C: what its pickle is made of
             made = value.__reduce_ex__(2)
         except Exception:
@@ -246,14 +241,17 @@ class _Values:
         names = [name for name in _slots(type(value)) if hasattr(value, name)]
         return found + [(name, self.of(getattr(value, name))) for name in names]
 
+    def _add_class(self, kind: type) -> None:
+        """Read a class and its bases. Of torch's modules all counts: libraries patch them to speed a model up."""
+        for base in kind.__mro__:
+            is_read = _is_followed(base.__module__) or issubclass(base, Module)
+            if is_read and base not in _BASES and base not in self.classes:
+                self.classes.append(base)
+
     def _class(self, kind: type) -> tuple[Any, ...]:
-        """Methods and attributes of a class and of its bases; of transformers' own bases only their place."""
-        found: list[Any] = [kind]
-        for base in kind.__mro__[:-1]:
-            if base is kind or _is_followed(base.__module__) or base.__module__.startswith("torch."):
-                own = [(name, self.of_attribute(value)) for name, value in vars(base).items() if _counts(name, value)]
-                found.append((base, tuple(own)))
-        return tuple(found)
+        """Methods and attributes of a class."""
+        own = [(name, self.of_attribute(value)) for name, value in vars(kind).items() if _counts(name, value)]
+        return kind, kind.__bases__, tuple(own)
 
     def _tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         parts = unwrapped(tensor)
