@@ -12,7 +12,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from importlib import import_module
 from types import FrameType
 from typing import Any
@@ -215,6 +215,26 @@ def copy_with_submodules(module: Module, **parts: Module) -> Module:
     for name, part in parts.items():
         setattr(clone, name, part)
     return clone
+
+
+def has_plain_stores(module: Module) -> bool:
+    """Whether it keeps its submodules in a dict, unlike a scripted module. Without `_modules`: no module is copied."""
+    return isinstance(vars(module).get("_modules"), dict)
+
+
+def copied_stores(module: Module) -> dict[str, Any]:
+    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they are shared.
+
+    Parameters stay shared: FSDP writes into their dict in each pass.
+    """
+    attributes = vars(module)
+    return {name: attributes[name].copy() for name in _stores() if name in attributes}
+
+
+@cache
+def _stores() -> list[str]:
+    dicts = [name for name, value in vars(Module()).items() if isinstance(value, dict)]
+    return [name for name in dicts if name not in ("_parameters", "_modules")]
 
 
 def forward_hooks(module: Module) -> list[Any]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, reduce
 from threading import Lock
 from typing import Any
 
@@ -14,50 +14,89 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
-_ORIGINALS: dict[tuple[str, str], tuple[Any, int]] = {}  # (module, name): function, number of users
+_LOCK = Lock()  # of the two below
+# Changes that are in effect, the oldest first, by the `id` of a module and the attribute.
+_CHANGES: dict[tuple[int, str], list["_Change"]] = {}
+_ORIGINALS: dict[tuple[str, str], tuple[Any, list[Any]]] = {}  # (module, name): function, what replaces it
+_ABSENT = object()
 _CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
 # Whether passes of a model verify a captured step. They belong to no sequence: a trace does not record them.
 IS_VERIFICATION: ContextVar[bool] = ContextVar("is_verification", default=False)
 
 
+class _Change:
+    """A value of an attribute, and the value that it has taken the place of."""
+
+    def __init__(self, value: Any, before: Any) -> None:
+        self.value, self.before = value, before
+
+
 @contextmanager
 def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
-    """Modules with another value of an attribute. A value that was assigned by someone else meanwhile stays."""
-    before = {module: module.__dict__[attribute] for module in values if attribute in module.__dict__}
+    """Modules with another value of an attribute. A value that was assigned by someone else meanwhile stays.
+
+    Contexts may overlap, as in two threads, and end in any order.
+    """
+    made: dict[Module, _Change] = {}
     try:
-        for module, value in values.items():
-            setattr(module, attribute, value)
+        with _LOCK:
+            for module, value in values.items():
+                made[module] = _Change(value, module.__dict__.get(attribute, _ABSENT))
+                _CHANGES.setdefault((id(module), attribute), []).append(made[module])
+                setattr(module, attribute, value)
         yield
     finally:
-        for module, value in values.items():
-            is_ours = module.__dict__.get(attribute) is value
-            if is_ours and module not in before:
-                delattr(module, attribute)
-            elif is_ours:
-                setattr(module, attribute, before[module])
+        with _LOCK:
+            for module, change in made.items():
+                _undo(module, attribute, change)
+
+
+def _undo(module: Module, attribute: str, change: _Change) -> None:
+    changes = _CHANGES[id(module), attribute]
+    place = changes.index(change)
+    later = changes[place + 1 :]
+    del changes[place]
+    if not changes:
+        del _CHANGES[id(module), attribute]
+    if later and later[0].before is change.value:
+        later[0].before = change.before
+    elif later or module.__dict__.get(attribute, _ABSENT) is not change.value:
+        return
+    elif change.before is _ABSENT:
+        delattr(module, attribute)
+    else:
+        setattr(module, attribute, change.before)
 
 
 @contextmanager
 def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """The function `name` of these Python modules replaced by `modules[module](original, ...)`."""
-    for module, function in modules.items():
-        original, users = _ORIGINALS.get((module, name), (getattr(sys.modules[module], name), 0))
-        _ORIGINALS[module, name] = original, users + 1
-        setattr(sys.modules[module], name, partial(function, original))
+    """The function `name` of these Python modules replaced by `modules[module](original, ...)`.
+
+    Where contexts overlap, the `original` of one is what the others make of the function.
+    """
+    _change_functions(name, modules, list.append)
     try:
         yield
     finally:
-        for module in modules:
-            original, users = _ORIGINALS.pop((module, name))
-            if users > 1:  # contexts of several models may overlap
-                _ORIGINALS[module, name] = original, users - 1
-            else:
-                setattr(sys.modules[module], name, original)
+        _change_functions(name, modules, list.remove)
+
+
+def _change_functions(name: str, modules: Mapping[str, Any], change: Callable[[list[Any], Any], None]) -> None:
+    with _LOCK:
+        for module, function in modules.items():
+            home = sys.modules[module]
+            original, functions = _ORIGINALS.setdefault((module, name), (getattr(home, name), []))
+            change(functions, function)
+            setattr(home, name, reduce(lambda inner, outer: partial(outer, inner), functions, original))
+            if not functions:
+                del _ORIGINALS[module, name]
 
 
 def original_function(module: str, name: str) -> Any:
     """The function of a Python module, also while it is replaced."""
-    return _ORIGINALS.get((module, name), (getattr(sys.modules[module], name, None), 0))[0]
+    with _LOCK:
+        known = _ORIGINALS.get((module, name))
+        return getattr(sys.modules[module], name, None) if known is None else known[0]
 
 
 def is_unmodified(module: Module) -> bool:

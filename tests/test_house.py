@@ -22,7 +22,7 @@ READING_ORDER = {
         "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
-    "program": ["preload", "linears", "norms", "rotary", "experts", "record", "rules", "step"],
+    "program": ["preload", "shadow", "linears", "norms", "rotary", "experts", "record", "rules", "step"],
     "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "experts", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],

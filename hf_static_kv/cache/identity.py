@@ -100,8 +100,8 @@ def content_state(model: PreTrainedModel) -> State:
 def first_difference(before: State, after: State) -> str:
     """The name of the first attribute that differs between two states of one model."""
     for one, other in zip(before.parts[1], after.parts[1], strict=False):
+        names = (a[0] for a, b in zip(one[1], other[1], strict=False) if a != b)
         if one != other:
-            names = (a[0] for a, b in zip(one[1], other[1], strict=False) if a != b)
             return f"{next(names, 'an attribute')} of {one[0].__name__}"
     return "a function, a class or a tensor"
 

@@ -27,8 +27,7 @@ from hf_static_kv.decoding.call import Call, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
-from hf_static_kv.decoding.verification import unverified_inputs, verify
-from hf_static_kv.patching import attention_implementation
+from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep, SelectingStep
@@ -127,9 +126,7 @@ class GraphDecoder:
             sampling = Sampling(call)
             is_over = sampling.append(logits)
             while step is not None and not is_over:
-                # A replay does not use the model, and changing its attention takes a millisecond.
-                is_replayed = step.graph is not None
-                with nullcontext() if is_replayed else attention_implementation(call.model, call.own_attention):
+                with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
                     _run(step, sampling, call)
                 is_over = not (cache.grows and sampling.is_cut_short())
                 if not is_over:
@@ -165,9 +162,10 @@ class GraphDecoder:
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
             with (
-                torch.inference_mode(False), torch.no_grad(), attention_implementation(call.model, call.own_attention),
+                torch.inference_mode(False),
+                torch.no_grad(),
                 torch.random.fork_rng(devices),  # a step that samples draws in each of its first runs
-            ):  # fmt: skip
+            ):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
@@ -196,16 +194,19 @@ class GraphDecoder:
         at = length, call.seq_start.to(call.device), call.position_ids(length)
         step = DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
         before = call.cache.moment()
-        try:
-            if is_recorded:
-                without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
-                is_exact = call.own_attention == EXACT_ATTENTION_NAME
-                step.record(*at[:2], *unverified_inputs(call), is_exact=is_exact, without=without)
-            if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
-                step.capture(*at)
-        finally:  # passes without kernels leave anything in a recurrent state, nan too
-            call.cache.return_to(before)
-        verify(step, call)
+        with step.on_shadow(call.own_attention) as shadow:
+            try:
+                with without_side_effects(shadow):
+                    if is_recorded:
+                        without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
+                        is_exact = call.own_attention == EXACT_ATTENTION_NAME
+                        step.record(*at[:2], *unverified_inputs(call), is_exact=is_exact, without=without)
+                    if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
+                        step.capture(*at)
+            finally:  # passes without kernels leave anything in a recurrent state, nan too
+                call.cache.return_to(before)
+            with without_side_effects(shadow):
+                verify(step, call)
         return step
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:

@@ -16,17 +16,19 @@ parameters moved by up to one unit in the last place, which is more than another
 is sqrt(eps) times the largest logit, as half of its digits show every fault. Inside `exact` it is zero.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
-from hf_static_kv.cache.identity import states_of_a_call
+from hf_static_kv.cache.identity import first_difference, pass_state, states_of_a_call
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call
@@ -60,6 +62,31 @@ def verify(step: DecodeStep, call: Call) -> None:
     finally:
         IS_VERIFICATION.reset(before)
         call.cache.return_to(here)
+
+
+@contextmanager
+def without_side_effects(model: Any) -> Iterator[None]:
+    """Raise if passes inside change the model or draw from Python's or numpy's generator, whose state is put back.
+
+    A replay would do neither.
+    """
+    state = pass_state(model)
+    drawn = random.getstate()
+    drawn_by_numpy = np.random.get_state()
+    failure = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    has_drawn = random.getstate() != drawn or str(np.random.get_state()) != str(drawn_by_numpy)
+    random.setstate(drawn)
+    np.random.set_state(drawn_by_numpy)
+    if has_drawn:
+        raise RuntimeError("a pass draws random numbers outside of torch") from failure
+    if (after := pass_state(model)) != state:
+        raise RuntimeError(f"a pass changes the model: {first_difference(state, after)}") from failure
+    if failure is not None:
+        raise failure
 
 
 def _cases(call: Call, length: int) -> list[Case]:
@@ -117,7 +144,7 @@ def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tens
     step.set_position(case.position, case.seq_start, call.position_ids(case.position))
     got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
     call.cache.return_to(here)
-    expected = _ordinary_logits(call, case, tokens)
+    expected = _ordinary_logits(step, call, case, tokens)
     difference = _difference(got, expected)
     largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
     apart, bound = float(difference.abs().max()), float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
@@ -125,8 +152,8 @@ def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tens
         return apart, 0.0
     if not apart <= bound or call.model.dtype not in (torch.bfloat16, torch.float16):
         return apart, bound
-    with _rounding_noise(call.modules):
-        noise = _difference(_ordinary_logits(call, case, tokens), expected)
+    with step.on_shadow() as model, _rounding_noise(compat.all_modules(model)):
+        noise = _difference(_ordinary_logits(step, call, case, tokens), expected)
     rms, bounds = difference.square().mean(dim=-1).sqrt(), _MARGIN * noise.square().mean(dim=-1).sqrt()
     worst = int((rms - bounds).argmax())
     return float(rms[worst]), float(bounds[worst])
@@ -137,7 +164,7 @@ def _difference(logits: Tensor, expected: Tensor) -> Tensor:
     return (logits - expected).masked_fill((expected < _MASKED) & (logits < _MASKED), 0.0)
 
 
-def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
+def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
     cache, here, seq_start = call.cache, call.cache.moment(), case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
@@ -145,8 +172,8 @@ def _ordinary_logits(call: Call, case: Case, tokens: Tensor) -> Tensor:
     inputs |= {"past_key_values": cache, "use_cache": True, **call.step_inputs.settings, **call.step_inputs.tensors}
     cache.mark_written(case.position - cache.seq_len)
     # Without cuDNN, which would build a plan for this one call.
-    with attention_implementation(call.model, call.attention), without_cudnn(), _unread(call):
-        outputs = call.model(input_ids=tokens[:, None], **inputs)
+    with step.on_shadow() as model, attention_implementation(model, call.attention), without_cudnn(), _unread(call):
+        outputs = model(input_ids=tokens[:, None], **inputs)
     cache.return_to(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 

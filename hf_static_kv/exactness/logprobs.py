@@ -8,16 +8,19 @@ Inside `exact` both give the same bits for the same tokens, whatever batch, padd
 
 from contextlib import ExitStack
 from inspect import signature
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.utils.checkpoint import checkpoint
 
 from hf_static_kv import patching
+from hf_static_kv.compat import write_count
 from hf_static_kv.exactness.exact import BatchInvariantMode
+from hf_static_kv.program.shadow import shadow_of
 
 _MAX_LOGITS_BYTES = 1 << 28  # of the logits of one chunk, in float32
 
@@ -80,12 +83,17 @@ def token_logprobs(
 
 
 class _Head:
-    """What a model computes after its layers (linear layer, soft cap, scales), by the model's own code."""
+    """What a model computes after its layers (linear layer, soft cap, scales), by the model's own code.
+
+    It runs on a shadow, in which the output of the layers is given: other threads run the model's layers meanwhile.
+    """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers: Any = None  # the module of all layers
         self.output: Any = None  # of that module
+        self.weights: dict[str, tuple[Tensor, Any]] = {}  # of the head, and how often each was written
+        self.thread = get_ident()
 
     def inputs(self, sequences: Tensor, mask: Tensor | None) -> Tensor:
         """The hidden states of all tokens, [B, T, hidden size]; positions count from the first token of a row."""
@@ -101,11 +109,22 @@ class _Head:
         if self.layers is None:
             name = type(self.model).__name__
             raise ValueError(f"token_logprobs takes a model with a head, such as AutoModelForCausalLM, got {name}.")
+        name = next(name for name, module in self.model.named_modules() if module is self.layers)
+        self.model = shadow_of(self.model)
+        self.layers = self.model.get_submodule(name)
+        self.weights = {name: (weight, write_count(weight)) for name, weight in self._present_weights().items()}
         states: Tensor = self.output.last_hidden_state
         return states
 
     def _keep(self, module: Module, args: Any, output: Any) -> None:
-        self.layers, self.output = module, output  # where one is inside the other, the outer one is last
+        if get_ident() == self.thread:
+            self.layers, self.output = module, output  # where one is inside the other, the outer one is last
+
+    def _present_weights(self) -> dict[str, Tensor]:
+        """The parameters of all modules but the layers, a tied embedding too, by name."""
+        layers = set(self.layers.modules())
+        head = ((name, module) for name, module in self.model.named_modules() if module not in layers)
+        return {f"{name}.{own}": p for name, module in head for own, p in module.named_parameters(recurse=False)}
 
     def logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
         """Of tokens [n] after hidden states [n, hidden size]; for gradients the logits are computed again."""
@@ -115,7 +134,20 @@ class _Head:
         return checkpoint(self._logprobs, *arguments, use_reentrant=False, preserve_rng_state=False)  # type: ignore[no-any-return]
 
     def _logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
+        self._refuse_other_weights()
         output = type(self.output)(**{**self.output, "last_hidden_state": states[None]})
         with patching.replaced("forward", {self.layers: lambda *args, **kwargs: output}):
             logits = self.model(tokens[None], use_cache=False).logits
         return selected_logprobs(logits[0], tokens, temperature)
+
+    def _refuse_other_weights(self) -> None:
+        """Raise if the head is not the one of the forward pass: its gradients would be those of other logits."""
+        present = self._present_weights()
+        for name, (weight, count) in self.weights.items():
+            # FSDP has whole weights there during a pass. The parts that it has at other times are of another type.
+            is_other = type(weight) is Parameter and present.get(name) is not weight
+            if is_other or write_count(weight) != count:
+                raise RuntimeError(
+                    f"{name} was changed after token_logprobs, and the backward pass computes the logits again: "
+                    "call backward() before the optimizer's step."
+                )

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -15,6 +17,7 @@ from hf_static_kv.compat import attention_name
 from hf_static_kv.kernels import rotary
 from hf_static_kv.patching import is_unmodified, original_function, replaced, replaced_function
 from hf_static_kv.program.norms import PROBED_DTYPES
+from hf_static_kv.program.shadow import original_of
 
 _FUNCTION = "apply_rotary_pos_emb"
 # Captured steps share the tables of a module: one of 32k positions takes about 30 MB.
@@ -58,7 +61,7 @@ def angle_table(
     length: int, position_ids: Tensor, x: Tensor, rotary: Rotary, *args: Any, **kwargs: Any
 ) -> Tensor | None:
     """Cosines and sines of `length` positions, [length, 2 D]; None if the output is not a lookup by position."""
-    module, original = rotary.module, rotary.original
+    module, original = original_of(rotary.module), rotary.original
     last = torch.full_like(position_ids[:, :1], length - 1)  # at position 0 all angles are 0
     expected = [(at, original(x, at, *args, **kwargs)) for at in (position_ids, last)]
     key = (length, rotary.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
@@ -85,11 +88,15 @@ def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
 
 
 @contextmanager
-def fused_rotary(model: Module) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields these."""
+def fused_rotary(model: Module, only_here: bool = False) -> Iterator[list[str]]:
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields these.
+
+    The function is global. `only_here`: other threads still run what they ran.
+    """
+    function = partial(_rotary_in_thread, get_ident()) if only_here else _rotary
     names = {type(module).__module__ for module in model.modules()}
     names = {name for name in names if _is_rotary(original_function(name, _FUNCTION))}
-    with replaced_function(_FUNCTION, dict.fromkeys(names, _rotary)):
+    with replaced_function(_FUNCTION, dict.fromkeys(names, function)):
         yield sorted(names)
 
 
@@ -109,3 +116,7 @@ def _is_rotary(function: Any) -> bool:
 def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     is_supported = len(args) == 4 and not kwargs and rotary.is_supported(*args)
     return rotary.rotary(*args) if is_supported else original(*args, **kwargs)
+
+
+def _rotary_in_thread(thread: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return _rotary(original, *args, **kwargs) if get_ident() == thread else original(*args, **kwargs)

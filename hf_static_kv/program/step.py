@@ -14,7 +14,7 @@ window, and tells the step where slot 0 is then (`_Stretch`).
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from threading import Lock, get_ident
 from typing import Any
@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -30,7 +31,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import GreedyState, advance, advance_plain, select_greedy, write_token
-from hf_static_kv.patching import pass_context, replaced
+from hf_static_kv.patching import attention_implementation, pass_context, replaced
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
 from hf_static_kv.program.linears import named_activations
 from hf_static_kv.program.norms import fused_norms
@@ -38,12 +39,15 @@ from hf_static_kv.program.preload import TRITON, wait_for
 from hf_static_kv.program.record import Recorder
 from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
 from hf_static_kv.program.rules import rewrite
+from hf_static_kv.program.shadow import shadow_of
 
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 # The programs of each model, which hold its weights: a step may outlive the model.
 _PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Callable[[], Tensor]]] = (
     WeakKeyDictionary()
 )
+# The shadows of which a graph was captured without a program: it reads what passes have left on their modules.
+_SHADOWS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", PreTrainedModel]] = WeakKeyDictionary()
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -110,6 +114,7 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
         self._settings = dict(settings or {})
+        self._shadow: PreTrainedModel | None = None
 
     def _step_layers(self, cache: StaticContiguousCache) -> dict[int, StepLayer]:
         keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
@@ -140,6 +145,27 @@ class DecodeStep:
     def is_recorded(self) -> bool:
         """Whether it runs a program, not the model itself."""
         return self in _PROGRAMS.get(self.model, ())
+
+    @property
+    def runs_model(self) -> bool:
+        """Whether a run is a pass of the model itself, neither a graph nor a program."""
+        return self.graph is None and not self.is_recorded
+
+    @contextmanager
+    def on_shadow(self, attention: str | None = None) -> Iterator[Any]:
+        """Passes inside run on one shadow of the model, which is yielded: other threads run the model meanwhile.
+
+        It has this attention implementation, or that of the model.
+        """
+        if self._shadow is not None:
+            yield self._shadow
+            return
+        self._shadow = shadow = shadow_of(self.model)
+        try:
+            with attention_implementation(shadow, attention) if attention else nullcontext():
+                yield shadow
+        finally:
+            self._shadow = None
 
     def set_position(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
         """The next token is at `length`; the sequence of batch row b begins at `seq_start[b]`.
@@ -185,16 +211,16 @@ class DecodeStep:
         What the pass computes outside of torch's operations stays as it is now. So that verification sees it, record
         with a `token` [B] and at `position_ids` that verification does not use.
         """
-        model = self.model
         self.set_position(length, seq_start, position_ids)
         if token is not None:
             self.token.copy_(token[:, None])
         # The pass writes at position `length`. A kernel would be compiled here, before the parallel compilation.
         self._advance(by_kernel=False)
-        with ExitStack() as changes:
+        with self.on_shadow() as model, ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
                 changes.enter_context(one_operation_routers(model))  # skipped, a router gives no valid index to others
-            for change in (fused_norms, fused_rotary, one_operation_angles, named_activations):
+            changes.enter_context(fused_rotary(model, only_here=True))
+            for change in (fused_norms, one_operation_angles, named_activations):
                 changes.enter_context(change(model))
             if self.token.is_cuda:
                 from hf_static_kv.kernels.launch_triton import skipped_launches
@@ -204,10 +230,10 @@ class DecodeStep:
                 logits = self._pass_of_model()
         program = recorder.program(logits)
         program.num_positions = self.max_cache_len
-        with pass_context(model):
+        with pass_context(self.model):
             rewrite(program, without, keeps_bits=is_exact)
         self._tables = [call.args[1] for call in program.calls_of(lookup)]
-        _PROGRAMS.setdefault(model, WeakKeyDictionary())[self] = program.compiled()
+        _PROGRAMS.setdefault(self.model, WeakKeyDictionary())[self] = program.compiled()
 
     def capture(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
         """Capture the step as a graph. The first `run` overwrites position `length`."""
@@ -215,7 +241,7 @@ class DecodeStep:
         from hf_static_kv.kernels.launch_triton import compile_only
 
         at = length, seq_start, position_ids
-        with _CAPTURING, torch.cuda.device(self.token.device):
+        with self.on_shadow() as shadow, _CAPTURING, torch.cuda.device(self.token.device):
             with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
                 self._run_once(*at)
             self._warm_up(*at)
@@ -225,6 +251,8 @@ class DecodeStep:
             with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
+            if not self.is_recorded:
+                _SHADOWS.setdefault(self.model, WeakKeyDictionary())[self] = shadow
 
     def _run_once(self, *at: Any) -> None:
         self.set_position(*at)
@@ -257,14 +285,16 @@ class DecodeStep:
             stretch.advance(advance if by_kernel else advance_plain, self.windows, self.chunks)
 
     def _pass_of_model(self) -> Tensor:
-        # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
-        indices = ((module, getattr(module, "layer_idx", None)) for module in self.model.modules())
-        layers = {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
         self.cache.written.clear()
         inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
-        with replaced("layer_idx", layers):
-            outputs = self.model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
+        with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
+            outputs = model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
+
+    def _layers_of(self, model: PreTrainedModel) -> dict[Module, StepLayer]:
+        # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
+        indices = ((module, getattr(module, "layer_idx", None)) for module in model.modules())
+        return {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
 
 
 def _sharing_layers(model: PreTrainedModel, stored: Mapping[int, StepLayer]) -> dict[int, StepLayer]:

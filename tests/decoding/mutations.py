@@ -3,6 +3,7 @@
 `MUTATIONS` has the functions by name. What they change outside of the model is put back by `monkeypatch`.
 """
 
+import itertools
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
@@ -308,3 +309,47 @@ def weight_made_in_inference_mode(model, monkeypatch):
             mlp.up_proj.weight[1:, 1:3].mul_(-3)  # none of the sampled elements
 
     return change
+
+
+COUNTERS = {}
+
+
+def counter(function):
+    COUNTERS[function.__name__] = function
+    return function
+
+
+@counter
+def number_that_counts(model):
+    def read(mlp):
+        mlp.calls += 1
+        return 1.0 + mlp.calls
+
+    read_by_forward(model, read).calls = 0
+
+
+@counter
+def iterator_that_counts(model):
+    read_by_forward(model, lambda mlp: 1.0 + next(mlp.calls)).calls = itertools.count()
+
+
+@counter
+def closure_that_counts(model):
+    mlp = mlp_of(model)
+    own, calls = mlp.forward, 0
+
+    def forward(x):
+        nonlocal calls
+        calls += 1
+        return own(x) * (1.0 + calls)
+
+    mlp.forward = forward
+
+
+@counter
+def list_that_grows(model):
+    def read(mlp):
+        mlp.calls.append(0)
+        return float(len(mlp.calls))
+
+    read_by_forward(model, read).calls = []

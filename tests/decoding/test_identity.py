@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+import random
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -17,7 +18,7 @@ from hf_static_kv.cache.identity import content_state, unwrapped
 from hf_static_kv.compat import has_hooks
 from hf_static_kv.decoding.eligibility import type_without_address
 from tests.conftest import COMMON, PROMPT, toy_model
-from tests.decoding.mutations import MUTATIONS
+from tests.decoding.mutations import COUNTERS, MUTATIONS, read_by_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = PROMPT.to(DEVICE)
@@ -260,6 +261,27 @@ def test_prefix_reuse_sees_every_change(name, is_exact, monkeypatch):
     with exact(model) if is_exact else nullcontext():
         expected = generate(model, use_cache=False)
     assert torch.equal(generate(model), expected)
+
+
+@pytest.mark.parametrize("name", COUNTERS)
+def test_a_pass_that_changes_its_own_state_is_not_captured(name, decoding):
+    twin = toy_model("llama").to(DEVICE)
+    for model in (decoding.model, twin):
+        COUNTERS[name](model)
+    got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    assert torch.equal(got, generate(twin, past_key_values=StaticContiguousCache.from_model(twin, 40)))
+    assert "changes" in decoding.decoder.fallback_reason
+
+
+def test_a_pass_that_draws_from_python_is_not_captured(decoding):
+    read_by_forward(decoding.model, lambda mlp: 1.0 + random.random())
+    tokens = []
+    for how in ({}, {"custom_generate": decoding.decoder}):
+        random.seed(0)
+        decoding.cache.reset()
+        tokens.append(decoding.tokens(past_key_values=decoding.cache, **how))
+    assert torch.equal(*tokens)
+    assert "random" in decoding.decoder.fallback_reason
 
 
 @pytest.mark.parametrize("last_token", [0, 6, 77])

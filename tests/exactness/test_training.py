@@ -6,6 +6,8 @@ Comparisons of passes are `torch.equal`. Gradients are compared with float64, an
 import copy
 import re
 import sys
+import threading
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -22,6 +24,7 @@ from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.invariant_linear import expert_linear, expert_linear_plain
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, norm, norm_plain
 from hf_static_kv.testing import load_model
+from tests.cache.test_threads import in_thread
 from tests.conftest import ARCHITECTURES, toy_model
 from tests.exactness.test_exact import OTHER_FAMILIES, small_model
 
@@ -393,6 +396,76 @@ class TestTokenLogprobs:
         hook.remove()
         chunks = [1, *[4] * 5, 2]  # the pass itself, and 2 x 11 tokens
         assert sizes == [1, 22, *chunks, *chunks[:0:-1], 22]
+
+    @pytest.mark.parametrize("is_exact", [False, True], ids=["", "exact"])
+    def test_another_thread_in_the_middle(self, is_exact):
+        """It begins and ends while the head of the first one runs: both have their own numbers and gradients."""
+        model, (ids, mask), thread = training_model("llama"), batch(), threading.current_thread()
+        other, found, before = ids.flip(1), [], [dict(vars(module)) for module in model.modules()]
+
+        def numbers(ids, mask=None):
+            logprobs = token_logprobs(model, ids, mask)
+            return logprobs.tolist(), torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0].tolist()
+
+        def interrupt(*args):
+            if threading.current_thread() is thread:
+                found.append(in_thread(lambda: numbers(other)))
+
+        with exact(model) if is_exact else nullcontext():
+            expected = numbers(ids, mask), numbers(other)
+            hook = model.lm_head.register_forward_hook(interrupt)
+            assert numbers(ids, mask) == expected[0]
+        hook.remove()
+        assert len(found) == 3  # in the pass itself, in the head, and in the head again
+        assert all(numbers == expected[1] for numbers in found)
+        assert [dict(vars(module)) for module in model.modules()] == before
+
+    def test_two_threads_that_end_in_the_order_in_which_they_began(self):
+        model, (ids, _) = training_model("llama"), batch()
+        expected, both_are_in, first_is_out = token_logprobs(model, ids), threading.Barrier(2), threading.Event()
+        results, order = [], []
+
+        def hook(*args):
+            order.append(threading.current_thread())
+            both_are_in.wait(60)
+            if threading.current_thread() is not order[0]:
+                first_is_out.wait(60)
+
+        def work():
+            results.append(token_logprobs(model, ids))
+            first_is_out.set()
+
+        own = model.lm_head.forward
+        model.lm_head.forward = lambda x: (x.shape[1] > 1 and hook()) or own(x)
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert "forward" not in vars(model.model)
+        assert all(torch.equal(result, expected) for result in results)
+
+    @pytest.mark.parametrize("change", ["in place", "another parameter"])
+    @pytest.mark.parametrize("is_tied", [False, True], ids=["", "tied"])
+    def test_a_head_that_is_changed_before_the_backward_pass(self, is_tied, change):
+        """Its logits are computed again: autograd would not see that they are others."""
+        model, (ids, mask) = training_model("llama", tie_word_embeddings=is_tied), batch()
+        logprobs = token_logprobs(model, ids, mask).sum()
+        with torch.no_grad():
+            if change == "in place":
+                model.lm_head.weight.mul_(2)
+            else:
+                model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
+        with pytest.raises(RuntimeError, match=r"lm_head\.weight .* call backward\(\) before"):
+            logprobs.backward()
+
+    def test_a_layer_that_is_changed_and_needs_no_gradient(self):
+        model, (ids, mask) = training_model("llama"), batch()
+        model.model.requires_grad_(False)
+        expected = torch.autograd.grad(token_logprobs(model, ids, mask).sum(), model.lm_head.weight)
+        logprobs = token_logprobs(model, ids, mask).sum()
+        model.model.norm.weight.mul_(2)
+        assert torch.equal(torch.autograd.grad(logprobs, model.lm_head.weight)[0], expected[0])
 
     def test_a_mask_of_the_prompt_alone(self):
         model, (ids, mask) = training_model("llama"), batch()
