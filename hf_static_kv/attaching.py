@@ -28,7 +28,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.layout import check_positive, plan_layers
+from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
@@ -148,7 +148,8 @@ class Attachment:
 
     def generate(self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The call, and the same call with transformers' own cache where ours ran out of memory."""
-        random_state, call = _random_state(model.device), _Call(self, ExitStack())
+        device, call = compute_device(model), _Call(self, ExitStack())
+        random_state = _random_state(device)
         try:
             with self._one_at_a_time, self._exact(model), call.caches:
                 before = _CALL.set(call)
@@ -156,7 +157,7 @@ class Attachment:
                     return original(*args, **kwargs)
                 finally:
                     _CALL.reset(before)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if call.cache is None or not is_out_of_memory(error):
                 raise
             if num_ranks(model) > 1 and not isinstance(error, OutOfMemoryOnAllRanks):
@@ -167,7 +168,7 @@ class Attachment:
                 raise
         # Outside of the handler, whose traceback holds the tensors of the failed call.
         self._warn_of_memory()
-        _set_random_state(model.device, random_state)
+        _set_random_state(device, random_state)
         with self._one_at_a_time, self._exact(model):
             return original(*args, **kwargs)
 
@@ -186,7 +187,7 @@ class Attachment:
             self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
             return
         if not self._pays(request):
-            self.fallback_reason = f"on a {model.device.type} our cache is no faster for a prompt this short"
+            self.fallback_reason = f"on a {compute_device(model).type} our cache is no faster for a prompt this short"
             return
         try:
             content = self._content(request)
@@ -202,13 +203,14 @@ class Attachment:
 
     def run_loop(self, call: _Call, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
-        if model.device.type in _DECODER_DEVICES:
+        device = compute_device(model).type
+        if device in _DECODER_DEVICES:
             given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
             try:
                 return self.decoder(model, *args, **given)
             finally:
                 self.fallback_reason = self.decoder.fallback_reason
-        self.fallback_reason = f"there are no graphs on {model.device.type}"
+        self.fallback_reason = f"there are no graphs on {device}"
         output = original(*args, **kwargs)
         if call.keeps_tokens and call.cache is not None:
             ids = output if isinstance(output, Tensor) else output.sequences
@@ -218,7 +220,7 @@ class Attachment:
     def _pays(self, request: Request) -> bool:
         """Whether our cache is no slower than transformers' own, or is needed for what was asked for."""
         is_wanted = bool(self.settings.reuse_prefix) or self.settings.exact
-        return is_wanted or request.model.device.type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
+        return is_wanted or compute_device(request.model).type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
 
     def _exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()

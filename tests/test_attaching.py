@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, St
 
 import hf_static_kv
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attaching, attachment, detach, exact
+from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
@@ -398,6 +399,45 @@ def test_out_of_memory_runs_with_transformers_cache(model, monkeypatch, caplog):
             assert torch.equal(generate(model, do_sample=True), expected)
     assert caplog.text.count("out of memory") == 1
     assert (info.caches, info.fallback_reason) == ([], "out of memory")
+
+
+@pytest.mark.skipif(ON_GPU, reason="what the allocators of a host raise")
+@pytest.mark.parametrize("kind", ["storage of the cache", "a pass of the model", "numpy"])
+def test_out_of_memory_on_a_host_runs_with_transformers_cache(model, monkeypatch, kind):
+    """torch's allocator raises a `RuntimeError`, numpy's a `MemoryError`, which is none."""
+    expected = generate(model, do_sample=True)
+    info = attach(model)
+
+    def fail(*args, **kwargs):
+        if kind == "numpy":
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    if kind == "storage of the cache":
+        monkeypatch.setattr(storage, "_zeros", lambda size, dtype, device: fail())
+    else:
+        monkeypatch.setattr(StaticContiguousCache, "update", fail)
+    assert torch.equal(generate(model, do_sample=True), expected)
+    assert (info.caches, info.fallback_reason) == ([], "out of memory")
+
+
+# --- where the model computes
+
+
+@pytest.mark.parametrize("place", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
+def test_a_model_whose_weights_are_all_offloaded(model, place, how, tmp_path):
+    """Its own device is "meta"; it computes where accelerate's hooks have it compute."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = generate(model, **how)
+    extra = {"offload_dir": tmp_path} if place == "disk_offload" else {}
+    getattr(accelerate, place)(model, execution_device=torch.device(DEVICE), **extra)
+    assert model.device.type == "meta"
+    info = attach(model, reuse_prefix=True)
+    for _ in range(2):
+        assert torch.equal(generate(model, **how), expected)
+    assert (info.calls, info.hits) == (2, 1)
+    assert info.caches[0].layers[0].device.type == DEVICE
 
 
 # --- exact

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.layout import cache_bytes, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.layout import cache_bytes, compute_device, plan_layers, refuse_missing_layers
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
@@ -197,8 +197,8 @@ class CachePool:
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
-            self.max_bytes = least(model, self._bound(model.device))
-        bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
+            self.max_bytes = least(model, self._bound(compute_device(model)))
+        bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
         if wanted_bytes > bound:
             capacity = bisect_right(range(1, capacity), bound, key=num_bytes)  # the longest that fits
         if capacity < request.prompt_length:
@@ -250,6 +250,6 @@ def host_bytes() -> int:
 
 def _kind(request: Request) -> Any:
     """Equal for two calls whose states have the same shapes, dtype and devices."""
-    model, device = request.model, request.model.device.type
+    model, device = request.model, compute_device(request.model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     return weakref.ref(model), model.dtype, model.device, autocast

@@ -1,6 +1,7 @@
 """The sequences of a cache: appended in atomic steps, cropped, rearranged by batch row; one thread at a time."""
 
 import logging
+from collections.abc import Iterator
 from threading import Lock, get_ident
 from time import monotonic, sleep
 from typing import Any
@@ -269,6 +270,16 @@ class SequenceCache(HybridCache):
         self._end_step(StaticContiguousLayer.reset)
         self._reset_states()
         self._known_ids = None
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """(keys, values, window) of each layer as `DynamicCache` gives them: of a sliding layer the last window - 1."""
+        for layer in self.layers:
+            keys, values, window = layer.keys, layer.values, layer.sliding_window
+            if keys is None or window is None:
+                yield keys, values, None if window is None else torch.tensor(window)
+            else:
+                newest = slice(1 - window, None)
+                yield keys[:, :, newest], values[:, :, newest], torch.tensor(window, device=keys.device)
 
     @property
     def batch_size(self) -> int:
