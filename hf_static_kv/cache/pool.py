@@ -108,6 +108,11 @@ class CachePool:
                 if not is_callers:
                     self._keep(lease)
 
+    def has_lent(self, cache: Any) -> bool:
+        """Whether the cache is of this pool, and in the hands of a call."""
+        with self._lock:
+            return any(lease.cache is cache for lease in self.lent)
+
     def _load_prefix(self, lease: Lease, request: Request) -> None:
         if self.store is not None and lease.content is not None and request.tokens is not None:
             before = lease.cache.seq_len
@@ -213,6 +218,8 @@ class CachePool:
 
     def _keep(self, lease: Lease) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
+        if lease.cache.is_unfinished:
+            lease.content = None  # the model skips layers
         if lease.content is None:
             lease.cache.reset()
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
