@@ -28,14 +28,15 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import content_state, draws_random_numbers
-from hf_static_kv.cache.layout import check_positive, plan_layers
+from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.storage import is_out_of_memory
-from hf_static_kv.decoding.call import kind_of
+from hf_static_kv.decoding.call import Call, kind_of, random_state, set_random_state
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
@@ -82,7 +83,6 @@ class _Call:
     attachment: "Attachment"
     caches: ExitStack  # gives them back
     cache: StaticContiguousCache | None = None
-    keeps_tokens: bool = False
     is_in_loop: bool = False
 
 
@@ -103,6 +103,7 @@ class Attachment:
         self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
         self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
         self._is_short_of_memory = False
+        self.why_unserved: str | None = None  # found in a call; a later `attach` forgets it
 
     @property
     def hits(self) -> int:
@@ -147,16 +148,23 @@ class Attachment:
     # --- a call
 
     def generate(self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
-        """The call, and the same call with transformers' own cache where ours ran out of memory."""
-        random_state, call = _random_state(model.device), _Call(self, ExitStack())
+        """The call, and the same call with transformers' own cache if ours ran out of memory or cannot serve it."""
+        device, call = compute_device(model), _Call(self, ExitStack())
+        before = random_state(device)
         try:
             with self._one_at_a_time, self._exact(model), call.caches:
-                before = _CALL.set(call)
+                token = _CALL.set(call)
                 try:
                     return original(*args, **kwargs)
                 finally:
-                    _CALL.reset(before)
-        except RuntimeError as error:
+                    _CALL.reset(token)
+        except UnfinishedPass as reason:
+            if call.cache is None:
+                raise
+            self.remember_skipping(str(reason))
+            if kwargs.get("streamer") is not None:  # it has been given tokens already
+                raise
+        except (RuntimeError, MemoryError) as error:
             if call.cache is None or not is_out_of_memory(error):
                 raise
             if num_ranks(model) > 1 and not isinstance(error, OutOfMemoryOnAllRanks):
@@ -165,9 +173,9 @@ class Attachment:
             self.pool.clear()
             if kwargs.get("streamer") is not None:  # it has been given tokens already
                 raise
+            self._warn_of_memory()
         # Outside of the handler, whose traceback holds the tensors of the failed call.
-        self._warn_of_memory()
-        _set_random_state(model.device, random_state)
+        set_random_state(device, before)
         with self._one_at_a_time, self._exact(model):
             return original(*args, **kwargs)
 
@@ -185,8 +193,11 @@ class Attachment:
         if request.prompt_length == 0:
             self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
             return
+        if self.why_unserved is not None:
+            self.fallback_reason = self.why_unserved
+            return
         if not self._pays(request):
-            self.fallback_reason = f"on a {model.device.type} our cache is no faster for a prompt this short"
+            self.fallback_reason = f"on a {compute_device(model).type} our cache is no faster for a prompt this short"
             return
         try:
             content = self._content(request)
@@ -195,30 +206,29 @@ class Attachment:
         except (NotPooled, ValueError) as reason:
             self.fallback_reason = str(reason)
             return
-        call.cache, call.keeps_tokens = cache, content is not None
+        call.cache = cache
         model_kwargs["past_key_values"] = cache
         if request.mode not in _ONE_SEQUENCE_A_ROW:
             self.fallback_reason = f"the mode is {request.mode.value}"
 
-    def run_loop(self, call: _Call, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
+    def run_loop(self, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
-        if model.device.type in _DECODER_DEVICES:
-            given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
+        device = compute_device(model).type
+        given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
+        if device in _DECODER_DEVICES:
             try:
                 return self.decoder(model, *args, **given)
             finally:
                 self.fallback_reason = self.decoder.fallback_reason
-        self.fallback_reason = f"there are no graphs on {model.device.type}"
-        output = original(*args, **kwargs)
-        if call.keeps_tokens and call.cache is not None:
-            ids = output if isinstance(output, Tensor) else output.sequences
-            call.cache.remember(ids[:, : call.cache.seq_len])
-        return output
+        self.fallback_reason = f"there are no graphs on {device}"
+        call = Call.of(model, *args, **given)
+        call.is_pooled = True
+        return call.run_eagerly()
 
     def _pays(self, request: Request) -> bool:
         """Whether our cache is no slower than transformers' own, or is needed for what was asked for."""
         is_wanted = bool(self.settings.reuse_prefix) or self.settings.exact
-        return is_wanted or request.model.device.type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
+        return is_wanted or compute_device(request.model).type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
 
     def _exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
@@ -229,6 +239,13 @@ class Attachment:
         if not (self.settings.reuse_prefix and _is_ids_alone(request) and _is_repeatable(request.model)):
             return None
         return content_state(request.model)
+
+    def remember_skipping(self, reason: str) -> None:
+        """The model skips layers: later calls begin with transformers' cache."""
+        self.fallback_reason = reason
+        if self.why_unserved is None:
+            self.why_unserved = reason
+            logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
 
     def _warn_of_memory(self) -> None:
         self.fallback_reason = "out of memory"
@@ -257,11 +274,14 @@ class _Hooks:
     @staticmethod
     def loop(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         call = _CALL.get()
-        cache = kwargs.get("past_key_values")
-        if call is None or call.is_in_loop or cache is None or cache is not call.cache:
+        cache = None if call is None else call.cache
+        if call is None or call.is_in_loop or cache is None or kwargs.get("past_key_values") is not cache:
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
-        return call.attachment.run_loop(call, model, original, args, kwargs)
+        output = call.attachment.run_loop(model, args, kwargs)
+        if cache.is_unfinished:  # the loop has gone on with another
+            call.attachment.remember_skipping(str(cache.unfinished_pass()))
+        return output
 
 
 def _is_ids_alone(request: Request) -> bool:
@@ -307,16 +327,6 @@ def _unserved(model: PreTrainedModel) -> str | None:
     return "There is no captured step for an encoder-decoder." if model.config.is_encoder_decoder else None
 
 
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-
-
 def attach(
     model: Any,
     *,
@@ -357,6 +367,7 @@ def attach(
             pass
     known = _ATTACHMENTS.get(inner)
     if known is not None and known.settings == settings:
+        known.why_unserved = None
         return known
     if (reason := _unserved(inner)) is not None:
         logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)

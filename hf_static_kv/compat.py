@@ -135,11 +135,33 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     return HookedModel
 
 
-def sampling_loop(model: Any) -> Callable[..., Any]:
-    """The loop of `generate` for greedy decoding and sampling. Without it: an error that names the remedy."""
+class _WithPrefill:
+    """A model as the loop of `generate` sees it, but with another function in the place of its prefill."""
+
+    def __init__(self, model: Any, prefill: Callable[..., Any]) -> None:
+        self._model, self._prefill = model, prefill
+
+    def __getattr__(self, name: str) -> Any:  # `__call__` too, which the loop takes from here
+        return getattr(self._model, name)
+
+
+def has_common_loop(model: Any) -> bool:
+    """Whether greedy decoding and sampling run in the loop that all models share. Without it: no."""
+    kinds = (kind for kind in type(model).__mro__ if "_sample" in vars(kind) and not issubclass(kind, Hooked))
+    own = getattr(next(kinds, None), "_sample", None)
+    return own is not None and own is getattr(GenerationMixin, "_sample", None)
+
+
+def sampling_loop(model: Any, prefill: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """The loop of `generate` for greedy decoding and sampling, with `prefill` in the place of the model's own.
+
+    A model with a loop of its own keeps its own prefill. Without the loop: an error that names the remedy.
+    """
     if not hasattr(model, "_sample"):
         raise RuntimeError("GraphDecoder cannot run this call with this version of transformers: omit custom_generate.")
-    return model._sample  # type: ignore[no-any-return]
+    if prefill is None or not has_common_loop(model):
+        return model._sample  # type: ignore[no-any-return]
+    return partial(GenerationMixin._sample, _WithPrefill(model, prefill))
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:

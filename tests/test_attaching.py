@@ -13,6 +13,7 @@ from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, St
 
 import hf_static_kv
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attaching, attachment, detach, exact
+from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
@@ -398,6 +399,126 @@ def test_out_of_memory_runs_with_transformers_cache(model, monkeypatch, caplog):
             assert torch.equal(generate(model, do_sample=True), expected)
     assert caplog.text.count("out of memory") == 1
     assert (info.caches, info.fallback_reason) == ([], "out of memory")
+
+
+@pytest.mark.skipif(ON_GPU, reason="what the allocators of a host raise")
+@pytest.mark.parametrize("kind", ["storage of the cache", "a pass of the model", "numpy"])
+def test_out_of_memory_on_a_host_runs_with_transformers_cache(model, monkeypatch, kind):
+    """torch's allocator raises a `RuntimeError`, numpy's a `MemoryError`, which is none."""
+    expected = generate(model, do_sample=True)
+    info = attach(model)
+
+    def fail(*args, **kwargs):
+        if kind == "numpy":
+            raise MemoryError("Unable to allocate 3.1 GiB")
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+
+    if kind == "storage of the cache":
+        monkeypatch.setattr(storage, "_zeros", lambda size, dtype, device: fail())
+    else:
+        monkeypatch.setattr(StaticContiguousCache, "update", fail)
+    assert torch.equal(generate(model, do_sample=True), expected)
+    assert (info.caches, info.fallback_reason) == ([], "out of memory")
+
+
+# --- layers that exist and do not run
+
+
+SKIPPING = {
+    "greedy": {},
+    "sampled": {"ids": BATCH, "do_sample": True},
+    "padded": padded(),
+    "streamed": {"streamer": True},
+    "chunked prefill": {"prefill_chunk_size": 5},
+    "beams": {"num_beams": 2},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    "one token": {"max_new_tokens": 1},
+    "returned": {"return_dict_in_generate": True},
+}
+
+
+def pass_on(hidden_states, *args, **kwargs):
+    return hidden_states
+
+
+@pytest.fixture(params=["loop", "decoder"])
+def either_loop(request, monkeypatch):
+    """transformers' loop, and the decoder, which on a CPU runs steps without a graph."""
+    if request.param == "decoder":
+        monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,))
+    elif ON_GPU:
+        pytest.skip("on a GPU it is the decoder")
+
+
+@pytest.mark.usefixtures("either_loop")
+@pytest.mark.parametrize("mode", SKIPPING)
+def test_a_model_that_skips_a_layer_runs_with_transformers_cache(mode, caplog):
+    """`DynamicCache` holds what each layer brings. No token is streamed twice."""
+    model = toy_model("llama", num_hidden_layers=3)
+    model.model.layers[1].forward = pass_on
+    model.model.layers[2].self_attn.o_proj.register_forward_hook(add_noise)
+
+    def call():
+        streamer = Collect() if SKIPPING[mode].get("streamer") else None
+        output = generate(model, **{**SKIPPING[mode], "streamer": streamer})
+        tokens = output if isinstance(output, torch.Tensor) else output.sequences
+        return tokens.tolist(), streamer and streamer.tokens, torch.get_rng_state().tolist()
+
+    expected = call()
+    with caplog.at_level(logging.WARNING), attached(model, reuse_prefix=True) as info:
+        for _ in range(3):
+            assert call() == expected
+            assert "ayers [1] of 3 " in info.fallback_reason
+        assert (info.hits, info.reused_tokens) == (0, 0)
+        assert caplog.text.count("attach: calls of this model run with transformers' own cache") == 1
+        del model.model.layers[1].forward
+        again = attach(model, reuse_prefix=True)  # forgets why
+        call()
+        assert "ayers [1]" not in (again.fallback_reason or "")
+
+
+def add_noise(module, args, output):
+    return output + 0.01 * torch.randn_like(output)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the decoder falls back: a step that changes from pass to pass is not captured")
+def test_a_model_that_skips_a_layer_of_some_tokens(model):
+    """Seen when tokens were selected: the call is made again, unless they were streamed."""
+    layer = model.model.layers[1]
+    own, passes = layer.forward, []
+
+    def forward(hidden_states, *args, **kwargs):
+        passes.append(1)
+        is_skipped = len(passes) % 20 > 5
+        return hidden_states if is_skipped else own(hidden_states, *args, **kwargs)
+
+    layer.forward = forward
+    expected = generate(model)
+    passes.clear()
+    with attached(model):
+        with pytest.raises(ValueError, match=r"ayers \[1\] of 2"):
+            generate(model, streamer=Collect())
+        passes.clear()
+        assert torch.equal(generate(model), expected)
+
+
+# --- where the model computes
+
+
+@pytest.mark.parametrize("place", ["cpu_offload", "disk_offload"])
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
+def test_a_model_whose_weights_are_all_offloaded(model, place, how, tmp_path):
+    """Its own device is "meta"; it computes where accelerate's hooks have it compute."""
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    expected = generate(model, **how)
+    extra = {"offload_dir": tmp_path} if place == "disk_offload" else {}
+    getattr(accelerate, place)(model, execution_device=torch.device(DEVICE), **extra)
+    assert model.device.type == "meta"
+    info = attach(model, reuse_prefix=True)
+    for _ in range(2):
+        assert torch.equal(generate(model, **how), expected)
+    assert (info.calls, info.hits) == (2, 1)
+    assert info.caches[0].layers[0].device.type == DEVICE
 
 
 # --- exact

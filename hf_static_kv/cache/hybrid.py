@@ -22,6 +22,10 @@ from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, pu
 Moment = tuple[int, States, list[list[Tensor]]]
 
 
+class UnfinishedPass(ValueError):
+    """A pass of `generate` in which some layers took no part, though nothing failed: the model skips them."""
+
+
 class HybridCache(AllocatedCache):
     """Knows which layers have taken part in a step, and what becomes of their states. See `StaticContiguousCache`."""
 
@@ -54,6 +58,27 @@ class HybridCache(AllocatedCache):
         self._moved.add(layer_idx)
         self._complete_if_all_took_part(layer_idx)
 
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether some layers have taken part in a pass, and others have not yet, or never will."""
+        return bool(self._written or self._indexed or self._moved)
+
+    def unfinished_pass(self) -> UnfinishedPass:
+        """The error that names the layers which the last pass left out."""
+        missing = {i for i, plan in enumerate(self._plans) if plan.has_keys} - self._written
+        missing |= {i for i, plan in enumerate(self._plans) if plan.index_shape is not None} - self._indexed
+        missing |= {i for i, plan in enumerate(self._plans) if plan.num_states} - self._moved
+        return UnfinishedPass(
+            f"Layers {sorted(missing)} of {len(self.layers)} did not run in the last forward pass, so its tokens are "
+            f"not in the cache, which holds {self.get_seq_length()}. A model that skips layers needs transformers' own "
+            "cache: leave `past_key_values` out, or pass DynamicCache(config=model.config)."
+        )
+
+    def refuse_unfinished(self) -> None:
+        """Raise if a pass of the running `generate` ended without some layers."""
+        if self.is_unfinished and compat.generate_locals() is not None:
+            raise self.unfinished_pass()
+
     def _refuse_moved_states(self) -> None:
         """A pass begins: a step that is still in progress has failed."""
         self._is_broken = self._is_broken or bool(self._moved)
@@ -68,7 +93,8 @@ class HybridCache(AllocatedCache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(kv_length, kv_offset) of a layer. Masks are made when a pass begins."""
-        if self._num_movers and compat.makes_masks(sys._getframe(1)):
+        if (self._num_movers or self._written) and compat.makes_masks(sys._getframe(1)):
+            self.refuse_unfinished()
             self._last_layer = None
             self._refuse_moved_states()
         return super().get_mask_sizes(query_length, layer_idx)

@@ -207,6 +207,14 @@ def check_positive(**sizes: int) -> None:
             raise ValueError(f"{name} must be a positive int, got {size!r}.")
 
 
+def compute_device(model: PreTrainedModel) -> torch.device:
+    """The device on which the model computes. A model whose weights are all offloaded is on none itself ("meta")."""
+    if model.device.type != "meta":
+        return model.device
+    planned = filter(None, map(compat.planned_device, compat.all_modules(model)))
+    return next(planned, torch.device("cpu"))
+
+
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
     """The device on which each layer computes, also when accelerate has spread or offloaded the model."""
     refuse_missing_layers(model, num_layers)

@@ -16,7 +16,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.layout import cache_bytes, missing_layers, plan_layers, refuse_missing_layers
+from hf_static_kv.cache.layout import (
+    cache_bytes,
+    compute_device,
+    missing_layers,
+    plan_layers,
+    refuse_missing_layers,
+)
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request
@@ -108,6 +114,11 @@ class CachePool:
                 if not is_callers:
                     self._keep(lease)
 
+    def has_lent(self, cache: Any) -> bool:
+        """Whether the cache is of this pool, and in the hands of a call."""
+        with self._lock:
+            return any(lease.cache is cache for lease in self.lent)
+
     def _load_prefix(self, lease: Lease, request: Request) -> None:
         if self.store is not None and lease.content is not None and request.tokens is not None:
             before = lease.cache.seq_len
@@ -198,8 +209,8 @@ class CachePool:
         except ValueError as unserved:
             raise NotPooled(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
-            self.max_bytes = least(model, self._bound(model.device))
-        bound = self._bound(model.device) - sum(lease.num_bytes for lease in self.lent)
+            self.max_bytes = least(model, self._bound(compute_device(model)))
+        bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
         if wanted_bytes > bound:
             capacity = bisect_right(range(1, capacity), bound, key=num_bytes)  # the longest that fits
         if capacity < request.prompt_length:
@@ -214,6 +225,8 @@ class CachePool:
 
     def _keep(self, lease: Lease) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
+        if lease.cache.is_unfinished:
+            lease.content = None  # the model skips layers
         if lease.content is None:
             lease.cache.reset()
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
@@ -251,7 +264,7 @@ def host_bytes() -> int:
 
 def _kind(request: Request) -> Any:
     """Equal for two calls whose states have the same layers, shapes, dtype and devices."""
-    model, device = request.model, request.model.device.type
+    model, device = request.model, compute_device(request.model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     plans = plan_layers(model.config)
     missing = missing_layers(model, len(plans))

@@ -1,6 +1,7 @@
 """The sequences of a cache: appended in atomic steps, cropped, rearranged by batch row; one thread at a time."""
 
 import logging
+from collections.abc import Iterator
 from threading import Lock, get_ident
 from time import monotonic, sleep
 from typing import Any
@@ -37,6 +38,8 @@ class SequenceCache(HybridCache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         # `generate` sets this on a user's cache before its first pass (transformers 5.17 to 5.22): check the call here.
+        if self.is_unfinished:  # an earlier call has failed
+            self._take_over_and_discard()
         if (request := running_request()) is None:
             return
         if isinstance(request.custom_generate, type):
@@ -47,12 +50,17 @@ class SequenceCache(HybridCache):
 
     def begin_call(self, request: Request) -> None:
         """Before a first pass: refuse what this cache cannot serve, else remember the tokens of the prompt."""
-        if self._thread != get_ident():
-            self._take_over("begins a call")
+        self._take_over_and_discard()
         known_ids = None if any(layer.was_assigned for layer in self.kv_layers) else self._known_ids
         check_request(request, self.seq_len, None if self.grows else self.max_cache_len, known_ids)
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
+
+    def _take_over_and_discard(self) -> None:
+        if self._thread != get_ident():
+            self._take_over("begins a call")
+        if self.is_unfinished:
+            self._discard_unfinished()
 
     @property
     def known_ids(self) -> Tensor | None:
@@ -148,15 +156,13 @@ class SequenceCache(HybridCache):
     def _begin_step(self, layer: StaticContiguousLayer, layer_idx: int, size: tuple[int, int]) -> None:
         if layer.pending:  # the last pass failed, or the model lacks layers
             if (model := running_model()) is not None:
-                if model.config.is_encoder_decoder and is_in_use(self, get_ident()):  # not as a part of a pair
+                is_part_of_pair = model.config.is_encoder_decoder and not is_in_use(self, get_ident())
+                if model.config.is_encoder_decoder and not is_part_of_pair:
                     raise ValueError(PAIR_NEEDED)
                 layout.refuse_missing_layers(model, len(self.layers))
-            self._refuse_moved_states()
-            logger.warning(
-                f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
-                f"it is discarded, and writing starts again at position {layer.length}."
-            )
-            self._end_step()
+                if not is_part_of_pair:  # `begin_call` is not called for a part, which may be of a failed call
+                    self.refuse_unfinished()
+            self._discard_unfinished()
             self._known_ids = None
         if self._step_size is not None and self._step_size != size:
             raise ValueError(
@@ -168,6 +174,14 @@ class SequenceCache(HybridCache):
             # Tokens that `generate` has announced belong to its own passes, not to those of another caller.
             self._known_ids = known if compat.generate_locals() is not None else known[:, : layer.length]
         self._step_size = size
+
+    def _discard_unfinished(self) -> None:
+        self._refuse_moved_states()
+        logger.warning(
+            f"The last forward pass wrote layers {sorted(self._written)} of {len(self.layers)} and did not finish: "
+            f"it is discarded, and writing starts again at position {self.seq_len}."
+        )
+        self._end_step()
 
     def _complete_step(self) -> None:
         if self._step_size is not None and not torch.compiler.is_compiling():
@@ -247,6 +261,7 @@ class SequenceCache(HybridCache):
         A compact layer goes back as far as it keeps positions, 64 tokens at least. A recurrent state cannot go back:
         refused, but for convolutions that were told to keep their past.
         """
+        self.refuse_unfinished()
         filled = [layer for layer in self.kv_layers if layer.length] or self.kv_layers[:1]
         for layer in filled:
             layer.check_crop(int(tokens_to_remove))
@@ -270,6 +285,16 @@ class SequenceCache(HybridCache):
         self._reset_states()
         self._known_ids = None
 
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
+        """(keys, values, window) of each layer as `DynamicCache` gives them: of a sliding layer the last window - 1."""
+        for layer in self.layers:
+            keys, values, window = layer.keys, layer.values, layer.sliding_window
+            if keys is None or window is None:
+                yield keys, values, None if window is None else torch.tensor(window)
+            else:
+                newest = slice(1 - window, None)
+                yield keys[:, :, newest], values[:, :, newest], torch.tensor(window, device=keys.device)
+
     @property
     def batch_size(self) -> int:
         """Batch rows of the sequences; of the storage while the cache is empty; -1 before allocation."""
@@ -292,6 +317,7 @@ class SequenceCache(HybridCache):
         Needs memory for the tokens of one layer; without it nothing is changed. An interrupt or a device error while
         states are copied empties the cache.
         """
+        self.refuse_unfinished()
         filled = [layer for layer in self.kv_layers if layer.length]
         if not filled:
             return

@@ -175,8 +175,10 @@ def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int,
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory, or the host, whose allocator has no exception of its own."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether a device ran out of memory, or the host: torch's allocator has no exception of its own, numpy has."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)  # `allocate_groups` says what would fit
 
 
 def free_bytes(device: torch.device) -> int:

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import pass_state
-from hf_static_kv.cache.layout import refuse_missing_layers
+from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
@@ -64,12 +65,28 @@ class Call:
         self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
         self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
-        self.device: torch.device = self.model.device  # where the model computes: `input_ids` may be on the CPU
+        self.is_pooled = False  # whether the cache is of a pool, so that another can take its place
+        self.why_replaced: str | None = None  # where it did: the model skips layers
+        self.outputs: Any = None  # of the prompt, until a loop goes on from there
+        self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
         self.given = {k: v for k, v in self.model_kwargs.items() if v is not None and k != "past_key_values"}
         # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
         self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
+
+    @classmethod
+    def of(
+        cls,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        **model_kwargs: Any,
+    ) -> "Call":
+        """The call with the arguments that `generate` gives to a loop."""
+        return cls(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
 
     @property
     def brings_no_cache(self) -> bool:
@@ -135,22 +152,58 @@ class Call:
         return [c.eos_token_id.reshape(-1) for c in self.criteria if type(c) is EosTokenCriteria]
 
     def prefill(self) -> Tensor:
-        """The logits [B, V] after the prompt, which the model computes as in any other loop."""
-        prefill: Any = compat.prefill(self.model)  # not None: eligibility.py has looked
+        """The logits [B, V] after the prompt, which the model computes as in any other loop.
+
+        After `NotCaptured`, `run_eagerly` goes on from there.
+        """
         new = self.request.prompt_length - self.cache.seq_len
         is_long = min(new, self.config.prefill_chunk_size or new) >= _TOKENS_FOR_CUDNN
         with nullcontext() if is_long else without_cudnn():
-            # A copy: chunked prefill writes into it, and transformers' loop may still need it.
-            outputs = prefill(self.input_ids, self.config, {**self.model_kwargs}, is_first_iteration=True)
-        wanted, length = self.request.prompt_length, self.cache.seq_len
-        if length != wanted:
-            refuse_missing_layers(self.model, len(self.cache.layers))
+            self._read_prompt()
+        outputs = self.outputs
+        if not compat.has_common_loop(self.model):
+            self.outputs = None  # another loop begins with the prompt
+        if self.why_replaced is not None:
+            raise NotCaptured(self.why_replaced)
         if (returned := outputs.get("past_key_values")) is not self.cache:
             raise NotCaptured(f"the model returned {kind_of(returned)} in place of the cache")
-        if length != wanted:
+        if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
         self.step_inputs = self._step_inputs(outputs)
+        if outputs.logits.shape[1] > 1:  # kept while a step is captured, and those of a whole prompt are large
+            outputs.logits = outputs.logits[:, -1:].clone()
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)  # type: ignore[no-any-return]
+
+    def _read_prompt(self) -> None:
+        """Compute the prompt. A model that skips layers does so with transformers' own cache, if ours is of a pool."""
+        before = random_state(self.device) if self.is_pooled else None
+        try:
+            self._compute_prompt()
+        except UnfinishedPass as reason:
+            if before is None or not compat.has_common_loop(self.model):
+                raise
+            self.why_replaced = str(reason)
+            set_random_state(self.device, before)
+            self.cache = self.model_kwargs["past_key_values"] = DynamicCache(config=self.model.config)
+            self._compute_prompt()
+
+    def _compute_prompt(self) -> None:
+        prefill: Any = compat.prefill(self.model)  # not None: eligibility.py or `run_eagerly` has looked
+        self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
+        is_first = not self.config.is_assistant
+        outputs = prefill(self.input_ids, self.config, self._left_kwargs, is_first_iteration=is_first)
+        if isinstance(self.cache, StaticContiguousCache) and self.cache.is_unfinished:
+            refuse_missing_layers(self.model, len(self.cache.layers))
+            raise self.cache.unfinished_pass()
+        self.outputs = outputs
+
+    def _take_outputs(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], **how: Any) -> Any:
+        """In the place of the model's prefill: the outputs of the prompt, which is computed once in a call."""
+        if self.outputs is None:
+            self._read_prompt()
+        model_kwargs.update(self._left_kwargs)
+        outputs, self.outputs = self.outputs, None
+        return outputs
 
     def _step_inputs(self, outputs: Any) -> StepInputs:
         """What transformers' loop would give to the model in the step after the prompt."""
@@ -178,8 +231,9 @@ class Call:
             self.cache.remember(ids[:, : max(0, self.cache.seq_len - past)], past)
 
     def run_eagerly(self) -> GenerateDecoderOnlyOutput | Tensor:
-        """The same call in transformers' own loop."""
-        output: Any = compat.sampling_loop(self.model)(
+        """The same call in transformers' own loop, after the prompt if that is computed."""
+        prefill = None if compat.prefill(self.model) is None else self._take_outputs
+        output: Any = compat.sampling_loop(self.model, prefill)(
             self.input_ids,
             logits_processor=self.processors,
             stopping_criteria=self.criteria,
@@ -190,6 +244,16 @@ class Call:
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
+
+
+def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
 
 
 def is_plain(value: object) -> bool:

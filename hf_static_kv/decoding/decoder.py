@@ -90,6 +90,7 @@ class GraphDecoder:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
                 except NotPooled as reason:
                     call.why_no_cache = str(reason)
+            call.is_pooled = self.pool.has_lent(call.cache)
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
@@ -112,9 +113,12 @@ class GraphDecoder:
                 return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
-                call.cache.return_to(before)
+                if call.outputs is None:
+                    call.cache.return_to(before)  # the prompt is computed again
         self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
-        return call.run_eagerly()
+        output = call.run_eagerly()
+        self.fallback_reason = call.why_replaced or self.fallback_reason
+        return output
 
     def _decode(self, call: Call) -> _Output:
         """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
@@ -123,6 +127,7 @@ class GraphDecoder:
             call.grow()
         with compat.optimized_for_decode(call.model):
             step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
+            call.outputs = None  # from here on there is no way back to the prompt
             sampling = Sampling(call)
             is_over = sampling.append(logits)
             while step is not None and not is_over:

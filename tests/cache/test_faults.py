@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_static_kv import StaticContiguousCache
+from hf_static_kv.cache.hybrid import UnfinishedPass
 from tests.cache.conftest import PROMPT, OutOfMemory, assert_same, fail_once, generate, snapshot
 from tests.conftest import toy_model
 
@@ -113,6 +114,61 @@ def test_a_pickled_cache_goes_on_with_the_same_tokens():
     loaded = pickle.loads(pickled)
     assert loaded.memory_bytes == cache.memory_bytes
     assert generate(model, PROMPT, loaded).tolist() == expected.tolist()
+
+
+# --- layers that exist and do not run
+
+
+def skip(layer, when=lambda hidden_states: True):
+    """The layer passes its input on, as in layer skipping and early exit; `when` the states make it."""
+    own = layer.forward
+
+    def forward(hidden_states, *args, **kwargs):
+        return hidden_states if when(hidden_states) else own(hidden_states, *args, **kwargs)
+
+    layer.forward = forward
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize("when", ["always", "decoding"])
+def test_a_layer_that_does_not_run_is_named(how, when):
+    model = toy_model("llama", num_hidden_layers=3)
+    cache = StaticContiguousCache.from_model(model, 64, batch_size=2)
+    skip(model.model.layers[1], lambda states: when == "always" or states.shape[1] < 4)
+    with pytest.raises(UnfinishedPass, match=r"[Ll]ayers? \[1\] of 3 .*DynamicCache\(config=model.config\)"):
+        generate(model, PROMPT, cache, **how)
+    del model.model.layers[1].forward
+    cache.reset()
+    assert generate(model, PROMPT, cache).tolist() == generate(model, PROMPT, None).tolist()
+
+
+def test_layers_that_are_skipped_in_turn_are_not_mixed():
+    """The second pass of decoding begins with the very layer that the first one has left out."""
+    model, passes = toy_model("llama", num_hidden_layers=2), []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    skip(model.model.layers[1], lambda states: len(passes) == 2)
+    skip(model.model.layers[0], lambda states: len(passes) == 3)
+    with pytest.raises(UnfinishedPass, match=r"\[1\] of 2"):
+        generate(model, PROMPT, StaticContiguousCache.from_model(model, 64))
+
+
+def test_what_a_failed_call_left_is_no_layer_that_does_not_run(caplog):
+    """In a custom loop as well, which is not asked what its prompt is."""
+    model = toy_model("llama")
+    expected = generate(model, PROMPT, None).tolist()
+
+    def loop(model, input_ids, **kwargs):
+        return model._sample(input_ids, **kwargs)
+
+    for own in (None, loop):
+        cache = StaticContiguousCache.from_model(model, 40)
+        hook = fail_once(model, 0, at_call=1)
+        with pytest.raises(OutOfMemory):
+            generate(model, PROMPT, cache)
+        hook.remove()
+        caplog.clear()
+        assert generate(model, PROMPT, cache, custom_generate=own).tolist() == expected
+        assert "did not finish: it is discarded, and writing starts again at position 0" in caplog.text
 
 
 def rows_in_order(cache):

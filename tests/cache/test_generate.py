@@ -312,3 +312,20 @@ def test_fewer_rows_than_allocated():
     cache.reset()
     assert run(model, PROMPT, cache, num_beams=4).tolist() == run(model, PROMPT, None, num_beams=4).tolist()
     assert cache.key_storage.data_ptr() == address
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+@pytest.mark.parametrize("sliding", ["full", "compact"])
+def test_a_cache_is_iterable_as_transformers_own(name, sliding):
+    """(keys, values, window) of each layer; a sliding layer gives what the next token may see."""
+    model = shared_toy_model(name)
+    cache, theirs = StaticContiguousCache(model.config, 64, sliding=sliding), DynamicCache(config=model.config)
+    assert [entry[:2] for entry in cache] == [(None, None)] * len(cache.layers)
+    for tokens in (3, 8):
+        with torch.no_grad():
+            for each in (cache, theirs):
+                model(PROMPT[:, :tokens], past_key_values=each)
+        for ours, expected in zip(cache, theirs, strict=True):
+            for one, other in zip(ours, expected, strict=True):
+                assert (one is None) == (other is None)
+                assert one is None or torch.equal(one, other)

@@ -8,7 +8,8 @@ import torch
 from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attachment, cache_bytes
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, attachment, cache_bytes
+from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.program.step import DecodeStep
 from tests.cache.conftest import check_attached, seeded_tokens
@@ -229,3 +230,16 @@ def test_states_made_in_inference_mode_serve_outside_of_it(models):
         model(ids[:, cache.seq_len :], past_key_values=cache, use_cache=True)
     cache.reset()
     assert torch.equal(run(model, past_key_values=cache), run(model))
+
+
+@pytest.mark.parametrize(("family", "skipped"), [("qwen3_5_text", 0), ("qwen3_5_text", 1), ("lfm2", 1)])
+def test_a_layer_of_either_kind_that_does_not_run_is_named(family, skipped, models):
+    model = copy.deepcopy(models(family))
+    layer = model.model.layers[skipped]
+    layer.forward = lambda hidden_states, *args, **kwargs: hidden_states
+    expected = run(model, use_cache=False)
+    with pytest.raises(UnfinishedPass, match=rf"\[{skipped}\] of {len(model.model.layers)}"):
+        run(model, past_key_values=StaticContiguousCache(model.config, CAPACITY))
+    with attached(model, reuse_prefix=True):
+        for _ in range(2):
+            assert torch.equal(run(model), expected)

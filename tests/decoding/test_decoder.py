@@ -11,7 +11,8 @@ import pytest
 import torch
 from transformers import DynamicCache, StoppingCriteria
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, cache_bytes
+from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attached, cache_bytes
+from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
@@ -463,6 +464,92 @@ class TestFaults:
         hook.remove()
         assert cache.seq_len == PROMPT.shape[1] + 2
         assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+
+
+class TestFallback:
+    """A call that cannot go on as a captured step goes on in transformers' loop, from the prompt on."""
+
+    @pytest.fixture
+    def noisy(self):
+        """Every pass over a prompt draws random numbers, and counts."""
+        model = toy_model("llama")
+        model.register_buffer("prompts", torch.zeros(1, device=DEVICE))
+
+        def move(module, args, output):
+            if output.shape[1] == 1:
+                return output
+            model.prompts += 1
+            return output + 0.05 * torch.randn_like(output)
+
+        model.model.embed_tokens.register_forward_hook(move)
+        return model
+
+    @staticmethod
+    def fail(step, call):
+        raise RuntimeError("it differs")
+
+    @pytest.mark.skipif(DEVICE == "cuda", reason="a graph calls no hooks")
+    @pytest.mark.parametrize("mode", [*MODES, "streamed", "returned", "attached"])
+    def test_the_prompt_is_computed_once(self, noisy, mode, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", self.fail)
+        monkeypatch.setattr("hf_static_kv.attaching._DECODER_DEVICES", (DEVICE,))
+        monkeypatch.setattr("hf_static_kv.attaching._MIN_PROMPT_ON_CPU", 0)
+        how = {"seed": 1, **MODES.get(mode, {}), "return_dict_in_generate": mode == "returned"}
+
+        def call(decoder=None, **own):
+            if mode == "streamed":
+                own["streamer"] = Collect()
+            ids, seed = how.get("ids", PROMPT), how["seed"]
+            rest = {key: value for key, value in how.items() if key not in ("ids", "seed")}
+            torch.manual_seed(seed)
+            noisy.prompts.zero_()
+            mask = {"attention_mask": torch.ones_like(ids)}
+            output = noisy.generate(ids, **{**COMMON, **mask, **rest, "custom_generate": decoder, **own})
+            tokens = output if isinstance(output, torch.Tensor) else output.sequences
+            streamed = own["streamer"].tokens if mode == "streamed" else None
+            return tokens.tolist(), streamed, int(noisy.prompts), torch.get_rng_state().tolist()
+
+        expected = call()
+        if mode == "attached":
+            with attached(noisy) as info:
+                assert call() == expected
+            assert "it differs" in info.fallback_reason
+            return
+        decoder, cache = GraphDecoder(), StaticContiguousCache(noisy.config, CAPACITY)
+        for own in ({}, {"past_key_values": cache}):
+            assert call(decoder, **own) == expected
+            assert mode == "one token" or "it differs" in decoder.fallback_reason
+        assert cache.seq_len == len(expected[0][0]) - 1
+
+    @pytest.mark.parametrize("is_own", [False, True])
+    def test_a_layer_that_does_not_run(self, is_own):
+        """The caller's own cache raises before the first token; one of the pool is replaced."""
+        model, decoder, streamer = toy_model("llama"), GraphDecoder(), Collect()
+        model.model.layers[1].forward = lambda hidden_states, *args, **kwargs: hidden_states
+        expected = model.generate(PROMPT, **COMMON)
+        how = {**COMMON, "custom_generate": decoder, "streamer": streamer}
+        if is_own:
+            cache = StaticContiguousCache(model.config, CAPACITY)
+            with pytest.raises(UnfinishedPass, match=r"Layers \[1\] of 2 did not run"):
+                model.generate(PROMPT, past_key_values=cache, **how)
+            assert streamer.tokens == PROMPT[0].tolist()
+        else:
+            assert torch.equal(model.generate(PROMPT, **how), expected)
+            assert streamer.tokens == expected[0].tolist()
+            assert "Layers [1] of 2 did not run" in decoder.fallback_reason
+
+    def test_a_loop_of_its_own_begins_with_the_prompt(self, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", self.fail)
+        model, decoder = toy_model("llama"), GraphDecoder()
+
+        class Own(type(model)):
+            def _sample(self, *args, **kwargs):
+                return super()._sample(*args, **kwargs)
+
+        expected = run(model)
+        model.__class__ = Own
+        assert torch.equal(run(model, decoder=decoder), expected)
+        assert "it differs" in decoder.fallback_reason
 
 
 class TestPrograms:
