@@ -81,6 +81,7 @@ class CachePool:
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
         self.hits = self.reused_tokens = 0
+        self._last: Lease | None = None  # what the last call has kept
         self._lock = Lock()
 
     @property
@@ -93,6 +94,7 @@ class CachePool:
 
         A call that returns its cache keeps it; else it goes back to the pool. Raises `NotPooled`.
         """
+        self._last = None
         lease = self._take(request, content)
         is_callers = False
         try:
@@ -118,12 +120,20 @@ class CachePool:
         """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to the store."""
         if self.store is None:
             raise ValueError("There is no folder to save to: call attach(model, reuse_prefix=folder).")
+        if input_ids is not None and input_ids.ndim == 1:
+            input_ids = input_ids[None]
         with self._lock:
-            kept = [lease for lease in self.free if lease.content == content and lease.cache.known_ids is not None]
-            ids = input_ids if input_ids is not None or not kept else kept[-1].cache.known_ids
-            held = {} if ids is None else {lease: lease.num_held(ids) for lease in kept}
+            last = self._last.cache.known_ids if self._last in self.free else None
+            ids = last if input_ids is None else input_ids
+            if ids is None:
+                raise ValueError(
+                    "Nothing is kept of a last call: call generate with input_ids alone (no padding, no beams, no "
+                    "return_dict_in_generate, within max_bytes), or name tokens of an earlier call: save(input_ids)."
+                )
+            kept = [lease for lease in self.free if lease.content == content]
+            held = {lease: lease.num_held(ids) for lease in kept}
             lease = max(kept, key=lambda lease: held[lease], default=None)
-            if lease is None or ids is None or not held[lease]:
+            if lease is None or not held[lease]:
                 raise ValueError("No cache holds these tokens: call generate with them, on the model as it is now.")
             self.free.remove(lease)
             self.lent.append(lease)
@@ -215,6 +225,8 @@ class CachePool:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
         if lease.content is None:
             lease.cache.reset()
+        else:
+            self._last = lease
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
             return
         self.free.append(lease)
