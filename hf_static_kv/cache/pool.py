@@ -81,7 +81,7 @@ class CachePool:
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
         self.hits = self.reused_tokens = 0
-        self._last: Lease | None = None  # what the last call has kept
+        self._last: weakref.ref[Lease] | None = None  # what the last call has kept, unless it was evicted
         self._lock = Lock()
 
     @property
@@ -123,8 +123,8 @@ class CachePool:
         if input_ids is not None and input_ids.ndim == 1:
             input_ids = input_ids[None]
         with self._lock:
-            last = self._last.cache.known_ids if self._last in self.free else None
-            ids = last if input_ids is None else input_ids
+            last = self._last() if self._last is not None else None
+            ids = input_ids if input_ids is not None or last is None else last.cache.known_ids
             if ids is None:
                 raise ValueError(
                     "Nothing is kept of a last call: call generate with input_ids alone (no padding, no beams, no "
@@ -226,7 +226,7 @@ class CachePool:
         if lease.content is None:
             lease.cache.reset()
         else:
-            self._last = lease
+            self._last = weakref.ref(lease)
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
             return
         self.free.append(lease)

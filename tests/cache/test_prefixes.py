@@ -1,10 +1,12 @@
 """Prefixes in a folder: found by their tokens, shared by processes, bounded, and never a reason for a call to fail."""
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -519,3 +521,15 @@ def test_only_the_last_call_is_saved(tmp_path, kind):
         ask(model, TEXT)
         with CacheFile(info.save()) as file:
             assert file.tokens.shape[1] == 105
+
+
+def test_the_last_call_keeps_no_cache_from_being_freed(tmp_path):
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path) as info:
+        ask(model, TEXT)
+        cache = weakref.ref(info.caches[0])
+        info.pool.clear()
+        gc.collect()
+        assert cache() is None
+        with pytest.raises(ValueError, match="Nothing is kept of a last call"):
+            info.save()
