@@ -94,9 +94,13 @@ class Header:
         layers = [layer for group in self.groups for layer in group.layers]
         _check(bool(layers) and sorted(layers) == list(range(len(windows))), "the layers")
         for group in self.groups:
-            # A query of a layer without a window sees every position.
-            is_whole = group.first == 0 or None not in (windows[layer] for layer in group.layers)
-            _check(is_whole and group.first <= self.num_tokens, "the first position of a group")
+            _check(group.first <= self.num_tokens, "the first position of a group")
+            whole = [layer for layer in group.layers if windows[layer] is None]
+            if group.first and whole:
+                raise ValueError(
+                    f"its layer {whole[0]} begins at position {group.first} and has no sliding window: the positions "
+                    "before that are missing"
+                )
         _check(self.min_tokens <= self.num_tokens, "the first position of a group")
         if self.checksum_bytes > MAX_CHECKSUM_BYTES:
             raise ValueError(

@@ -45,7 +45,7 @@ class PrefixStore:
     """A folder of cache files for `attach(model, reuse_prefix=...)`. Processes and models may share it.
 
     `max_bytes` bounds the files that `add` has written, by default a quarter of the disk's free space; the least
-    recently used go first. Other files of the folder are read and never removed.
+    recently used go first. Other files of the folder are read, and never removed or touched.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:

@@ -365,8 +365,11 @@ DAMAGES = {
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
     "one string more": (set_metadata(more="x"), "its header is damaged"),
     "a group of 10^40 heads": (set_metadata(groups=HUGE_GROUP), "has .* bytes and should have"),
-    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "the first position of a group"),
-    "full attention without its first token": (set_metadata(groups=SECOND_GROUP), "the first position of a group"),
+    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "layer 0 begins at position 3 and has no"),
+    "full attention without its first token": (
+        set_metadata(groups=SECOND_GROUP),
+        "layer 0 begins at position 1 and has",
+    ),
     "a list as a dtype": (set_metadata(groups=LISTED_GROUP), "the dtypes in its header"),
     "a group of no layers": (set_metadata(groups="[]"), "the groups in its header"),
     "other spaces": (lambda path: rewrite(path, lambda header: None), "its header is damaged"),
@@ -404,7 +407,7 @@ def test_full_attention_that_begins_later_is_refused_though_signed(tmp_path):
     saved(path, model)
     with CacheFile(path) as file:
         header = file.header
-    with pytest.raises(ValueError, match="the first position of a group"):
+    with pytest.raises(ValueError, match="layer 0 begins at position 1 and has no sliding window"):
         replace(header, groups=[replace(header.groups[0], first=1)])
     windows = replace(header, sliding_windows=[8, 8], groups=[replace(header.groups[0], first=1)])
     assert windows.min_tokens == 8
