@@ -62,14 +62,16 @@ class Settings:
 
     max_cache_len: int | None = None
     max_bytes: int | None = None
-    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore = False
+    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False
     exact: bool = False
 
     @property
     def store(self) -> PrefixStore | None:
         """Where prefixes are saved; None where they are kept in memory only."""
         folder = self.reuse_prefix
-        return None if isinstance(folder, bool) else folder if isinstance(folder, PrefixStore) else PrefixStore(folder)
+        if folder is None or isinstance(folder, bool):
+            return None
+        return folder if isinstance(folder, PrefixStore) else PrefixStore(folder)
 
     def __post_init__(self) -> None:
         sizes = {"max_cache_len": self.max_cache_len, "max_bytes": self.max_bytes}
@@ -137,7 +139,8 @@ class Attachment:
     def save(self, input_ids: Tensor | None = None) -> Path:
         """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes too.
 
-        The prefix is all that the cache of the last call holds, or as much of `input_ids` [B, n] as a kept cache holds.
+        The prefix is all that the last call has kept, or as much of `input_ids` [B, n] (or [n]: one row) as the cache
+        of some call holds. A call with padding, `inputs_embeds`, beams or `return_dict_in_generate` keeps nothing.
         """
         model = next((model for model, own in _ATTACHMENTS.items() if own is self), None)
         if model is None:
@@ -186,6 +189,7 @@ class Attachment:
             return
         self.calls += 1
         self.fallback_reason = None
+        self.pool.last = None
         if type(made) is not DynamicCache:
             instead = "the call uses no cache" if made is None else f"`generate` makes {kind_of(made)} for this model"
             self.fallback_reason = _unserved(model) or instead
@@ -332,7 +336,7 @@ def attach(
     *,
     max_cache_len: int | None = None,
     max_bytes: int | None = None,
-    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore = False,
+    reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False,
     exact: bool = False,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
@@ -345,8 +349,8 @@ def attach(
     caches of the model together, by default half of the free memory of its GPU (a quarter of the memory of the host).
     `reuse_prefix=True` keeps the tokens of earlier calls: a prompt that begins with them computes the rest only, as in
     a chat; in bf16 this may round differently. With a folder (or a `PrefixStore`) the prefixes that
-    `attachment(model).save()` wrote there are found as well, by every process. `exact=True` runs every call inside
-    `exact(model)`.
+    `attachment(model).save()` wrote there are found as well, by every process. None is False. `exact=True` runs every
+    call inside `exact(model)`.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]])

@@ -162,7 +162,9 @@ def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
         return model
     peft: Any = sys.modules.get("peft")  # not imported: the wrapper is not of its types
     if peft is None or not isinstance(model, peft.PeftModel):
-        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: pass the model it wraps.")
+        load = "load the model first, with AutoModelForCausalLM.from_pretrained(...)"
+        remedy = load if isinstance(model, str) else "pass the model it wraps"
+        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: {remedy}.")
     config = model.active_peft_config
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning or kind == "XLORA":

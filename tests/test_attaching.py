@@ -208,7 +208,7 @@ def test_a_class_on_top_of_ours_is_left_alone(model):
 
 
 def test_bad_arguments(model):
-    with pytest.raises(TypeError, match="takes a transformers model, got str"):
+    with pytest.raises(TypeError, match=r"got str: load the model first, with AutoModelForCausalLM\.from_"):
         attach("gpt2")
     with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
         attach(model, max_bytes=0)

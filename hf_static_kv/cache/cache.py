@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import PerLayer, for_each_layer
-from hf_static_kv.cache.files import CacheFile, save_cache, tokens_to_save
+from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layout import LayerPlan, check_positive
 from hf_static_kv.cache.sequences import SequenceCache
@@ -168,8 +168,14 @@ class StaticContiguousCache(SequenceCache):
         return cache
 
     def fill(self, file: CacheFile, model: PreTrainedModel, length: int, repeat: int = 1) -> None:
-        """Replace the sequences by the first tokens of a file of this model. After an error the cache is empty."""
+        """Replace the sequences by the first tokens of a file of this model. After an error the cache is empty.
+
+        A cache that grows does so if it is too short.
+        """
         self.reset()
+        if self.grows and length > self.max_cache_len:
+            self.grow(max(2 * self.max_cache_len, length + _ROOM))
+        file.check_length(length, self.max_cache_len)
         file.allocate(self, model, file.header.num_rows * repeat)
         file.read_into(self, length, repeat)
         self.remember(file.tokens[:, :length].repeat_interleave(repeat, dim=0).to(model.device))
@@ -190,4 +196,5 @@ class StaticContiguousCache(SequenceCache):
         prompt or of all, tells the left padding. The file is written beside `path`, flushed and renamed: at every
         moment the old one or the new one is whole.
         """
-        save_cache(self, path, model, tokens_to_save(self, self.known_ids, tokens), attention_mask)
+        ids = tokens_to_save(self, self.known_ids, tokens)
+        save_cache(self, path, header_of(self, model, ids, attention_mask))

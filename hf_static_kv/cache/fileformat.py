@@ -28,6 +28,7 @@ from hf_static_kv.cache.storage import LayerShape
 
 FORMAT, VERSION = "hf_static_kv", 1
 MAX_HEADER_BYTES = 32 << 20  # about four million token ids
+MAX_CHECKSUM_BYTES = 512 << 20  # two million token ids in 16 groups
 CHECKSUM_BYTES = 8
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name, that of safetensors
 _WORDS = (torch.int32, torch.int16, torch.int8)
@@ -62,7 +63,8 @@ class FileGroup:
         _check(
             _are_ints([*shape.values()], 1) and _are_ints(layers, 0) and _are_ints([first], 0), "the numbers of a group"
         )
-        _check(isinstance(dtypes, list) and len(dtypes) == 2 and all(name in DTYPES for name in dtypes), "the dtypes")
+        # Not `name in DTYPES`: a list in the place of a name has no hash.
+        _check(isinstance(dtypes, list) and len(dtypes) == 2 and all(n in [*DTYPES] for n in dtypes), "the dtypes")
         return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
 
     def as_dict(self) -> dict[str, Any]:
@@ -72,7 +74,7 @@ class FileGroup:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that a file says but its states."""
+    """Everything that a file says but its states. Values that `parse` would refuse are refused here: none is saved."""
 
     tokens: list[list[int]]  # [B, n], left padding included
     left_padding: list[int]  # positions before the first token of each batch row
@@ -81,6 +83,30 @@ class Header:
     model: ModelIdentity
     library_version: str
     transformers_version: str
+
+    def __post_init__(self) -> None:
+        tokens, padding, windows = self.tokens, self.left_padding, self.sliding_windows
+        _check(isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens), "the tokens")
+        _check(len({len(row) for row in tokens}) == 1 and max(map(max, tokens)) < 1 << 63, "the tokens")
+        _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
+        _check(max(padding) < len(tokens[0]), "the left padding")
+        _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
+        layers = [layer for group in self.groups for layer in group.layers]
+        _check(bool(layers) and sorted(layers) == list(range(len(windows))), "the layers")
+        for group in self.groups:
+            _check(group.first <= self.num_tokens, "the first position of a group")
+            whole = [layer for layer in group.layers if windows[layer] is None]
+            if group.first and whole:
+                raise ValueError(
+                    f"its layer {whole[0]} begins at position {group.first} and has no sliding window: the positions "
+                    "before that are missing"
+                )
+        _check(self.min_tokens <= self.num_tokens, "the first position of a group")
+        if self.checksum_bytes > MAX_CHECKSUM_BYTES:
+            raise ValueError(
+                f"checksums of {self.checksum_bytes:,} bytes are more than the {MAX_CHECKSUM_BYTES:,} that a file may "
+                f"have. Save fewer than {self.num_tokens:,} tokens"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -94,7 +120,7 @@ class Header:
     def min_tokens(self) -> int:
         """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
         layers = ((group.first, self.sliding_windows[i]) for group in self.groups for i in group.layers)
-        return max((first + (window or self.num_tokens) - 1 for first, window in layers if first), default=1)
+        return max((first + (window or 1) - 1 for first, window in layers if first), default=1)
 
     def is_in(self, dtype: torch.dtype) -> bool:
         """Whether all keys and values are of this dtype."""
@@ -136,15 +162,21 @@ class Header:
         last = self.entries()[-1]
         return last.offset + last.num_bytes
 
-    def encode(self, checksums: bytes) -> bytes:
-        """The start of a file, up to its first tensor."""
+    def encode(self, checksums: bytes | bytearray) -> bytes:
+        """The start of a file, up to its first tensor. Its length does not depend on the checksums."""
         own = {"tokens": self.tokens, "left_padding": self.left_padding, "sliding_windows": self.sliding_windows}
         own["groups"] = [group.as_dict() for group in self.groups]
         metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
         metadata |= {name: json.dumps(value) for name, value in own.items()} | asdict(self.model)
         metadata |= {"library_version": self.library_version, "transformers_version": self.transformers_version}
         content = {"__metadata__": metadata, **self._table()}
-        return _signed(json.dumps(content, separators=(",", ":")).encode(), checksums)
+        encoded = _signed(json.dumps(content, separators=(",", ":")).encode(), checksums)
+        if (length := len(encoded) - 8) > MAX_HEADER_BYTES:
+            raise ValueError(
+                f"A header of {length:,} bytes is more than the {MAX_HEADER_BYTES:,} that a file may have: it has "
+                f"{self.num_rows:,} rows of {self.num_tokens:,} tokens. Save fewer tokens or fewer rows."
+            )
+        return encoded
 
     def _table(self) -> dict[str, Any]:
         """The tensors as a safetensors header tells of them."""
@@ -165,24 +197,14 @@ class Header:
         metadata = _metadata(content)
         windows, padding = (json.loads(metadata[name]) for name in ("sliding_windows", "left_padding"))
         tokens, groups = (json.loads(metadata[name]) for name in ("tokens", "groups"))
-        _check(isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens), "the tokens")
-        _check(len({len(row) for row in tokens}) == 1 and max(map(max, tokens)) < 1 << 63, "the tokens")
-        _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
-        _check(max(padding) < len(tokens[0]), "the left padding")
-        _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
         _check(isinstance(groups, list) and bool(groups), "the groups")
         identity = ModelIdentity(**{f.name: metadata[f.name] for f in fields(ModelIdentity) if f.name in metadata})
         for name in ("config", "settings"):
             _check(isinstance(json.loads(getattr(identity, name)), dict), f"the {name}")
         versions = metadata["library_version"], metadata["transformers_version"]
-        found = cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
-        layers = [layer for group in found.groups for layer in group.layers]
-        _check(sorted(layers) == list(range(len(windows))), "the layers")
-        _check(all(group.first <= len(tokens[0]) for group in found.groups), "the first position of a group")
-        _check(found.min_tokens <= len(tokens[0]), "the first position of a group")
-        return found
+        return cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
 
-    def is_told_by(self, text: bytes, checksums: bytes) -> bool:
+    def is_told_by(self, text: bytes, checksums: bytes | bytearray) -> bool:
         """Whether no byte of the text or of the checksums has changed, and its tensors are those of this header."""
         digest = _metadata(content := json.loads(text))["digest"]
         unsigned = text.rstrip(b" ").replace(_digest(digest), _digest(""), 1)
@@ -190,10 +212,11 @@ class Header:
         return _signed(unsigned, checksums)[8:] == text and told == self._table()
 
 
-def _signed(unsigned: bytes, checksums: bytes) -> bytes:
+def _signed(unsigned: bytes, checksums: bytes | bytearray) -> bytes:
     """The length of a header and its text, with the digest of the text without it."""
-    digest = blake2b(unsigned + checksums, digest_size=16).hexdigest()
-    text = unsigned.replace(_digest(""), _digest(digest), 1)
+    digest = blake2b(unsigned, digest_size=16)
+    digest.update(checksums)
+    text = unsigned.replace(_digest(""), _digest(digest.hexdigest()), 1)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 

@@ -77,7 +77,8 @@ class LayerStates(NamedTuple):
         head_bytes = self.states.shape[3] * self.states.dtype.itemsize  # of one position
         positions = max(1, min(self._length, PIECE_BYTES // head_bytes))
         is_whole = self.skipped == 0 and self._length == self.entry.shape[3]  # else others are between two heads
-        return max(1, PIECE_BYTES // (self._length * head_bytes)) if is_whole else 1, positions
+        bytes_of_a_head = max(1, self._length) * head_bytes  # a window of 1 may keep no position
+        return max(1, PIECE_BYTES // bytes_of_a_head) if is_whole else 1, positions
 
     @property
     def is_staged(self) -> bool:

@@ -47,9 +47,11 @@ class CacheFile:
         self._seeking = Lock()
         try:
             self._read_header()
-        except (ValueError, RecursionError) as error:
+        except BaseException as error:
             self.close()
-            raise ValueError(f"{self.path} cannot be loaded: {error}.") from error
+            if not isinstance(error, ValueError | RecursionError | MemoryError):
+                raise
+            raise ValueError(f"{self.path} cannot be loaded: {str(error) or type(error).__name__}.") from error
 
     def __enter__(self) -> "CacheFile":
         return self
@@ -78,7 +80,7 @@ class CacheFile:
         length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(f"it has {size} bytes, too few for its header: it is damaged or truncated")
-        text = self._read_bytes(8, length)
+        text = bytes(self._read_bytes(8, length))
         self.header = Header.parse(text)
         self._start, wanted = 8 + length, 8 + length + self.header.num_bytes
         if size != wanted:
@@ -86,12 +88,12 @@ class CacheFile:
         checksums = self._read_bytes(self._start, self.header.checksum_bytes)
         if not self.header.is_told_by(text, checksums):
             raise ValueError("its header is damaged")
-        self._checksums = torch.frombuffer(bytearray(checksums), dtype=torch.int64).view(-1, self.header.num_tokens)
+        self._checksums = torch.frombuffer(checksums, dtype=torch.int64).view(-1, self.header.num_tokens)
 
-    def _read_bytes(self, offset: int, num_bytes: int) -> bytes:
+    def _read_bytes(self, offset: int, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
         self._read(offset, memoryview(buffer))
-        return bytes(buffer)
+        return buffer
 
     def _read(self, offset: int, buffer: memoryview) -> None:
         """Fill the buffer from this place of the file. Threads may do so at the same time."""
@@ -236,25 +238,30 @@ class CacheFile:
 # --- saving
 
 
-@torch.no_grad()
-def save_cache(
-    cache: AllocatedCache, path: str | os.PathLike[str], model: PreTrainedModel, tokens: Tensor, mask: Tensor | None
-) -> None:
-    """Write the first positions of a cache, as many as there are tokens [B, n], in the place of `path`."""
+def header_of(cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Header:
+    """The header of a file with the first positions of a cache, as many as there are tokens [B, n]."""
     groups, padding = _file_groups(cache, tokens.shape[1]), _left_padding(tokens, mask)
     windows = [layer.sliding_window for layer in cache.layers]
     versions = hf_static_kv.__version__, transformers.__version__
-    header = Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
+    return Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
+
+
+@torch.no_grad()
+def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Header) -> None:
+    """Write the positions of a cache that the header tells of, in the place of `path`."""
+    path = Path(path)
+    _check_place(path)
     parts = [
         LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : entry.shape[3]])
-        for group, entries in zip(groups, header.pairs(), strict=True)
+        for group, entries in zip(header.groups, header.pairs(), strict=True)
         for entry, name in zip(entries, ("keys", "values"), strict=True)
         for i, layer_idx in enumerate(group.layers)
     ]
     sums = header.add_up([(part.entry, part.checksums(part.pieces())) for part in parts], header.num_tokens)
     checksums = sums.numpy().tobytes()
-    with atomic_writer(Path(path)) as file:
-        file.write(header.encode(checksums))
+    start = header.encode(checksums)
+    with atomic_writer(path) as file:
+        file.write(start)
         file.write(checksums)
         buffer = staging(parts)
         for part in parts:
@@ -270,13 +277,21 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
     if (ids := known if tokens is None else tokens) is None:
         raise ValueError("The ids of the cached tokens are not known: pass them as tokens=... [batch, tokens].")
     ids = (ids[None] if ids.ndim == 1 else ids)[:, :length].cpu()
-    if ids.ndim != 2 or len(ids) != rows or ids.is_floating_point():
+    is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
+    if ids.ndim != 2 or len(ids) != rows or not is_integer:
         raise ValueError(
             f"tokens are {list(ids.shape)} {ids.dtype}, and the cache holds {rows} rows of {length} tokens. Pass the "
             "ids that `generate` returned."
         )
     if ids.shape[1] == 0:
         raise ValueError("There are no tokens to save.")
+    ids = ids.long()
+    if bool((ids < 0).any()):
+        row, position = (ids < 0).nonzero()[0].tolist()
+        raise ValueError(
+            f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. Ids are 0 or more: "
+            "pass those of a tokenizer. Left padding has any of them, and attention_mask tells where it is."
+        )
     common = 0 if known is None else min(known.shape[1], ids.shape[1])
     if known is not None and len(known) == rows and not torch.equal(ids[:, :common], known[:, :common].cpu()):
         raise ValueError("The tokens are not those that the cache was computed from. Pass what `generate` returned.")
@@ -334,12 +349,25 @@ def _write(file: BinaryIO, part: LayerStates, buffer: Tensor) -> None:
             file.write(memory)
 
 
+def _check_place(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it.")
+    if not path.parent.is_dir():
+        folder = str(path.parent)
+        raise FileNotFoundError(f"There is no folder {folder}: make it first, with os.makedirs({folder!r}).")
+
+
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block is done: at every moment there is the old one or the new."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    temporary = path.with_name(f".hf_static_kv.{secrets.token_hex(8)}.tmp")  # a longer one may not fit
     try:
-        with open(temporary, "xb") as file:
+        opened = open(temporary, "xb")  # noqa: SIM115
+    except OSError as error:
+        error.filename = str(path)
+        raise
+    try:
+        with opened as file:
             yield file
             file.flush()
             os.fsync(file.fileno())  # before the name is there: a power cut would leave a name without its bytes

@@ -435,7 +435,8 @@ def _is_of_a_process(module: Module, name: str, value: Any) -> bool:
     if isinstance(module, PreTrainedModel) and (name.startswith("_") or name in _OF_A_LOADED_MODEL):
         return True
     is_hooked = "_hf_hook" in module.__dict__ and name in ("_hf_hook", "_old_forward", "forward")
-    return is_hooked or name == "training" or isinstance(value, (PreTrainedConfig, torch.device, Tensor))
+    is_of_training = name in ("training", "padding_idx")  # the second one stops a gradient
+    return is_hooked or is_of_training or isinstance(value, (PreTrainedConfig, torch.device, Tensor))
 
 
 def _json_of(value: Any) -> Any:

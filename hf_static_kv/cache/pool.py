@@ -87,6 +87,7 @@ class CachePool:
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
         self.hits = self.reused_tokens = 0
+        self.last: weakref.ref[Lease] | None = None  # what the last call has kept, unless it was evicted
         self._lock = Lock()
 
     @property
@@ -99,6 +100,7 @@ class CachePool:
 
         A call that returns its cache keeps it; else it goes back to the pool. Raises `NotPooled`.
         """
+        self.last = None
         lease = self._take(request, content)
         is_callers = False
         try:
@@ -129,12 +131,20 @@ class CachePool:
         """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to the store."""
         if self.store is None:
             raise ValueError("There is no folder to save to: call attach(model, reuse_prefix=folder).")
+        if input_ids is not None and input_ids.ndim == 1:
+            input_ids = input_ids[None]
         with self._lock:
-            kept = [lease for lease in self.free if lease.content == content and lease.cache.known_ids is not None]
-            ids = input_ids if input_ids is not None or not kept else kept[-1].cache.known_ids
-            held = {} if ids is None else {lease: lease.num_held(ids) for lease in kept}
+            last = self.last() if self.last is not None else None
+            ids = input_ids if input_ids is not None or last is None else last.cache.known_ids
+            if ids is None:
+                raise ValueError(
+                    "Nothing is kept of a last call: call generate with input_ids alone (no padding, no beams, no "
+                    "return_dict_in_generate, within max_bytes), or name tokens of an earlier call: save(input_ids)."
+                )
+            kept = [lease for lease in self.free if lease.content == content]
+            held = {lease: lease.num_held(ids) for lease in kept}
             lease = max(kept, key=lambda lease: held[lease], default=None)
-            if lease is None or ids is None or not held[lease]:
+            if lease is None or not held[lease]:
                 raise ValueError("No cache holds these tokens: call generate with them, on the model as it is now.")
             self.free.remove(lease)
             self.lent.append(lease)
@@ -229,6 +239,8 @@ class CachePool:
             lease.content = None  # the model skips layers
         if lease.content is None:
             lease.cache.reset()
+        else:
+            self.last = weakref.ref(lease)
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
             return
         self.free.append(lease)

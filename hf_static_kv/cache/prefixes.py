@@ -17,14 +17,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.files import CacheFile
+from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layout import check_positive
 from hf_static_kv.cache.storage import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
-_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.safetensors\.[0-9a-f]{16}\.tmp")
+_ANY_NAME = re.compile(r".*\.safetensors", re.DOTALL)
+# The longer one is of earlier versions.
+_TEMPORARY = re.compile(r"\.(hf_static_kv|[0-9a-f]{32}\.safetensors)\.[0-9a-f]{16}\.tmp")
 _STALE_SECONDS = 3600  # a file that is still being written is younger
 _MIN_TOKENS = 16  # fewer are computed as fast as they are read
 _SHARE_OF_DISK = 0.25
@@ -43,16 +45,21 @@ class PrefixStore:
     """A folder of cache files for `attach(model, reuse_prefix=...)`. Processes and models may share it.
 
     `max_bytes` bounds the files that `add` has written, by default a quarter of the disk's free space; the least
-    recently used go first. Other files of the folder are read and never removed.
+    recently used go first. Other files of the folder are read, and never removed or touched.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
+        if not isinstance(folder, str | os.PathLike) or folder == "":
+            raise ValueError(f"folder={folder!r}: give the path of a folder ('.' is the current one).")
         if max_bytes is not None:
             check_positive(max_bytes=max_bytes)
         self.folder, self.max_bytes = Path(folder), max_bytes
+        if self.folder.is_file():
+            raise NotADirectoryError(f"{self.folder} is a file: give the path of a folder.")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._index: dict[str, _Prefix] = {}  # by name
         self._unusable: set[str] = set()  # names of files whose states are damaged
+        self._told: set[str] = set()  # reasons that have been logged
         self._lock = Lock()
         self._identity: tuple[Any, ModelIdentity] | None = None
 
@@ -79,26 +86,39 @@ class PrefixStore:
                 file.check_model(identity)
                 if not cache.is_allocated and not file.header.is_in(model.dtype):
                     return  # only a pass can tell the dtype of its states
+                if not cache.grows:
+                    length = min(length, cache.max_cache_len)
+                if length < file.header.min_tokens:
+                    return
                 cache.fill(file, model, length, len(ids) // file.header.num_rows)
-            os.utime(path)  # used now
+            _touch(path)
         except (OSError, ValueError, RuntimeError) as reason:  # removed by another process, damaged, out of memory
             cache.reset()
             if isinstance(reason, RuntimeError) and not is_out_of_memory(reason):
                 raise
             if isinstance(reason, ValueError):
                 self._unusable.add(path.name)
-                logger.warning("A saved prefix is not used. %s", reason)
+                self._warn(str(reason))
 
     def add(self, cache: StaticContiguousCache, model: PreTrainedModel, tokens: Tensor) -> Path:
         """Save the first positions of a cache, those of the tokens [B, n]."""
-        name = blake2b(f"{ModelIdentity.of(model)} {tokens.tolist()}".encode(), digest_size=16).hexdigest()
+        header = header_of(cache, model, tokens_to_save(cache, cache.known_ids, tokens))
+        size = len(header.encode(b"")) + header.num_bytes
+        own = self._own_files()
+        bound = self._bound(own)
+        if size > bound:  # before others are removed in its favour
+            raise ValueError(
+                f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not saved. Pass "
+                "PrefixStore(folder, max_bytes=...) with a larger bound, or save fewer tokens."
+            )
+        name = blake2b(f"{header.model} {header.tokens}".encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}.safetensors"
         known = self._index.get(path.name)
         is_damaged = path.name in self._unusable or (known is not None and known.model is None)
         if path.exists() and not is_damaged:
-            os.utime(path)
+            _touch(path)
         else:
-            cache.save(path, model=model, tokens=tokens)
+            save_cache(cache, path, header)
             self._unusable.discard(path.name)
         self._remove_unused(path)
         return path
@@ -122,46 +142,75 @@ class PrefixStore:
     def _refresh(self) -> None:
         """Read the headers of new files, forget files that are gone."""
         known, self._index = self._index, {}
-        for entry, status in self._files():
-            if not entry.name.endswith(".safetensors"):
-                continue
+        for path, status in self._files(_ANY_NAME):
             file = (status.st_ino, status.st_size)
-            if entry.name in known and known[entry.name].file == file:
-                self._index[entry.name] = known[entry.name]
-                continue
-            with suppress(OSError):  # removed meanwhile, or not ours to read
-                self._index[entry.name] = _read(entry.path, file)
+            prefix = known.get(path.name)
+            if prefix is None or prefix.file != file:
+                prefix = self._read(path, file)
+            if prefix is not None:
+                self._index[path.name] = prefix
 
-    def _files(self) -> Iterator[tuple[os.DirEntry[str], os.stat_result]]:
+    def _read(self, path: Path, file: tuple[int, int]) -> _Prefix | None:
+        """The header of a file; None if another try may succeed."""
+        try:
+            with CacheFile(path) as opened:
+                header = opened.header
+                is_padded = any(header.left_padding)
+                return _Prefix(file, opened.tokens, None if is_padded else header.model, header.min_tokens)
+        except FileNotFoundError:  # another process has removed it
+            return None
+        except OSError as reason:  # not ours to read, for now
+            self._warn(f"{path}: {reason.strerror or reason}.")
+            return None
+        except Exception as reason:  # whatever is wrong with one file, the others are used
+            self._warn(str(reason) if isinstance(reason, ValueError) else f"{path}: {reason!r}.")
+            return _Prefix(file, torch.empty(0, 0), None)
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning("A saved prefix is not used. %s", reason)
+
+    def _files(self, names: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
+        """The files of the folder that have one of these names."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
-                with suppress(FileNotFoundError):  # another process has removed it
+                if names.fullmatch(entry.name) is None:
+                    continue
+                try:
                     if entry.is_file():
-                        yield entry, entry.stat()
+                        yield Path(entry.path), entry.stat()
+                except FileNotFoundError:  # another process has removed it
+                    continue
+                except OSError as reason:  # a link that leads nowhere
+                    self._warn(f"{entry.path}: {reason.strerror or reason}.")
+
+    def _own_files(self) -> dict[Path, os.stat_result]:
+        return dict(self._files(_OWN_NAME))
+
+    def _bound(self, own: dict[Path, os.stat_result]) -> int:
+        """The bytes that `own`, all files that `add` has written, may have together."""
+        total = sum(status.st_size for status in own.values())
+        return self.max_bytes or int(_SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + total))
 
     def _remove_unused(self, newest: Path) -> None:
-        own = {Path(entry.path): status for entry, status in self._files() if _OWN_NAME.fullmatch(entry.name)}
+        own = self._own_files()
+        bound = self._bound(own)
         total = sum(status.st_size for status in own.values())
-        bound = self.max_bytes or int(_SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + total))
-        for path in sorted(own, key=lambda path: (path == newest, own[path].st_mtime_ns)):
+        for path in sorted(own.keys() - {newest}, key=lambda path: own[path].st_mtime_ns):
             if total <= bound:
                 break
-            path.unlink(missing_ok=True)
-            total -= own[path].st_size
-            if path == newest:
-                size = own[path].st_size
-                raise ValueError(f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not kept.")
-        for entry, status in self._files():
-            if _TEMPORARY.fullmatch(entry.name) and time.time() - status.st_mtime > _STALE_SECONDS:
-                Path(entry.path).unlink(missing_ok=True)  # its writer was killed
+            with suppress(OSError):  # it belongs to another user
+                path.unlink(missing_ok=True)
+                total -= own[path].st_size
+        for path, status in self._files(_TEMPORARY):
+            if time.time() - status.st_mtime > _STALE_SECONDS:
+                with suppress(OSError):
+                    path.unlink(missing_ok=True)  # its writer was killed
 
 
-def _read(path: str, file: tuple[int, int]) -> _Prefix:
-    try:
-        with CacheFile(path) as opened:
-            is_padded = any(opened.header.left_padding)
-            header = opened.header
-            return _Prefix(file, opened.tokens, None if is_padded else header.model, header.min_tokens)
-    except ValueError as reason:
-        logger.warning("A saved prefix is not used. %s", reason)
-        return _Prefix(file, torch.empty(0, 0), None)
+def _touch(path: Path) -> None:
+    """Mark a file of `add` as used now. One that may be read and not touched is used all the same."""
+    if _OWN_NAME.fullmatch(path.name):
+        with suppress(OSError):
+            os.utime(path)

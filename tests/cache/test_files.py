@@ -8,6 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from copy import copy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hf_static_kv import CacheFile, GraphDecoder, StaticContiguousCache
-from hf_static_kv.cache import filepieces, files
+from hf_static_kv.cache import fileformat, filepieces, files
 from hf_static_kv.cache.fileformat import MAX_HEADER_BYTES, checksum_weights, position_checksums
 from hf_static_kv.cache.identity import ModelIdentity, weights_digest
 from hf_static_kv.testing import MINIATURES, load_model
@@ -191,6 +194,18 @@ def test_layers_of_unlike_shape_and_dtype_have_a_pair_of_tensors_each(tmp_path):
     assert_same(snapshot(cache), snapshot(other))
 
 
+def test_a_window_of_one_token_may_keep_no_position(tmp_path):
+    model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
+    sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "max_cache_len": 300}
+    cache, loaded = (StaticContiguousCache.allocate(**sizes, sliding_windows=[1], sliding="compact") for _ in range(2))
+    for _ in range(200):
+        cache.update(torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4), 0)
+    cache.save(path, model=model, tokens=torch.arange(cache.layers[0].oldest)[None])
+    with CacheFile(path) as file:
+        loaded.fill(file, model, 132)
+    assert (loaded.seq_len, loaded.layers[0].oldest) == (132, 132)
+
+
 def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
     model = shared_toy_model("gemma3")
@@ -305,6 +320,41 @@ def test_the_states_of_another_model(tmp_path, other):
     assert StaticContiguousCache.load(tmp_path / "a.safetensors", toy_model("mistral")).seq_len == 26
 
 
+class Adapter(torch.nn.Module):
+    """A LoRA of one's own, which can be switched off by a number that is no weight."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.enabled = True
+        self.scales = {"mine": [2.0]}
+
+    def forward(self, x):
+        return self.base(x) * self.scales["mine"][0] if self.enabled else self.base(x)
+
+
+@pytest.mark.parametrize("change", ["enabled", "scales"])
+def test_settings_of_modules_are_told_apart(tmp_path, change):
+    model = toy_model("mistral")
+    adapter = model.model.layers[0].mlp.up_proj = Adapter(model.model.layers[0].mlp.up_proj)
+    saved(tmp_path / "a.safetensors", model)
+    assert StaticContiguousCache.load(tmp_path / "a.safetensors", model).seq_len == 26
+    if change == "enabled":
+        adapter.enabled = False
+    else:
+        adapter.scales["mine"][0] = 3.0
+    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj\.{change} is .*, and in this model"):
+        StaticContiguousCache.load(tmp_path / "a.safetensors", model)
+
+
+def test_a_file_without_settings_is_of_an_older_version(tmp_path):
+    model = shared_toy_model("mistral")
+    saved(tmp_path / "a.safetensors", model)
+    with CacheFile(tmp_path / "a.safetensors") as file:
+        older = replace(file.header.model, settings="{}")
+    assert ModelIdentity.of(model).difference(older) is None
+
+
 def test_what_does_not_change_keys_does_not_change_the_identity(tmp_path):
     model = toy_model("llama")
     before = ModelIdentity.of(model)
@@ -341,6 +391,8 @@ def set_metadata(**strings):
 SHAPE = {"num_kv_heads": 10**40, "key_head_dim": 16, "value_head_dim": 16}
 GROUP = {"layers": [0, 1], "shape": {**SHAPE, "num_kv_heads": 2}, "dtypes": ["float32", "float32"], "first": 0}
 HUGE_GROUP, LATE_GROUP = json.dumps([{**GROUP, "shape": SHAPE}]), json.dumps([{**GROUP, "first": 3}])
+SECOND_GROUP = json.dumps([{**GROUP, "first": 1}])
+LISTED_GROUP = json.dumps([{**GROUP, "dtypes": [["float32"], {}]}])
 DAMAGES = {
     "a newer format": (set_metadata(format_version="2", library_version="9.0"), "format is 2, of hf_static_kv 9.0"),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
@@ -348,7 +400,12 @@ DAMAGES = {
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
     "one string more": (set_metadata(more="x"), "its header is damaged"),
     "a group of 10^40 heads": (set_metadata(groups=HUGE_GROUP), "has .* bytes and should have"),
-    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "the first position of a group"),
+    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "layer 0 begins at position 3 and has no"),
+    "full attention without its first token": (
+        set_metadata(groups=SECOND_GROUP),
+        "layer 0 begins at position 1 and has",
+    ),
+    "a list as a dtype": (set_metadata(groups=LISTED_GROUP), "the dtypes in its header"),
     "a group of no layers": (set_metadata(groups="[]"), "the groups in its header"),
     "other spaces": (lambda path: rewrite(path, lambda header: None), "its header is damaged"),
     "deep brackets": (set_metadata(tokens="[" * 100_000), "cannot be loaded"),
@@ -377,6 +434,28 @@ def test_a_header_that_is_signed_and_lies_about_its_tensors(tmp_path):
     path.write_bytes(lie + path.read_bytes()[len(encoded) :])
     with pytest.raises(ValueError, match="its header is damaged"):
         CacheFile(path)
+
+
+def test_full_attention_that_begins_later_is_refused_though_signed(tmp_path):
+    """Its queries would see positions that the file does not have."""
+    model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
+    saved(path, model)
+    with CacheFile(path) as file:
+        header = file.header
+    with pytest.raises(ValueError, match="layer 0 begins at position 1 and has no sliding window"):
+        replace(header, groups=[replace(header.groups[0], first=1)])
+    windows = replace(header, sliding_windows=[8, 8], groups=[replace(header.groups[0], first=1)])
+    assert windows.min_tokens == 8
+
+
+def test_checksums_are_not_read_beyond_their_bound(tmp_path, monkeypatch):
+    model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
+    cache, tokens = saved(path, model)
+    monkeypatch.setattr(fileformat, "MAX_CHECKSUM_BYTES", 415)
+    with pytest.raises(ValueError, match="checksums of 416 bytes are more than the 415"):
+        CacheFile(path)
+    with pytest.raises(ValueError, match="checksums of 416 bytes are more than the 415"):
+        cache.save(path, model=model, tokens=tokens)
 
 
 def flip(path, place, bit):
@@ -447,6 +526,10 @@ def in_a_step(cache):
     cache.update(torch.ones(1, 2, 1, 16), torch.ones(1, 2, 1, 16), 0)
 
 
+def forget(cache):
+    cache._known_ids = None
+
+
 def with_another_layer(cache):
     cache.layers[1].__class__ = OtherLayer
 
@@ -459,6 +542,8 @@ UNSAVED = {
     "rows": (lambda cache: None, {"tokens": BATCH}, "the cache holds 1 rows of 26 tokens"),
     "other tokens": (lambda cache: None, {"tokens": PROMPT.flip(1)}, "not those that the cache was computed from"),
     "dtype": (lambda cache: None, {"tokens": PROMPT.float()}, "torch.float32, and the cache holds"),
+    "booleans": (lambda cache: None, {"tokens": PROMPT > 0}, "torch.bool, and the cache holds"),
+    "negative ids": (forget, {"tokens": PROMPT - 90}, r"id -73 at position 0 of row 0\. Ids are 0 or more: .*mask"),
     "a step": (in_a_step, {"tokens": PROMPT}, "Layer 0 is in the middle of a step"),
     "another layer": (with_another_layer, {"tokens": PROMPT}, "Layer 1 is a OtherLayer, which cannot be saved yet"),
     "a hole": (lambda cache: None, {"attention_mask": torch.tensor([[1, 0] + [1] * 30])}, "must have their rows"),
@@ -476,6 +561,42 @@ def test_what_cannot_be_saved(tmp_path, case):
     with pytest.raises(ValueError, match=message):
         cache.save(path, model=model, **arguments)
     assert os.listdir(tmp_path) == ["b.safetensors"]
+
+
+def test_a_header_that_load_would_refuse_is_not_written(tmp_path, monkeypatch):
+    model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
+    cache, tokens = saved(path, model)
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    path.unlink()
+    monkeypatch.setattr(fileformat, "MAX_HEADER_BYTES", length - 1)
+    with pytest.raises(ValueError, match=rf"{length:,} bytes is more than the {length - 1:,}.* 1 rows of 26 tokens"):
+        cache.save(path, model=model, tokens=tokens)
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_name_of_a_file_may_be_as_long_as_the_system_allows(tmp_path):
+    path = tmp_path / f"{'x' * 243}.safetensors"  # 255 bytes
+    saved(path, shared_toy_model("llama"))
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path):
+    model = shared_toy_model("llama")
+    cache, tokens = saved(tmp_path / "a.safetensors", model)
+    with pytest.raises(FileNotFoundError, match=r"There is no folder .*missing.* os\.makedirs") as error:
+        cache.save(tmp_path / "missing" / "a.safetensors", model=model, tokens=tokens)
+    assert ".tmp" not in str(error.value)
+    with pytest.raises(IsADirectoryError, match="is a folder: give the name of a file"):
+        cache.save(tmp_path, model=model, tokens=tokens)
+
+
+def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
+    def denied(path, mode):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(files, "open", denied, raising=False)
+    with pytest.raises(PermissionError, match=r"Permission denied: .*a\.safetensors'$"):
+        saved(tmp_path / "a.safetensors", shared_toy_model("llama"))
 
 
 @pytest.mark.parametrize(("family", "kind"), [("lfm2", "LinearAttentionLayer"), ("falcon_h1", "StatefulLayer")])
@@ -583,6 +704,71 @@ def test_a_mutated_file_is_refused(original, seed):
     assert_refused(original, seed)
 
 
+STRANGE = [
+    None, True, -1, 0, 1, 2, 7, 26, 1 << 40, 10**30, 10**400, 1.5, float("nan"), "", "x", "\ud800", "float16", [], [[]],
+    {}, {"x": []}, [0], [0, 1], ["float32"], [["float32"], {}], "[" * 3000, "[]", "{}", "[[1]]",
+]  # fmt: skip
+
+
+def distort(value, rng):
+    """Put something strange in the place of the value or of something inside it."""
+    if isinstance(value, str) and value[:1] in ("[", "{") and value not in STRANGE and rng.random() < 0.9:
+        return json.dumps(distort(json.loads(value), rng))
+    if isinstance(value, list | dict) and value and rng.random() < 0.9:
+        value = copy(value)
+        key = rng.choice(list(value) if isinstance(value, dict) else range(len(value)))
+        if rng.random() < 0.1:
+            del value[key]
+        else:
+            value[key] = distort(value[key], rng)
+        return value
+    return rng.choice(STRANGE)
+
+
+def signed(content):
+    """The start of a file with these values and a right digest, and how many bytes follow it, all of them 0."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    try:
+        header = fileformat.Header.parse(text)
+    except (ValueError, RecursionError):
+        return fileformat._signed(text, b""), 0
+    return header.encode(bytes(header.checksum_bytes)), header.num_bytes  # its tensors are those of its groups
+
+
+@settings(max_examples=1000, deadline=None)
+@given(seed=st.integers(0, 1 << 60))
+def test_no_header_raises_anything_but_a_value_error(original, seed):
+    """Headers of strange values whose digest and sizes are right, as whoever can write the file can make them."""
+    model, path, content = original
+    rng, length = random.Random(seed), int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"]["digest"] = ""
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        part = header if rng.random() < 0.2 else header["__metadata__"]
+        if not isinstance(part, dict) or not part:
+            break
+        key = rng.choice([*part, "groups", "tokens"])
+        part[key] = distort(part.get(key), rng)
+        if not isinstance(header.get("__metadata__"), dict):
+            break
+    start, num_bytes = signed(header)
+    with open(path, "wb") as file:
+        file.write(start)
+        file.truncate(len(start) + min(num_bytes, 1 << 40))
+    with suppress(ValueError):
+        StaticContiguousCache.load(path, model)
+
+
+@settings(max_examples=300, deadline=None)
+@given(content=st.binary(max_size=300))
+def test_no_bytes_raise_anything_but_a_value_error(original, content):
+    path = original[1]
+    for start in (b"", len(content).to_bytes(8, "little")):
+        path.write_bytes(start + content)
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            CacheFile(path)
+
+
 @pytest.mark.slow
 def test_ten_thousand_mutated_files_are_refused_in_bounded_memory(original):
     assert_refused(original, 0)
@@ -615,7 +801,7 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
         assert_same(snapshot(both[loaded.batch_size - 1][0]), snapshot(loaded))
     assert rows == {1, 2}
     leftovers = [name for name in os.listdir(tmp_path) if name != path.name]
-    assert all(name.startswith(".a.safetensors.") and name.endswith(".tmp") for name in leftovers)
+    assert all(name.startswith(".hf_static_kv.") and name.endswith(".tmp") for name in leftovers)
 
 
 # --- devices

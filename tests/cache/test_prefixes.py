@@ -1,10 +1,13 @@
 """Prefixes in a folder: found by their tokens, shared by processes, bounded, and never a reason for a call to fail."""
 
+import gc
 import logging
 import os
 import subprocess
 import sys
 import time
+import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -134,6 +137,42 @@ def test_not_under_autocast(tmp_path):
         assert info.reused_tokens == 0
 
 
+def test_a_prefix_longer_than_the_kept_cache(tmp_path):
+    """A short chat and then a long one, with the same beginning."""
+    model, text = shared_toy_model("llama"), torch.randint(3, 100, (1, 500))
+    save(model, tmp_path, text)
+    with attached(model, reuse_prefix=tmp_path) as info:
+        ask(model, text[:, :14])
+        assert info.caches[0].max_cache_len == 256
+        tokens = ask(model, torch.cat([text, QUESTION], dim=1))
+        assert info.reused_tokens == 500
+        assert [cache.max_cache_len for cache in info.caches] == [756]
+    assert torch.equal(tokens, ask(model, torch.cat([text, QUESTION], dim=1)))
+
+
+@pytest.mark.parametrize("sliding", ["full", "compact"])
+def test_a_cache_of_fixed_capacity_takes_what_fits(tmp_path, small_spare, sliding):
+    model = shared_toy_model("gemma3")
+    large = StaticContiguousCache.from_model(model, 128)
+    ask(model, TEXT, past_key_values=large)
+    large.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT)
+    cache = StaticContiguousCache.from_model(model, 64, sliding=sliding)
+    PrefixStore(tmp_path).fill(cache, model, torch.cat([TEXT, QUESTION], dim=1), "content")
+    assert cache.seq_len == 64
+    assert torch.equal(cache.known_ids, TEXT[:, :64])
+
+
+def test_a_file_of_a_compact_cache_is_not_taken_by_a_capacity_below_its_least(tmp_path, small_spare, caplog):
+    model = shared_toy_model("mistral")
+    cache = StaticContiguousCache.from_model(model, 128, sliding="compact")
+    ask(model, TEXT, past_key_values=cache)
+    cache.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT)
+    small = StaticContiguousCache.from_model(model, 64)
+    PrefixStore(tmp_path).fill(small, model, TEXT, "content")
+    assert small.seq_len == 0
+    assert caplog.text == ""
+
+
 def test_any_file_of_save_in_the_folder_is_found_but_not_with_left_padding(tmp_path):
     model, mask = shared_toy_model("llama"), torch.ones_like(TEXT)
     cache = StaticContiguousCache.from_model(model, 128)
@@ -165,14 +204,35 @@ def test_the_least_recently_used_goes_first(tmp_path):
     assert reused(model, texts[0], store) == 59  # used now
     paths.append(save(model, store, texts[2]))
     assert names(tmp_path) == {paths[0].name, paths[2].name}
-    (tmp_path / "mine.safetensors").write_bytes(b"mine")
-    with pytest.raises(ValueError, match=r"A prefix of .* bytes is more than the 100 of max_bytes"):
-        save(model, PrefixStore(tmp_path, max_bytes=100), texts[3])
-    assert names(tmp_path) == {"mine.safetensors"}
 
 
-def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path):
-    old, new = (tmp_path / f".{'0' * 32}.safetensors.{digit * 16}.tmp" for digit in "12")
+@pytest.mark.parametrize("is_saved", [False, True])
+def test_a_prefix_beyond_the_bound_is_refused_and_nothing_is_removed(tmp_path, is_saved):
+    model = shared_toy_model("llama")
+    small = save(model, tmp_path, TEXT[:, :20])
+    large = save(model, tmp_path)
+    if not is_saved:
+        large.unlink()
+    before = set(os.listdir(tmp_path))
+    size = small.stat().st_size
+    with pytest.raises(ValueError, match=rf"A prefix of .* bytes is more than the {size:,} of max_bytes"):
+        save(model, PrefixStore(tmp_path, max_bytes=size))
+    assert set(os.listdir(tmp_path)) == before
+    assert save(model, PrefixStore(tmp_path, max_bytes=size), TEXT[:, :20]) == small
+
+
+def test_a_file_that_may_not_be_removed_stays(tmp_path, monkeypatch):
+    """In a folder of several users each may remove files of their own only."""
+    model = shared_toy_model("llama")
+    first = save(model, tmp_path)
+    monkeypatch.setattr(Path, "unlink", denied)
+    second = save(model, PrefixStore(tmp_path, max_bytes=first.stat().st_size + 1000), TEXT + 1)
+    assert names(tmp_path) == {first.name, second.name}
+
+
+@pytest.mark.parametrize("start", [f".{'0' * 32}.safetensors", ".hf_static_kv"])
+def test_files_of_killed_writers_are_removed_when_they_are_old(tmp_path, start):
+    old, new = (tmp_path / f"{start}.{digit * 16}.tmp" for digit in "12")
     for path in (old, new, tmp_path / "notes.tmp"):
         path.write_bytes(b"half")
         os.utime(path, (1, 1))
@@ -250,20 +310,107 @@ def test_saving_again_replaces_a_damaged_file(tmp_path, place):
     assert reused(model, TEXT, store) == reused(model, TEXT, tmp_path) == 99
 
 
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
-    model = shared_toy_model("llama")
-    save(model, tmp_path)
-    (tmp_path / "other.safetensors").touch()
+def denied(path, *args, **kwargs):
+    raise PermissionError(13, "Permission denied", str(path))
 
-    def denied(path):
-        if path.endswith("other.safetensors"):
-            raise PermissionError(13, "Permission denied", path)
+
+def unreadable(kind):
+    """What opens files and fails with this exception for one of them."""
+
+    def opened(path):
+        if str(path).endswith("bad.safetensors"):
+            raise kind(13, "for a reason")
         return CacheFile(path)
 
-    monkeypatch.setattr("hf_static_kv.cache.prefixes.CacheFile", denied)
-    store = PrefixStore(tmp_path)
-    store._refresh()
-    assert len(store._index) == 1
+    return opened
+
+
+@pytest.mark.parametrize("kind", [PermissionError, OSError, TypeError, KeyError, MemoryError, RecursionError])
+def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, caplog, kind):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+    (tmp_path / "bad.safetensors").touch()
+    monkeypatch.setattr("hf_static_kv.cache.prefixes.CacheFile", unreadable(kind))
+    check_that_one_is_skipped(model, tmp_path, caplog)
+
+
+def check_that_one_is_skipped(model, folder, caplog):
+    """`bad.safetensors` is logged once in two calls, and the good file is used in both."""
+    store = PrefixStore(folder)
+    with caplog.at_level(logging.WARNING):
+        assert reused(model, TEXT, store) == reused(model, TEXT, store) == 99
+        assert save(model, store, TEXT.flip(1)).exists()
+    assert len(caplog.records) == 1
+    assert "A saved prefix is not used." in caplog.text
+    assert "bad.safetensors" in caplog.text
+
+
+def lists_of_dtypes(path, good):
+    content = good.read_bytes()
+    path.write_bytes(content.replace(rb"[\"float32\", \"float32\"]", rb"[[], [\"float32\"]]       "))
+    assert path.read_bytes() != content
+
+
+def gigabytes_of_checksums(path, good):
+    """A sparse file whose sizes are right."""
+    with CacheFile(good) as file:
+        header = file.header
+    groups = [replace(header.groups[0], layers=[i]) for i in range(4000)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(header), "__post_init__", lambda self: None)
+        huge = replace(header, tokens=[[7] * 20_000], groups=groups, sliding_windows=[None] * len(groups))
+    with open(path, "wb") as file:
+        file.write(huge.encode(b""))
+        file.truncate(file.tell() + huge.num_bytes)
+
+
+BAD_ENTRIES = {
+    "a link to itself": lambda path, good: path.symlink_to(path),
+    "a link to a file below a file": lambda path, good: path.symlink_to(good / "x"),
+    "dtypes in lists": lists_of_dtypes,
+    "gigabytes of checksums": gigabytes_of_checksums,
+    "no bytes": lambda path, good: path.touch(),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_ENTRIES)
+def test_a_bad_entry_of_the_folder(tmp_path, caplog, kind):
+    model = shared_toy_model("llama")
+    good = save(model, tmp_path)
+    BAD_ENTRIES[kind](tmp_path / "bad.safetensors", good)
+    check_that_one_is_skipped(model, tmp_path, caplog)
+
+
+def test_what_is_no_saved_prefix_is_not_looked_at(tmp_path, caplog):
+    model = shared_toy_model("llama")
+    save(model, tmp_path)
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "folder.safetensors").mkdir()
+    (tmp_path / "gone.safetensors").symlink_to(tmp_path / "gone")
+    with caplog.at_level(logging.WARNING):
+        assert reused(model, TEXT, tmp_path) == 99
+        save(model, tmp_path, TEXT.flip(1))
+    assert caplog.text == ""
+
+
+def test_a_prefix_that_may_be_read_and_not_touched(tmp_path, monkeypatch):
+    model = shared_toy_model("llama")
+    path = save(model, tmp_path)
+    monkeypatch.setattr(os, "utime", denied)
+    assert reused(model, TEXT, tmp_path) == 99
+    assert save(model, tmp_path) == path
+
+
+def test_only_files_of_the_store_are_touched(tmp_path):
+    model = shared_toy_model("llama")
+    own = save(model, tmp_path)
+    mine = own.rename(tmp_path / "mine.safetensors")
+    os.utime(mine, (1, 1))
+    assert reused(model, TEXT, tmp_path) == 99
+    assert mine.stat().st_mtime == 1
+    mine.rename(own)
+    assert reused(model, TEXT, tmp_path) == 99
+    assert own.stat().st_mtime > 1
 
 
 def test_a_folder_that_is_gone(tmp_path, caplog):
@@ -281,7 +428,7 @@ def test_arguments(tmp_path):
     info = attach(model, reuse_prefix=str(tmp_path / "made" / "here"))
     assert attach(model, reuse_prefix=str(tmp_path / "made" / "here")) is info
     assert (tmp_path / "made" / "here").is_dir()
-    with pytest.raises(ValueError, match="call generate with them"):
+    with pytest.raises(ValueError, match="Nothing is kept of a last call: call generate"):
         info.save()
     ask(model, TEXT)
     with pytest.raises(ValueError, match="call generate with them"):
@@ -296,3 +443,110 @@ def test_arguments(tmp_path):
         info.save()
     with pytest.raises(ValueError, match="max_bytes must be a positive int"):
         PrefixStore(tmp_path, max_bytes=0)
+
+
+@pytest.mark.parametrize("folder", ["", 5, b"folder"])
+def test_what_names_no_folder(folder):
+    with pytest.raises(ValueError, match=f"folder={folder!r}: give the path of a folder"):
+        PrefixStore(folder)
+    model = toy_model("llama")
+    with pytest.raises(ValueError, match=f"folder={folder!r}: give the path of a folder"):
+        attach(model, reuse_prefix=folder)
+    with pytest.raises(ValueError, match="not attached"):
+        attachment(model)
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match="file is a file: give the path of a folder"):
+        PrefixStore(tmp_path / "file")
+
+
+def test_none_is_no_reuse(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=None, max_cache_len=512) as info:
+        ask(model, TEXT)
+        ask(model, TEXT)
+        assert info.settings.store is None
+        assert info.reused_tokens == 0
+    assert os.listdir(tmp_path) == []
+
+
+def test_ids_of_one_dimension_are_one_row(tmp_path):
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path) as info:
+        ask(model, TEXT)
+        assert info.save(TEXT[0]) == info.save(TEXT)
+    assert reused(model, TEXT, tmp_path) == 99
+
+
+OTHER = TEXT.flip(1)
+
+
+def padded(model):
+    mask = torch.ones_like(OTHER)
+    mask[0, :3] = 0
+    model.generate(OTHER, attention_mask=mask, **COMMON)
+
+
+def interrupted(model):
+    def stop(*args):
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        ask(model, OTHER, stopping_criteria=[stop])
+
+
+LAST_CALLS = {
+    "a padded batch": padded,
+    "embeddings": lambda model: model.generate(inputs_embeds=model.get_input_embeddings()(OTHER), **COMMON),
+    "beams": lambda model: ask(model, OTHER, num_beams=2),
+    "a cache that the caller has": lambda model: ask(model, OTHER, return_dict_in_generate=True),
+    "too long for the pool": lambda model: ask(model, OTHER.repeat(40, 10)),
+    "an error": interrupted,
+}
+
+
+def test_settings_of_modules_are_told_apart(tmp_path):
+    model = toy_model("llama")
+    act = model.model.layers[0].mlp
+    act.gain = 1.0
+    own = type(act).forward
+
+    class Scaled(type(act)):
+        def forward(self, x):
+            return own(self, x) * self.gain
+
+    act.__class__ = Scaled
+    save(model, tmp_path)
+    assert reused(model, TEXT, tmp_path) > 0
+    act.gain = 3.0
+    assert reused(model, TEXT, tmp_path) == 0
+
+
+@pytest.mark.parametrize("kind", LAST_CALLS)
+def test_only_the_last_call_is_saved(tmp_path, kind):
+    model, first = shared_toy_model("llama"), TEXT[:, :40]
+    with attached(model, reuse_prefix=tmp_path, max_bytes=1 << 20) as info:
+        ask(model, first)
+        LAST_CALLS[kind](model)
+        with pytest.raises(ValueError, match=r"Nothing is kept of a last call: .* save\(input_ids\)"):
+            info.save()
+        assert os.listdir(tmp_path) == []
+        info.save(first)  # of the call before
+        ask(model, TEXT)
+        with CacheFile(info.save()) as file:
+            assert file.tokens.shape[1] == 105
+
+
+def test_the_last_call_keeps_no_cache_from_being_freed(tmp_path):
+    model = shared_toy_model("llama")
+    with attached(model, reuse_prefix=tmp_path) as info:
+        ask(model, TEXT)
+        cache = weakref.ref(info.caches[0])
+        info.pool.clear()
+        gc.collect()
+        assert cache() is None
+        with pytest.raises(ValueError, match="Nothing is kept of a last call"):
+            info.save()
