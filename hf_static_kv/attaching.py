@@ -29,18 +29,17 @@ from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.hybrid import UnfinishedPass
-from hf_static_kv.cache.identity import content_state, draws_random_numbers
+from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.storage import is_out_of_memory
-from hf_static_kv.decoding.call import Call, kind_of, random_state, set_random_state
+from hf_static_kv.decoding.call import Call, kind_of, random_state, repeatable_state, set_random_state
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
-from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -105,6 +104,7 @@ class Attachment:
         self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
         self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
         self._is_short_of_memory = False
+        self._state: State | None = None  # of the model in the last call
         self.why_unserved: str | None = None  # found in a call; a later `attach` forgets it
 
     @property
@@ -226,7 +226,7 @@ class Attachment:
                 self.fallback_reason = self.decoder.fallback_reason
         self.fallback_reason = f"there are no graphs on {device}"
         call = Call.of(model, *args, **given)
-        call.is_pooled = True
+        call.lease = self.pool.lease_of(call.cache)
         return call.run_eagerly()
 
     def _pays(self, request: Request) -> bool:
@@ -239,10 +239,15 @@ class Attachment:
         return exact_context(model) if self.settings.exact and not is_exact else nullcontext()
 
     def _content(self, request: Request) -> Any:
-        """What the states of the prompt depend on beside its ids; None where that is not known."""
-        if not (self.settings.reuse_prefix and _is_ids_alone(request) and _is_repeatable(request.model)):
+        """What the states of the prompt depend on beside its ids; None if that is not known.
+
+        It is as the last call found it: `Call` looks again while the device computes the prompt.
+        """
+        if not (self.settings.reuse_prefix and _is_ids_alone(request)):
             return None
-        return content_state(request.model)
+        if self._state is None:
+            self._state = repeatable_state(request.model)
+        return self._state
 
     def remember_skipping(self, reason: str) -> None:
         """The model skips layers: later calls begin with transformers' cache."""
@@ -282,7 +287,10 @@ class _Hooks:
         if call is None or call.is_in_loop or cache is None or kwargs.get("past_key_values") is not cache:
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
+        lease = call.attachment.pool.lease_of(cache)
         output = call.attachment.run_loop(model, args, kwargs)
+        if lease is not None and lease.content is not None:
+            call.attachment._state = lease.content
         if cache.is_unfinished:  # the loop has gone on with another
             call.attachment.remember_skipping(str(cache.unfinished_pass()))
         return output
@@ -306,19 +314,6 @@ def _is_ids_alone(request: Request) -> bool:
         if positions.ndim != 2 or positions.shape[1] != len(expected) or bool((positions != expected).any()):
             return False
     return mask is None or bool((mask == 1).all())
-
-
-def _is_repeatable(model: Any) -> bool:
-    """Whether the same tokens have the same states in the next call: no random numbers, no hooks, no later tokens.
-
-    Writes into weights that were made in inference mode cannot be seen.
-    """
-    config, modules = model.config.get_text_config(decoder=True), compat.all_modules(model)
-    sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
-    depends_on_later = sees_later or frequencies_depend_on_length(config)
-    if depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules):
-        return False
-    return not any(tensor.is_inference() for module in modules for tensor in compat.own_tensors(module))
 
 
 def _unserved(model: PreTrainedModel) -> str | None:

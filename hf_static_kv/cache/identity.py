@@ -79,11 +79,15 @@ class State:
     def __hash__(self) -> int:
         return len(self.parts[1])  # few states are kept, and hashing all values takes longer than comparing them
 
+    @property
+    def of_pass(self) -> "State":
+        """The `pass_state` in a `content_state`."""
+        return State(*self.parts[:-1])
 
-def pass_state(model: PreTrainedModel, modules: list[Module] | None = None) -> State:
+
+def pass_state(model: PreTrainedModel) -> State:
     """Differs if a recorded pass may differ: it reads tensors at their addresses, and no Python of the model."""
-    values = _Values(compat.all_modules(model) if modules is None else modules)
-    return State(weakref.ref(model), *values.of_model(model), _rotary_values(values.modules))
+    return State(*_Values(compat.all_modules(model)).of_model(model))
 
 
 def content_state(model: PreTrainedModel) -> State:
@@ -91,10 +95,11 @@ def content_state(model: PreTrainedModel) -> State:
 
     A write through `.data` that leaves all of the sample as it was is not seen.
     """
-    values = _Values(compat.all_modules(model), of_calls=True)
+    values = _Values(compat.all_modules(model))
     seen = values.of_model(model)
+    of_calls = tuple(map(values._tensor, values.of_calls))
     writes = tuple(compat.write_count(tensor) for tensor in values.tensors)
-    return State(weakref.ref(model), *seen, writes, _samples(values.tensors))
+    return State(*seen, (of_calls, writes, _samples(values.tensors)))
 
 
 def first_difference(before: State, after: State) -> str:
@@ -109,9 +114,9 @@ def first_difference(before: State, after: State) -> str:
 class _Values:
     """Python values as nested tuples that are equal only for equal values."""
 
-    def __init__(self, modules: list[Module], of_calls: bool = False, is_portable: bool = False) -> None:
+    def __init__(self, modules: list[Module], is_portable: bool = False) -> None:
         self.modules = list(modules)  # grows by those that are found in attributes
-        self.of_calls = of_calls  # whether tensors that calls leave on a model count
+        self.of_calls: list[Tensor] = []  # which calls leave on a model
         self.is_portable = is_portable  # names in the place of addresses, code and objects
         self.tensors: list[Tensor] = []
         self.classes: list[type] = []  # grows by those of the values that are found
@@ -122,7 +127,7 @@ class _Values:
         self.shallow: dict[type, Callable[[Any], Any]] = {str: _itself, type(None): _itself, float: _float}
 
     def of_model(self, model: PreTrainedModel) -> tuple[Any, ...]:
-        """Modules, configs, classes, and the functions behind the names of attention."""
+        """The model, modules, configs, attention functions, classes, settings of torch, rotary frequencies."""
         modules = tuple(
             (type(module), self._attributes(module), tuple(map(self._tensor, compat.own_tensors(module))))
             for module in self.modules
@@ -132,7 +137,8 @@ class _Values:
         for kind in dict.fromkeys(type(module) for module in self.modules):
             self._add_class(kind)
         classes = [self._class(kind) for kind in self.classes]  # grows: values of classes have classes
-        return modules, configs, functions, tuple(classes), _settings_of_torch()
+        rotary = _rotary_values(self.modules)
+        return weakref.ref(model), modules, configs, functions, tuple(classes), _settings_of_torch(), rotary
 
     def _attributes(self, module: Module) -> tuple[tuple[str, Any], ...]:
         is_model = isinstance(module, PreTrainedModel)
@@ -140,7 +146,8 @@ class _Values:
         for name, value in module.__dict__.items():
             if name in _OF_TORCH or (is_model and name in _OF_A_CALL):
                 continue
-            if is_model and not self.of_calls and isinstance(value, Tensor):
+            if is_model and isinstance(value, Tensor):
+                self.of_calls.append(value)
                 value = "a tensor of a call"
             read = self.shallow.get(type(value))
             found.append((name, self.of_attribute(value) if read is None else read(value)))

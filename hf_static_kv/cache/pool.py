@@ -45,6 +45,7 @@ class Lease:
     kind: Any  # equal for two calls whose states one cache can hold
     planned_bytes: int
     content: Any = None  # what its states depend on beside the tokens; None: it holds none that another call may use
+    num_reused: int = 0  # tokens of the present call that are not computed again
 
     @property
     def num_bytes(self) -> int:
@@ -113,19 +114,21 @@ class CachePool:
         finally:
             with self._lock:
                 self.lent.remove(lease)
+                self.reused_tokens += lease.num_reused
+                lease.num_reused = 0
                 if not is_callers:
                     self._keep(lease)
 
-    def has_lent(self, cache: Any) -> bool:
-        """Whether the cache is of this pool, and in the hands of a call."""
+    def lease_of(self, cache: Any) -> Lease | None:
+        """The lease of a cache that is in the hands of a call; None if it is not of this pool."""
         with self._lock:
-            return any(lease.cache is cache for lease in self.lent)
+            return next((lease for lease in self.lent if lease.cache is cache), None)
 
     def _load_prefix(self, lease: Lease, request: Request) -> None:
         if self.store is not None and lease.content is not None and request.tokens is not None:
             before = lease.cache.seq_len
             self.store.fill(lease.cache, request.model, request.tokens, lease.content)
-            self.reused_tokens += lease.cache.seq_len - before
+            lease.num_reused += lease.cache.seq_len - before
 
     def save(self, model: PreTrainedModel, content: Any, input_ids: Tensor | None) -> Path:
         """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to the store."""
@@ -184,7 +187,7 @@ class CachePool:
         if lease is None or length == 0 or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1):
             return None  # two chats with the same beginning keep a cache each
         lease.cache.crop(length - lease.cache.seq_len)
-        self.reused_tokens += length
+        lease.num_reused = length
         return lease
 
     def _free_lease(self, request: Request, kind: Any) -> Lease | None:

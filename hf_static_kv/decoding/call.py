@@ -16,12 +16,14 @@ from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.hybrid import UnfinishedPass
-from hf_static_kv.cache.identity import pass_state
+from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
+from hf_static_kv.cache.pool import Lease
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.record import leaves
+from hf_static_kv.program.rotary import frequencies_depend_on_length
 
 # What a step gives to a model by itself, or has no use for.
 _OWN_INPUTS = {
@@ -36,6 +38,10 @@ _TOKENS_FOR_CUDNN = 32768
 
 class NotCaptured(Exception):
     """Why a call falls back to transformers' loop."""
+
+
+class ModelChanged(Exception):
+    """A step ran that was captured of the model as it was before."""
 
 
 class StepInputs(NamedTuple):
@@ -65,9 +71,10 @@ class Call:
         self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
         self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
         self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
-        self.is_pooled = False  # whether the cache is of a pool, so that another can take its place
+        self.lease: Lease | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
+        self.assumed: State | None = None  # of the model: a known step runs before its state is compared
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
@@ -121,13 +128,29 @@ class Call:
         return min(limits, default=fitting), fitting
 
     @cached_property
+    def state(self) -> State:
+        """What a pass of the model reads beside its inputs. Takes milliseconds: ask while the device computes."""
+        return pass_state(self.model)
+
+    @property
+    def must_assume(self) -> bool:
+        """Whether the device waits for the host: a known step then runs before `state` is looked at."""
+        is_known = "state" in self.__dict__
+        return not is_known and self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
+
+    def confirm(self) -> None:
+        """Raise `ModelChanged` if the model is not as it was assumed to be."""
+        assumed, self.assumed = self.assumed, None
+        if assumed is not None and assumed != self.state:
+            raise ModelChanged
+
+    @cached_property
     def fingerprint(self) -> tuple[Any, ...]:
-        """Equal for two calls that one captured step can serve."""
+        """Equal for two calls that one captured step can serve, if the model has the same `state`."""
         keys = tuple(group.keys.data_ptr() for group in self.cache.storage_groups)
         states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
         sizes = len(self.seq_start), self.cache.max_cache_len  # a cache of compact layers alone grows in place
-        kind = self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
-        return *kind, pass_state(self.model, self.modules)
+        return self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
 
     @cached_property
     def has_usual_positions(self) -> bool:
@@ -176,9 +199,14 @@ class Call:
 
     def _read_prompt(self) -> None:
         """Compute the prompt. A model that skips layers does so with transformers' own cache, if ours is of a pool."""
-        before = random_state(self.device) if self.is_pooled else None
+        before = None if self.lease is None else random_state(self.device)
+        held = self.cache.seq_len if isinstance(self.cache, StaticContiguousCache) else 0
         try:
             self._compute_prompt()
+            if not self._is_prefix_valid() and held:
+                self.cache.reset()
+                self.cache.begin_call(self.request)
+                self._compute_prompt()
         except UnfinishedPass as reason:
             if before is None or not compat.has_common_loop(self.model):
                 raise
@@ -186,6 +214,19 @@ class Call:
             set_random_state(self.device, before)
             self.cache = self.model_kwargs["past_key_values"] = DynamicCache(config=self.model.config)
             self._compute_prompt()
+
+    def _is_prefix_valid(self) -> bool:
+        """Whether the model is as it was when a prefix in the cache was computed. The device computes meanwhile."""
+        if self.lease is None or self.lease.content is None:
+            return True
+        state = repeatable_state(self.model)
+        if state is not None:
+            self.state = state.of_pass
+        if state == self.lease.content:
+            return True
+        self.lease.content = state
+        self.lease.num_reused = 0
+        return False
 
     def _compute_prompt(self) -> None:
         prefill: Any = compat.prefill(self.model)  # not None: eligibility.py or `run_eagerly` has looked
@@ -244,6 +285,23 @@ class Call:
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
+
+
+def repeatable_state(model: Any) -> State | None:
+    """What the states of tokens depend on beside the tokens; None if they may differ in the next call.
+
+    They do with random numbers, hooks, and if they depend on later tokens. Writes into weights that were made in
+    inference mode cannot be seen.
+    """
+    config = model.config.get_text_config(decoder=True)
+    modules = compat.all_modules(model)
+    sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    depends_on_later = sees_later or frequencies_depend_on_length(config)
+    if depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules):
+        return None
+    if any(tensor.is_inference() for module in modules for tensor in compat.own_tensors(module)):
+        return None
+    return content_state(model)
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

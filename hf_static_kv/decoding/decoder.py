@@ -22,8 +22,9 @@ from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.pool import CachePool, NotPooled
-from hf_static_kv.decoding.call import Call, NotCaptured
+from hf_static_kv.decoding.call import Call, ModelChanged, NotCaptured
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
@@ -90,7 +91,7 @@ class GraphDecoder:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
                 except NotPooled as reason:
                     call.why_no_cache = str(reason)
-            call.is_pooled = self.pool.has_lent(call.cache)
+            call.lease = self.pool.lease_of(call.cache)
             return self._generate(call)
 
     def _generate(self, call: Call) -> _Output:
@@ -131,8 +132,14 @@ class GraphDecoder:
             sampling = Sampling(call)
             is_over = sampling.append(logits)
             while step is not None and not is_over:
-                with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
-                    _run(step, sampling, call)
+                try:
+                    with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+                        _run(step, sampling, call)
+                except ModelChanged:
+                    cache.crop(call.request.prompt_length - cache.seq_len)
+                    sampling.restart(call.input_ids.shape[1] + 1)
+                    step = self._step(call)
+                    continue
                 is_over = not (cache.grows and sampling.is_cut_short())
                 if not is_over:
                     call.grow()
@@ -146,8 +153,11 @@ class GraphDecoder:
         """The step for this call, captured at its first use."""
         call.cache.make_room()  # a new step is tried at the next position
         steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
-        fingerprint = call.fingerprint  # first: the device computes the prompt meanwhile
-        key = (selection and selection.kinds, selection is None, call.step_kind, *fingerprint)
+        state = None if call.must_assume else call.state  # first: the device computes the prompt meanwhile
+        what = (selection and selection.kinds, selection is None, call.step_kind, call.fingerprint)
+        if state is None:
+            state = call.assumed = _assumed_state(steps, what)
+        key = what, state or call.state
         known = steps.pop(key, None)
         if known is None:
             self._evict(steps)
@@ -229,8 +239,8 @@ class GraphDecoder:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache, {})
         # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
-        failures = {(step.given, key[3:]): step for key, step in steps.items() if isinstance(step, _Failure)}
-        failure = failures.get((frozenset(call.given), call.fingerprint)) if failures else None
+        failures = {(s.given, what[-1], state): s for (what, state), s in steps.items() if isinstance(s, _Failure)}
+        failure = failures.get((frozenset(call.given), call.fingerprint, call.state)) if failures else None
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
     @property
@@ -257,6 +267,14 @@ class GraphDecoder:
             logger.log(logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message)
 
 
+def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> State | None:
+    """The state of the model in the newest step of this kind, if all memory that the step reads is still there."""
+    for (what, state), step in reversed(steps.items()):
+        if what == wanted and isinstance(step, DecodeStep):
+            return state if step.is_in_place else None
+    return None
+
+
 def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     """From the newest token to the last one, or until the cache is full."""
     step.set_position(call.cache.seq_len, call.seq_start, call.position_ids(call.cache.seq_len))
@@ -268,6 +286,7 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
         room = _room(step, call, room)
         logits = step.run(sampling.last_tokens)
         _mark_written(call)
+        call.confirm()  # while the device computes
         is_over = sampling.append(logits)
 
 
@@ -281,6 +300,9 @@ def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
         sampling.before_draw()
         flag = step.replay()
         _mark_written(call)
+        sampling.finished.is_busy = call.assumed is not None and sampling.may_be_ahead(sampling.length - start + 1)
+        if not sampling.finished.is_busy:
+            call.confirm()  # while the device computes
         is_over = sampling.count_token(flag, step.token)
     sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
     sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)

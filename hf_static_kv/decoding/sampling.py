@@ -1,5 +1,6 @@
 """The tokens of one call: selects them from logits as `generate` does, and knows when the call is over."""
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from hf_static_kv import compat
 from hf_static_kv.attention import TRACED_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.decoding.call import Call
+
+MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
 
 
 class Sampling:
@@ -34,9 +37,9 @@ class Sampling:
         modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
         is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
         can_go_back = not call.cache.stateful_layers
-        self.finished = StopFlag(deferred=is_known and not is_watched and can_go_back)
+        self.finished = StopFlags(is_deferred=is_known and not is_watched and can_go_back)
         self.overrun = 0  # tokens selected after the end
-        self.drawn: int | None = None  # of the generator, before the newest token
+        self.drawn: deque[int] = deque(maxlen=MAX_AHEAD + 1)  # where the generator stood before each token
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -85,9 +88,21 @@ class Sampling:
         return self._is_over(self.unfinished.max() == 0)
 
     def before_draw(self) -> None:
-        """Note where the generator stands: where a call is over, one token too many may have been drawn."""
-        if self.config.do_sample and self.finished.deferred and self.ids.is_cuda:
-            self.drawn = self.generator.get_offset()
+        """Note where the generator stands: tokens that are drawn too many are undone."""
+        if self.config.do_sample and self.ids.is_cuda:
+            self.drawn.append(self.generator.get_offset())
+
+    def may_be_ahead(self, num_tokens: int) -> bool:
+        """Whether the step may select more tokens than these before anything of them leaves the loop."""
+        is_last = self.length + 1 >= self.max_length
+        return self.finished.is_deferred and not is_last and num_tokens < MAX_AHEAD
+
+    def restart(self, length: int) -> None:
+        """Give up the tokens from `length` on, which a step has selected on the device."""
+        if len(self.drawn) > 1:  # the first token was drawn from the logits of the prompt
+            self.generator.set_offset(self.drawn[1])
+        self.length = length
+        self.finished.forget_all_but_first()
 
     def count_token(self, all_ended: Tensor, token: Tensor) -> bool:
         """Count one more token [B, 1], selected on the device; whether the call is over."""
@@ -97,10 +112,9 @@ class Sampling:
         return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
     def _is_over(self, all_ended: Tensor) -> bool:
-        if self.finished.push(all_ended):  # deferred: one token too many was selected
-            self.overrun = 1
-            if self.drawn is not None:  # undo the draw of that token
-                self.generator.set_offset(self.drawn)
+        self.overrun = self.finished.push(all_ended, is_last=self.length >= self.max_length)
+        if self.overrun and self.drawn:
+            self.generator.set_offset(self.drawn[-self.overrun])
         return self.overrun > 0 or self.finished.is_set or self.length >= self.max_length
 
     def is_cut_short(self) -> bool:
@@ -129,30 +143,54 @@ class Sampling:
         )
 
 
-class StopFlag:
-    """A bool that the device computes. Deferred, it is read one step late: the host waits for no step just sent."""
+class StopFlags:
+    """Bools that the device computes, one a step. Deferred, each is read later: the host waits for no step just sent.
 
-    def __init__(self, deferred: bool) -> None:
-        self.deferred, self.is_set = deferred, False  # deferred: flags on a GPU only
-        self.on_host: Tensor | None = None
-        self.arrived: torch.cuda.Event | None = None
+    The host is one step behind, or up to `MAX_AHEAD` while it has something else to do (`is_busy`).
+    """
 
-    def push(self, flag: Tensor) -> bool:
-        """Take this step's flag and return the one before. Not deferred: `is_set` is this step's, at once."""
-        if not (self.deferred and flag.is_cuda):
+    def __init__(self, is_deferred: bool) -> None:
+        self.is_deferred = is_deferred  # flags on a GPU only
+        self.is_set = self.is_busy = False
+        self.slots: list[Tensor] = []
+        self.pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self.num_pushed = 0
+
+    def push(self, flag: Tensor, is_last: bool) -> int:
+        """Take the flag of the newest step. Returns how many steps ran after one whose flag was set.
+
+        Not deferred: `is_set` is this step's flag, at once.
+        """
+        if not (self.is_deferred and flag.is_cuda):
             self.is_set = bool(flag)
-            return False
-        earlier = self.newest()
-        if self.on_host is None:
-            self.on_host = torch.zeros((), dtype=torch.bool, pin_memory=True)
-        self.on_host.copy_(flag, non_blocking=True)
-        self.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.arrived.record(torch.cuda.current_stream(flag.device))  # the model may not be on the current device
-        return earlier
+            return 0
+        if not self.slots:
+            self.slots = list(torch.zeros(MAX_AHEAD + 2, dtype=torch.bool, pin_memory=True).unbind())
+        on_host = self.slots[self.num_pushed % len(self.slots)]
+        self.num_pushed += 1
+        on_host.copy_(flag, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record(torch.cuda.current_stream(flag.device))  # the model may not be on the current device
+        self.pending.append((arrived, on_host))
+        while len(self.pending) > (MAX_AHEAD if self.is_busy and not is_last else 1):
+            if self._oldest():
+                return len(self.pending)
+        return 0
+
+    def _oldest(self) -> bool:
+        arrived, on_host = self.pending.popleft()
+        arrived.synchronize()
+        return bool(on_host)
 
     def newest(self) -> bool:
         """Whether the newest flag is set; synchronizes with it."""
-        if self.arrived is None or self.on_host is None:
-            return self.is_set
-        self.arrived.synchronize()
-        return bool(self.on_host)
+        if self.pending:
+            arrived, on_host = self.pending[-1]
+            arrived.synchronize()
+            return bool(on_host)
+        return self.is_set
+
+    def forget_all_but_first(self) -> None:
+        """Only the flag of the first token counts, which no step has selected."""
+        while len(self.pending) > 1:
+            self.pending.pop()

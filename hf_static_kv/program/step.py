@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache
 
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import GreedyState, advance, advance_plain, select_greedy, write_token
@@ -36,7 +37,7 @@ from hf_static_kv.program.experts import one_operation_experts, one_operation_ro
 from hf_static_kv.program.linears import named_activations
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.preload import TRITON, wait_for
-from hf_static_kv.program.record import Recorder
+from hf_static_kv.program.record import Recorder, leaves
 from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
 from hf_static_kv.program.rules import rewrite
 from hf_static_kv.program.shadow import shadow_of
@@ -48,6 +49,10 @@ _PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Ca
 )
 # The shadows of which a graph was captured without a program: it reads what passes have left on their modules.
 _SHADOWS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", PreTrainedModel]] = WeakKeyDictionary()
+# The tensors that a step reads, with their addresses.
+_READ: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", list[tuple[Tensor, int]]]] = (
+    WeakKeyDictionary()
+)
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
@@ -147,6 +152,12 @@ class DecodeStep:
         return self in _PROGRAMS.get(self.model, ())
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether the memory that a replay reads is still that of the tensors that were there."""
+        read = _READ[self.model][self] if self in _READ.get(self.model, ()) else []
+        return all(tensor.data_ptr() == address for tensor, address in read)
+
+    @property
     def runs_model(self) -> bool:
         """Whether a run is a pass of the model itself, neither a graph nor a program."""
         return self.graph is None and not self.is_recorded
@@ -234,6 +245,7 @@ class DecodeStep:
             rewrite(program, without, keeps_bits=is_exact)
         self._tables = [call.args[1] for call in program.calls_of(lookup)]
         _PROGRAMS.setdefault(self.model, WeakKeyDictionary())[self] = program.compiled()
+        self._note_tensors(leaf for call in program for leaf in leaves((call.args, call.kwargs)))
 
     def capture(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
         """Capture the step as a graph. The first `run` overwrites position `length`."""
@@ -253,6 +265,12 @@ class DecodeStep:
             self.graph = graph
             if not self.is_recorded:
                 _SHADOWS.setdefault(self.model, WeakKeyDictionary())[self] = shadow
+                self._note_tensors((*shadow.parameters(), *shadow.buffers()))
+
+    def _note_tensors(self, values: Iterable[Any]) -> None:
+        parts = (part for value in values if isinstance(value, Tensor) for part in unwrapped(value))
+        read = {id(part): (part, part.data_ptr()) for part in parts}
+        _READ.setdefault(self.model, WeakKeyDictionary())[self] = list(read.values())
 
     def _run_once(self, *at: Any) -> None:
         self.set_position(*at)

@@ -16,8 +16,10 @@ from transformers.models.llama import modeling_llama
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact
 from hf_static_kv.cache.identity import content_state, unwrapped
 from hf_static_kv.compat import has_hooks
+from hf_static_kv.decoding import call as call_module
+from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import type_without_address
-from tests.conftest import COMMON, PROMPT, toy_model
+from tests.conftest import COMMON, PROMPT, Collect, toy_model
 from tests.decoding.mutations import COUNTERS, MUTATIONS, read_by_forward
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -231,7 +233,7 @@ def test_weights_of_any_dtype_are_sampled(dtype):
 
 
 def generate(model, **how):
-    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **COMMON, **how)
+    return model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **{**COMMON, **how})
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -321,3 +323,61 @@ def test_a_text_of_a_tensor_is_not_frozen(decoding, monkeypatch):
     )
     got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
     assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
+
+
+class TestAStepThatRunsBeforeTheModelIsLookedAt:
+    """On a GPU that waits for the host, a known step runs while the host compares the model."""
+
+    @pytest.fixture(autouse=True)
+    def _waiting_device(self, monkeypatch):
+        monkeypatch.setattr(Call, "must_assume", property(lambda call: "state" not in call.__dict__))
+
+    @pytest.mark.parametrize("how", ["greedy", "host", "ends", "streamer", "two tokens"])
+    def test_tokens_of_a_changed_model(self, how, decoding):
+        keywords = {
+            "greedy": {},
+            "host": {"no_repeat_ngram_size": 2},
+            "ends": {"eos_token_id": [45], "pad_token_id": 0},
+            "streamer": {"streamer": Collect()},
+            "two tokens": {"max_new_tokens": 2},
+        }[how]
+        mlp = read_by_forward(decoding.model, lambda mlp: mlp.own)
+        for mlp.own in (1.0, 1.0, 3.0, 3.0, 1.0, -1.0):
+            expected = generate(decoding.model, use_cache=False, **keywords | {"streamer": None})
+            decoding.cache.reset()
+            cache = {"past_key_values": decoding.cache, "custom_generate": decoding.decoder}
+            assert torch.equal(generate(decoding.model, **cache, **keywords), expected)
+            assert decoding.decoder.fallback_reason is None
+            assert decoding.cache.seq_len == expected.shape[1] - 1
+            if how == "streamer":
+                assert keywords["streamer"].tokens == expected[0].tolist()
+                keywords["streamer"].values.clear()
+        assert decoding.decoder.num_steps == (2 if how == "ends" else 3)  # one ends with its first token
+
+    def test_the_model_is_looked_at_once_a_call(self, decoding, monkeypatch):
+        decoding.steps()
+        looks = []
+        own = call_module.pass_state
+        monkeypatch.setattr(call_module, "pass_state", lambda model: looks.append(model) or own(model))
+        assert decoding.steps() == 1
+        assert len(looks) == 1
+
+    def test_memory_that_has_moved(self, decoding):
+        """A graph would read memory that is free."""
+        decoding.steps()
+        (step,) = decoding.decoder._steps[decoding.cache].values()
+        assert step.is_in_place
+        weight = decoding.model.model.layers[0].mlp.up_proj.weight
+        weight.data = weight.data.clone()
+        assert not step.is_in_place
+        assert decoding.steps() == 2
+
+
+def test_a_prefix_of_a_changed_model_is_computed_again():
+    model = toy_model("llama").to(DEVICE)
+    mlp = read_by_forward(model, lambda mlp: mlp.own)
+    info = attach(model, reuse_prefix=True)
+    for mlp.own, reused in ((1.0, 0), (1.0, 12), (3.0, 0), (3.0, 12), (1.0, 0)):
+        before = info.reused_tokens
+        assert torch.equal(generate(model), generate(model, use_cache=False))
+        assert info.reused_tokens - before == reused
