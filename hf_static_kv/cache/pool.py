@@ -281,6 +281,9 @@ def _kind(request: Request) -> Any:
     """Equal for two calls whose states have the same layers, shapes, dtype and devices."""
     model, device = request.model, compute_device(request.model).type
     autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    plans = plan_layers(model.config)
+    try:
+        plans = plan_layers(model.config)
+    except ValueError as unserved:
+        raise NotPooled(str(unserved)) from unserved
     missing = missing_layers(model, len(plans))
     return weakref.ref(model), model.dtype, model.device, autocast, plans, missing

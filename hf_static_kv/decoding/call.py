@@ -44,6 +44,10 @@ class ModelChanged(Exception):
     """A step ran that was captured of the model as it was before."""
 
 
+class PrefixChanged(ModelChanged):
+    """The prompt was computed on a prefix of the model as it was before."""
+
+
 class StepInputs(NamedTuple):
     """What a model's own code gives to the step after the prompt, beside the token, the mask and the cache."""
 
@@ -75,6 +79,7 @@ class Call:
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
         self.assumed: State | None = None  # of the model: a known step runs before its state is compared
+        self.is_prefix_assumed = False  # to be that of the model as it is
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
@@ -138,8 +143,19 @@ class Call:
         is_known = "state" in self.__dict__
         return not is_known and self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
 
+    @property
+    def is_assuming(self) -> bool:
+        """Whether a prefix or a step is used that is not confirmed."""
+        return self.is_prefix_assumed or self.assumed is not None
+
+    def confirm_prefix(self) -> None:
+        """Raise `PrefixChanged` if the model is not as it was when the prefix was computed."""
+        if self.is_prefix_assumed and not self._is_prefix_valid():
+            raise PrefixChanged
+
     def confirm(self) -> None:
         """Raise `ModelChanged` if the model is not as it was assumed to be."""
+        self.confirm_prefix()
         assumed, self.assumed = self.assumed, None
         if assumed is not None and assumed != self.state:
             raise ModelChanged
@@ -200,12 +216,12 @@ class Call:
     def _read_prompt(self) -> None:
         """Compute the prompt. A model that skips layers does so with transformers' own cache, if ours is of a pool."""
         before = None if self.lease is None else random_state(self.device)
-        held = self.cache.seq_len if isinstance(self.cache, StaticContiguousCache) else 0
         try:
             self._compute_prompt()
-            if not self._is_prefix_valid() and held:
-                self.cache.reset()
-                self.cache.begin_call(self.request)
+            has_content = self.lease is not None and self.lease.content is not None
+            self.is_prefix_assumed = has_content and "state" not in self.__dict__
+            if self.is_prefix_assumed and not self.must_assume and not self._is_prefix_valid():
+                self.forget_prefix()
                 self._compute_prompt()
         except UnfinishedPass as reason:
             if before is None or not compat.has_common_loop(self.model):
@@ -217,16 +233,21 @@ class Call:
 
     def _is_prefix_valid(self) -> bool:
         """Whether the model is as it was when a prefix in the cache was computed. The device computes meanwhile."""
-        if self.lease is None or self.lease.content is None:
-            return True
+        self.is_prefix_assumed = False
+        assert self.lease is not None
         state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass
-        if state == self.lease.content:
-            return True
+        is_valid = state == self.lease.content
         self.lease.content = state
+        return is_valid or not self.lease.num_reused
+
+    def forget_prefix(self) -> None:
+        """Begin the call again with an empty cache."""
+        assert self.lease is not None
         self.lease.num_reused = 0
-        return False
+        self.cache.reset()
+        self.cache.begin_call(self.request)
 
     def _compute_prompt(self) -> None:
         prefill: Any = compat.prefill(self.model)  # not None: eligibility.py or `run_eagerly` has looked

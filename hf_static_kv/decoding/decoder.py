@@ -24,7 +24,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.pool import CachePool, NotPooled
-from hf_static_kv.decoding.call import Call, ModelChanged, NotCaptured
+from hf_static_kv.decoding.call import Call, ModelChanged, NotCaptured, PrefixChanged, random_state, set_random_state
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
@@ -122,7 +122,18 @@ class GraphDecoder:
         return output
 
     def _decode(self, call: Call) -> _Output:
-        """The whole generation. Raises `NotCaptured` before its first token where there is no step for it."""
+        """The whole generation. Raises `NotCaptured` before its first token if there is no step for it."""
+        drawn = random_state(call.device) if call.lease is not None and call.lease.num_reused else None
+        try:
+            return self._decode_on(call)
+        except PrefixChanged:
+            call.forget_prefix()
+            if drawn is not None:
+                set_random_state(call.device, drawn)
+            return self._decode_on(call)
+
+    def _decode_on(self, call: Call) -> _Output:
+        """The generation on the prefix that the cache holds. Raises `PrefixChanged` if the model has changed since."""
         cache, logits = call.cache, call.prefill()
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
@@ -130,14 +141,21 @@ class GraphDecoder:
             step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
             call.outputs = None  # from here on there is no way back to the prompt
             sampling = Sampling(call)
+            if step is None or not sampling.may_be_ahead(0):
+                call.confirm_prefix()
             is_over = sampling.append(logits)
+            drawn = random_state(call.device) if call.assumed is not None else None
             while step is not None and not is_over:
                 try:
                     with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
                         _run(step, sampling, call)
+                except PrefixChanged:
+                    raise
                 except ModelChanged:
                     cache.crop(call.request.prompt_length - cache.seq_len)
                     sampling.restart(call.input_ids.shape[1] + 1)
+                    if drawn is not None:
+                        set_random_state(call.device, drawn)
                     step = self._step(call)
                     continue
                 is_over = not (cache.grows and sampling.is_cut_short())
@@ -145,6 +163,7 @@ class GraphDecoder:
                     call.grow()
                     sampling.set_limit(*call.lengths)
                     step = self._step(call)
+        call.confirm_prefix()  # the first token may have been the last
         cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
         return sampling.result(call.cache)
@@ -300,7 +319,7 @@ def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
         sampling.before_draw()
         flag = step.replay()
         _mark_written(call)
-        sampling.finished.is_busy = call.assumed is not None and sampling.may_be_ahead(sampling.length - start + 1)
+        sampling.finished.is_busy = call.is_assuming and sampling.may_be_ahead(sampling.length - start + 1)
         if not sampling.finished.is_busy:
             call.confirm()  # while the device computes
         is_over = sampling.count_token(flag, step.token)

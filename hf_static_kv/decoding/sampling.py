@@ -99,8 +99,6 @@ class Sampling:
 
     def restart(self, length: int) -> None:
         """Give up the tokens from `length` on, which a step has selected on the device."""
-        if len(self.drawn) > 1:  # the first token was drawn from the logits of the prompt
-            self.generator.set_offset(self.drawn[1])
         self.length = length
         self.finished.forget_all_but_first()
 

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching, exact
 from hf_static_kv.cache.identity import content_state, unwrapped
 from hf_static_kv.compat import has_hooks
 from hf_static_kv.decoding import call as call_module
@@ -353,6 +353,31 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
                 assert keywords["streamer"].tokens == expected[0].tolist()
                 keywords["streamer"].values.clear()
         assert decoding.decoder.num_steps == (2 if how == "ends" else 3)  # one ends with its first token
+
+    @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "ends", "streamer", "one token"])
+    def test_a_prefix_of_a_changed_model(self, how, monkeypatch):
+        monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+        keywords = {
+            "greedy": {},
+            "sampled": {"do_sample": True, "temperature": 1.5},
+            "host": {"no_repeat_ngram_size": 2},
+            "ends": {"eos_token_id": [45], "pad_token_id": 0},
+            "streamer": {"streamer": Collect()},
+            "one token": {"max_new_tokens": 1},
+        }[how]
+        model = toy_model("llama").to(DEVICE)
+        mlp = read_by_forward(model, lambda mlp: mlp.own)
+        info = attach(model, reuse_prefix=True)
+        for mlp.own, reused in ((1.0, 0), (1.0, 12), (3.0, 0), (3.0, 12), (1.0, 0)):
+            torch.manual_seed(3)
+            expected = generate(model, use_cache=False, **keywords | {"streamer": None})
+            torch.manual_seed(3)
+            before = info.reused_tokens
+            assert torch.equal(generate(model, **keywords), expected)
+            assert info.reused_tokens - before == reused
+            if how == "streamer":
+                assert keywords["streamer"].tokens == expected[0].tolist()
+                keywords["streamer"].values.clear()
 
     def test_the_model_is_looked_at_once_a_call(self, decoding, monkeypatch):
         decoding.steps()
