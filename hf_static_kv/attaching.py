@@ -35,6 +35,7 @@ from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
+from hf_static_kv.cache.states import continuation_of
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call, kind_of, random_state, repeatable_state, set_random_state
 from hf_static_kv.decoding.decoder import GraphDecoder
@@ -245,6 +246,10 @@ class Attachment:
         """
         if not (self.settings.reuse_prefix and _is_ids_alone(request)):
             return None
+        if any(plan.num_states for plan in plan_layers(request.model.config)):
+            continuation = continuation_of(request.model)
+            if continuation is None or not all(continuation):
+                return None  # the new tokens of a prompt would not be those of one pass
         if self._state is None:
             self._state = repeatable_state(request.model)
         return self._state

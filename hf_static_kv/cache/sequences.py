@@ -15,7 +15,7 @@ from hf_static_kv.cache.hybrid import HybridCache, Moment
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, check_positive
 from hf_static_kv.cache.request import PAIR_NEEDED, Request, check_request, is_in_use, running_model, running_request
-from hf_static_kv.cache.states import select_states
+from hf_static_kv.cache.states import select_states, warn_of_continuation
 
 logger = logging.getLogger(__name__)
 _TAKING_OVER = Lock()  # global: a cache that holds a lock cannot be copied
@@ -53,6 +53,8 @@ class SequenceCache(HybridCache):
         self._take_over_and_discard()
         known_ids = None if any(layer.was_assigned for layer in self.kv_layers) else self._known_ids
         check_request(request, self.seq_len, None if self.grows else self.max_cache_len, known_ids)
+        if self.seq_len and self.stateful_layers and (new := request.prompt_length - self.seq_len) > 1:
+            warn_of_continuation(request.model, new)
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
 

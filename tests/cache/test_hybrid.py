@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, attachment, cache_bytes
 from hf_static_kv.cache.hybrid import UnfinishedPass
-from hf_static_kv.cache.states import state_tensors
+from hf_static_kv.cache.states import Continuation, continuation_of, state_tensors
 from hf_static_kv.program.step import DecodeStep
 from tests.cache.conftest import check_attached, seeded_tokens
 from tests.conftest import BATCH, PROMPT
@@ -243,3 +243,62 @@ def test_a_layer_of_either_kind_that_does_not_run_is_named(family, skipped, mode
     with attached(model, reuse_prefix=True):
         for _ in range(2):
             assert torch.equal(run(model), expected)
+
+
+# --- several tokens after a kept state
+
+
+def turns(model):
+    """A chat whose prompt holds all turns again."""
+    ids, answers = PROMPT, []
+    for turn in range(3):
+        answers.append(run(model, inputs=ids, new=6))
+        ids = torch.cat([answers[-1], (PROMPT + turn).remainder(90)], dim=1)
+    return answers
+
+
+@served
+@pytest.mark.parametrize("scale", [1, 4])
+def test_a_chat_has_the_tokens_of_no_reuse(family, scale, models):
+    """Where a model computes several tokens on a kept state otherwise than in one pass, it is not asked to."""
+    model = copy.deepcopy(models(family))
+    for parameter in model.parameters():
+        parameter.data.mul_(scale if parameter.ndim > 1 else 1)
+    expected = turns(model)
+    with attached(model, reuse_prefix=True) as info:
+        assert all(map(torch.equal, turns(model), expected))
+    if family in ("jamba", "zamba"):
+        assert info.reused_tokens == 0
+    elif scale == 1:
+        assert info.reused_tokens > 0
+
+
+@pytest.mark.parametrize(("family", "is_right"), [("jamba", False), ("zamba", False), ("lfm2", True)])
+def test_a_cache_that_is_continued_by_hand_warns_once(family, is_right, models, caplog):
+    model = copy.deepcopy(models(family))
+    for _ in range(2):
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        first = run(model, past_key_values=cache, new=4)
+        run(model, inputs=torch.cat([first, PROMPT[:, :3]], dim=1), past_key_values=cache, new=1)
+    assert caplog.text.count("feed the new tokens one by one") == (not is_right)
+
+
+def test_one_new_token_is_no_reason_to_warn(models, caplog):
+    model = copy.deepcopy(models("jamba"))
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    first = run(model, past_key_values=cache, new=4)
+    run(model, inputs=first, past_key_values=cache, new=4)
+    assert "one by one" not in caplog.text
+
+
+def test_a_trial_leaves_everything_as_it_was(models):
+    model = copy.deepcopy(models("jamba"))
+    before = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert continuation_of(model) == Continuation(by_token=True, by_chunk=False)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())
+    with_hook = copy.deepcopy(model)
+    with_hook.lm_head.register_forward_hook(fail)
+    assert continuation_of(with_hook) is None  # not tried: a hook would see it
+    training = copy.deepcopy(model).train()
+    assert continuation_of(training) is None
