@@ -1,7 +1,7 @@
 """Mutations: Python state of a model that changes between two calls, where a captured step cannot see it change.
 
-Most kinds patch the `forward` of one module, which multiplies its output by a number that it reads somewhere: in a
-list, a closure, an attribute of its class. The others change what a model has: weights, a window, its attention.
+Most kinds patch the `forward` of one module, which mixes its output by a number that it reads somewhere: in a list, a
+closure, an attribute of its class. The others change what a model has: weights, a window, its attention.
 """
 
 from __future__ import annotations
@@ -46,14 +46,19 @@ class Holder:
     factor: float
 
 
-class ScaledActivation:
+def mixed(states: Tensor, number: Any) -> Tensor:
+    """Another direction for another number: a norm behind it would undo another scale."""
+    return states + number * states.roll(1, dims=-1)
+
+
+class MixedActivation:
     """A callable with a number, no module."""
 
     def __init__(self, own: Callable[[Tensor], Tensor]) -> None:
         self.own, self.factor = own, 1.0
 
     def __call__(self, states: Tensor) -> Tensor:
-        return self.own(states) * self.factor
+        return mixed(self.own(states), self.factor)
 
 
 @contextmanager
@@ -104,7 +109,7 @@ def _read_by_forward(store: Callable[[Any, float], None], read: Callable[[Any], 
         module = at.module
         own = module.forward
         undo.callback(module.__dict__.pop, "fuzzed", None)
-        _replace_forward(module, lambda *args, **kwargs: own(*args, **kwargs) * read(module), undo)
+        _replace_forward(module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo)
         return lambda number: store(module, number)
 
     return install
@@ -165,7 +170,7 @@ def _on_class(make: Callable[[float], Any], read: Callable[[Any], Any]) -> Calla
         module, kind = at.module, type(at.module)
         own = module.forward
         undo.callback(lambda: delattr(kind, "fuzzed") if "fuzzed" in vars(kind) else None)
-        _replace_forward(module, lambda *args, **kwargs: own(*args, **kwargs) * read(module), undo)
+        _replace_forward(module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo)
         return lambda number: setattr(kind, "fuzzed", make(number))
 
     return install
@@ -178,7 +183,7 @@ def _cell(at: Place, undo: ExitStack) -> Setter:
         nonlocal factor
         factor = number
 
-    _replace_forward(at.module, lambda *args, **kwargs: own(*args, **kwargs) * factor, undo)
+    _replace_forward(at.module, lambda *args, **kwargs: mixed(own(*args, **kwargs), factor), undo)
     return change
 
 
@@ -186,7 +191,7 @@ def _default(at: Place, undo: ExitStack) -> Setter:
     own = at.module.forward
 
     def forward(*args: Any, factor: float = 1.0, **kwargs: Any) -> Any:
-        return own(*args, **kwargs) * factor
+        return mixed(own(*args, **kwargs), factor)
 
     _replace_forward(at.module, forward, undo)
     return lambda number: forward.__kwdefaults__.update(factor=number)
@@ -198,16 +203,16 @@ def _activation(at: Place, undo: ExitStack) -> Setter | None:
     if name is None:
         return None
     module, own = at.module, at.module._modules[name]
-    scaled = ScaledActivation(own)
+    other = MixedActivation(own)
     del module._modules[name]
-    module.__dict__[name] = scaled
+    module.__dict__[name] = other
 
     def restore() -> None:
         del module.__dict__[name]
         setattr(module, name, own)
 
     undo.callback(restore)
-    return lambda number: setattr(scaled, "factor", number)
+    return lambda number: setattr(other, "factor", number)
 
 
 # --- what a model has
@@ -234,9 +239,9 @@ def _weights(past_autograd: bool) -> Callable[..., Setter | None]:
 
         def change(number: float) -> None:
             with torch.no_grad():
-                (parameter.data if past_autograd else parameter).copy_(before * number)
+                (parameter.data if past_autograd else parameter).copy_(mixed(before, number))
 
-        undo.callback(change, 1.0)
+        undo.callback(change, 0.0)
         return change
 
     return install
