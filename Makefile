@@ -1,6 +1,7 @@
 # make test      ruff, mypy --strict, and all tests that need no GPU and no minutes, in .venv
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
+# make sanitize  every kernel under compute-sanitizer (memcheck, racecheck) on a GPU, and a record of it
 # make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 # make test-clients  programs that call generate (pipelines, lm-eval, PEFT, TRL, accelerate) with and without attach
@@ -13,7 +14,7 @@ JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 test-clients coverage results bench-update fuzz clean
+.PHONY: test compare test-gpu test-5.17 test-clients coverage results bench-update fuzz sanitize clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -27,6 +28,10 @@ compare: .venv/.installed
 test-gpu:
 	$(PYTHON) -m pytest -m "slow or gpu" -rs tests
 	$(PYTHON) -m pytest -m "not slow and not gpu" -rs tests/kernels tests/program tests/decoding tests/inspection tests/test_attention.py tests/test_patching.py
+
+# The CUDA toolkit has compute-sanitizer: its bin folder is on the PATH, or CUDA_HOME is set.
+sanitize:
+	$(PYTHON) -m tests.kernels.sanitize
 
 test-5.17: .venv-5.17/.installed
 	.venv-5.17/bin/pytest -n 2 --dist worksteal -m "not slow"

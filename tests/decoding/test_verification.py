@@ -10,6 +10,7 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import verification
+from hf_static_kv.program import rules
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
@@ -203,3 +204,74 @@ def test_no_sound_step_is_refused(name, dtype):
         how = {**COMMON, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
         model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
         assert decoder.fallback_reason is None
+
+
+# --- planted faults: none of them reaches a token
+
+
+def change_what_is_written(change):
+    """`change` maps the new key, the new value and their slot to others."""
+
+    def plant(patch):
+        own = step_module.write_token
+        patch.setattr(step_module, "write_token", lambda keys, values, *new: own(keys, values, *change(*new)))
+
+    return plant
+
+
+def change_what_advances(change):
+    """`change` maps the position, the beginnings and the windows of a step to others."""
+
+    def plant(patch):
+        own = step_module.advance
+        patch.setattr(step_module, "advance", lambda *args: own(*change(*args[:3]), *args[3:]))
+
+    return plant
+
+
+def mix_the_output(name):
+    """Of a fused operation: 1 % of each number goes to its neighbour. A norm behind it would undo another scale."""
+
+    def plant(patch):
+        own = getattr(rules, name)
+
+        def mixed(*args):
+            output = own(*args)
+            if isinstance(output, tuple):
+                return tuple(part + 0.01 * part.roll(1, -1) for part in output)
+            return output + 0.01 * output.roll(1, -1)
+
+        patch.setattr(rules, name, mixed)
+
+    return plant
+
+
+PLANTED = {
+    "keys and values in each other's place": change_what_is_written(lambda key, value, at: (value, key, at)),
+    "one slot too early": change_what_is_written(lambda key, value, at: (key, value, at - 1)),
+    "a value in another order": change_what_is_written(lambda key, value, at: (key, value.flip(-1), at)),
+    "a key that is 1 % too large": change_what_is_written(lambda key, value, at: (1.01 * key, value, at)),
+    "padding that is seen": change_what_advances(lambda at, starts, windows: (at, starts - 1, windows)),
+    "a first token that is not seen": change_what_advances(lambda at, starts, windows: (at, starts + 1, windows)),
+    "mixed outputs of gated layers": mix_the_output("gated_linear"),
+    "mixed sums and norms": mix_the_output("add_norm"),
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_planted_fault_reaches_no_token(name, fault):
+    """The step is refused, or its program is and the model itself runs: the tokens are those of no cache."""
+    model = toy_model(name).to(DEVICE)
+    ids = torch.cat([PROMPT, PROMPT.flip(1)]).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    how = {**COMMON, "max_new_tokens": 6, "attention_mask": mask}
+    expected = model.generate(ids, **how, use_cache=False)
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40, batch_size=2)
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTED[fault](patch)
+        got = model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
+    assert torch.equal(got, expected)
+    steps = [step for step in decoder._steps[cache].values() if isinstance(step, DecodeStep)]
+    assert decoder.fallback_reason is not None or not any(step.is_recorded for step in steps)

@@ -1,19 +1,26 @@
 """A fuzz case: one model, one cache and a history of events on it, all drawn from one integer seed.
 
 Every history is a legal use: a text grows, is cut by `crop`, gets other rows, or is given up for another text.
+
+Moves come on top: a mutation of the model between calls, threads, offloaded weights, a returned cache that is used by
+hand. Each family of moves has random numbers of its own: a case without some of them is otherwise the same.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from tests.fuzz.models import ARCHITECTURES, VARIANTS, available
+from tests.fuzz.mutations import KINDS, NUMBERS
 
 SEEDS_PER_MODEL = 4  # successive seeds share a model, since building one takes as long as a short call
 MAX_ROWS = 12
-ROOMY = 160  # tokens; no history is longer
+ROOMY = 224  # tokens; no history is longer
+FAMILIES = ("mutations", "threads", "offload", "returned")
+MOVES = (*FAMILIES, *KINDS)  # what a run can be without: a family, or one kind of mutation
 PADDING = 0  # the id at padded positions
 _FIRST_ID, _END_ID = 3, 64  # prompts are drawn from here; every vocabulary has at least 64 ids
 
@@ -51,6 +58,7 @@ class Call:
     `by_max_length`: say `max_length` in the place of `max_new_tokens`.
     `mask`: pass the attention mask even where `generate` would infer the same one.
     `eos_at`: a row and a step; the token that is chosen there without end tokens is made the last of them.
+    `keeps_cache`: calls without a cache of their own ask for the one that they were given (`return_dict_in_generate`).
     """
 
     tokens: Tokens
@@ -70,6 +78,7 @@ class Call:
     with_decoder: bool = True
     inference_mode: bool = False
     failure: Failure | None = None
+    keeps_cache: bool = False
 
     @property
     def beams(self) -> int:
@@ -122,7 +131,45 @@ class Copy:
     """Go on with a deep copy of the cache; the other one is emptied."""
 
 
-Event = NewText | Call | Forward | Crop | Rows | Copy
+@dataclass(frozen=True)
+class Change:
+    """The mutation of the case takes effect, or is taken back. The text stays, and every cache is reset."""
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Append `tokens` to the text of the last call that kept its cache, and go on with that cache by hand.
+
+    By one forward pass, or with `new_tokens` by `generate`. The text of the case stays as it is.
+    """
+
+    tokens: Tokens
+    new_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Together:
+    """Threads use one model at the same time, each with a prompt of its own.
+
+    `generate` for `new_tokens`; with `plain` the last thread passes its prompt through the model instead, again and
+    again while others run.
+    """
+
+    prompts: Tokens
+    new_tokens: int
+    plain: bool
+
+
+Event = NewText | Call | Forward | Crop | Rows | Copy | Change | Continue | Together
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What a case changes about its model between calls, and from which number to which."""
+
+    kind: str
+    place: int
+    numbers: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -135,10 +182,23 @@ class Case:
     rows: int  # of the storage
     lazy: bool  # allocated by the first forward pass, and else by `from_model`
     pooled: bool  # on a cache and decoder that earlier cases of this model have used
+    mutation: Mutation | None = None
+    offloaded: bool = False
+
+    @property
+    def moves(self) -> set[str]:
+        """The families of its moves, and the kind of its mutation."""
+        found = {"offload"} if self.offloaded else set()
+        found |= {"mutations", self.mutation.kind} if self.mutation is not None else set()
+        kinds = {Together: "threads", Continue: "returned"}
+        return found | {kinds[type(event)] for event in self.events if type(event) in kinds}
 
     def describe(self) -> str:
         how = "pooled" if self.pooled else "lazy" if self.lazy else f"from_model, {self.rows} rows"
+        how += ", offloaded" if self.offloaded else ""
         head = f"seed {self.seed}: {self.architecture} v{self.variant}, capacity {self.capacity} ({how})"
+        if self.mutation is not None:
+            head += f", mutation {self.mutation.kind} {self.mutation.numbers} at {self.mutation.place}"
         return "\n".join([head, *(f"  {number}. {describe(event)}" for number, event in enumerate(self.events))])
 
 
@@ -156,8 +216,11 @@ def describe(event: Event) -> str:
     return f"{type(event).__name__}({', '.join(said)})"
 
 
-def make_case(seed: int) -> Case:
-    """The case of this seed. Blocks of seeds go through all architectures, and then through the next variants."""
+def make_case(seed: int, without: Collection[str] = ()) -> Case:
+    """The case of this seed. Blocks of seeds go through all architectures, and then through the next variants.
+
+    `without` names moves to leave out.
+    """
     names = available()
     block = seed // SEEDS_PER_MODEL
     name, variant = names[block * 29 % len(names)], block // len(names) % VARIANTS
@@ -165,11 +228,15 @@ def make_case(seed: int) -> Case:
     pooled = rng.random() < 0.5
     lazy = rng.random() < 0.4
     history = _History(rng, name, fixed_rows=lazy)
+    moves = _Moves(seed, history, frozenset(without))
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4])):
         history.grow()
+        moves.follow()
+    moves.end()
     exact = rng.random() < 0.5 and not pooled
     capacity = history.needed if exact else ROOMY
-    return Case(seed, name, variant, tuple(history.events), capacity, history.rows, lazy, pooled)
+    how = history.rows, lazy, pooled, moves.mutation, moves.offloaded
+    return Case(seed, name, variant, tuple(history.events), capacity, *how)
 
 
 class _History:
@@ -414,3 +481,71 @@ class _History:
 
     def _count_rows(self, rows: int) -> None:
         self.rows = self.rows if self._must_keep_rows() else max(self.rows, rows)
+
+
+class _Moves:
+    """Draws what comes on top of a history, and puts it there."""
+
+    def __init__(self, seed: int, history: _History, without: frozenset[str]) -> None:
+        self.history, self.without = history, without
+        self.rng = {family: random.Random(f"{family} {seed}") for family in FAMILIES}
+        rng = self.rng["mutations"]
+        drawn = Mutation(rng.choice(list(KINDS)), rng.randrange(100), rng.choice(NUMBERS))
+        self.offloaded = self._has("offload", 0.05)
+        is_mutated = self._has("mutations", 0.4) and drawn.kind not in without and not self.offloaded
+        self.mutation = drawn if is_mutated else None
+        self.threads = self._has("threads", 0.12)
+        self.changes: list[Event] = []
+
+    def _has(self, family: str, chance: float) -> bool:
+        return self.rng[family].random() < chance and family not in self.without
+
+    def follow(self) -> None:
+        """What follows the last event: its cache is kept, or the model changes and the call is made again."""
+        call = self.history.events[-1]
+        if not isinstance(call, Call) or call.beams > 1:
+            return
+        if self._has("returned", 0.15) and not call.is_assisted:
+            self.history.events[-1] = replace(call, keeps_cache=True)
+            self.history.events.append(self._continue())
+        chance = self.rng["mutations"].random()
+        if self.mutation is not None and chance < 0.7:
+            self.changes += [Change(), self._again(call)]
+            self.history.events += self.changes[-2:]
+
+    def end(self) -> None:
+        events = self.history.events
+        if any("assistant_tokens" in getattr(event, "options", ()) for event in events):
+            # The assistant is a copy of the model: it would keep the mutation, and has no weights to copy.
+            events[:] = [event for event in events if not any(event is change for change in self.changes)]
+            self.offloaded = False
+        if not any(isinstance(event, Change) for event in events):
+            self.mutation = None
+        if self.threads:
+            rng = self.rng["threads"]
+            events.insert(rng.randint(1, len(events)), self._together(rng))
+
+    def _continue(self) -> Continue:
+        rng = self.rng["returned"]
+        return Continue(self._tokens(rng), rng.choice([0, 2, 4]))
+
+    def _again(self, call: Call) -> Call:
+        """The call again, after tokens of another turn: a captured step and a prefix of the last one would serve it."""
+        history = self.history
+        one_row = () if history.batch == 1 else ("guidance_scale",)
+        left_out = ("num_return_sequences", *one_row)
+        options = {name: value for name, value in call.options.items() if name not in left_out}
+        tokens = self._tokens(self.rng["mutations"])
+        again = replace(call, tokens=tokens, options=options, padding=(), failure=None, keeps_cache=False)
+        history._count_rows(history.batch)
+        history._count(len(tokens[0]), again.longest - len(tokens[0]))
+        return again
+
+    def _tokens(self, rng: random.Random) -> Tokens:
+        columns = rng.randint(1, 3)
+        return tuple(tuple(rng.choices(range(_FIRST_ID, _END_ID), k=columns)) for _ in range(self.history.batch))
+
+    def _together(self, rng: random.Random) -> Together:
+        lengths = rng.choices([2, 5, 9, 14], k=rng.choice([2, 2, 3]))
+        prompts = tuple(tuple(rng.choices(range(_FIRST_ID, _END_ID), k=length)) for length in lengths)
+        return Together(prompts, rng.choice([3, 5, 8]), rng.random() < 0.5)

@@ -2,6 +2,9 @@
 
 python -m tests.fuzz.fuzz --cases 1000            seeds 0 to 999
 python -m tests.fuzz.fuzz --seed 1234 --cases 1   one case again, with its description
+python -m tests.fuzz.fuzz --without threads,list  no threads, and no mutation of a list on a module
+
+What several threads do depends on their timing too: such a case may need some replays.
 """
 
 from __future__ import annotations
@@ -18,8 +21,8 @@ from collections.abc import Iterator
 import torch
 import transformers
 
-from tests.fuzz.cases import SEEDS_PER_MODEL, make_case
-from tests.fuzz.runner import Tally, run_case
+from tests.fuzz.cases import MOVES, SEEDS_PER_MODEL, make_case
+from tests.fuzz.runner import Fault, Tally, run_case
 
 CONTENDERS = ("dynamic", "ours", "decoder", "compact", "attached", "prefixes", "decoder alone")
 _SEEDS_PER_TASK = 5 * SEEDS_PER_MODEL  # a process keeps its models over successive seeds
@@ -52,14 +55,22 @@ def parse_arguments() -> argparse.Namespace:
     only.add_argument("--plain-only", action="store_true", help="our cache in the loop of generate only")
     only.add_argument("--decoder-only", action="store_true", help="our cache with GraphDecoder only")
     only.add_argument("--pools-only", action="store_true", help="attached models and decoders with caches of their own")
+    parser.add_argument("--without", type=parse_moves, default=(), help=f"moves to leave out: {', '.join(MOVES)}")
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     parser.add_argument("--describe", action="store_true", help="print the cases and run none")
     args = parser.parse_args()
     if args.describe:
         for seed in range(args.seed, args.seed + args.cases):
-            print(make_case(seed).describe())
+            print(make_case(seed, args.without).describe())
         sys.exit()
     return args
+
+
+def parse_moves(words: str) -> tuple[str, ...]:
+    moves = tuple(word.strip() for word in words.split(",") if word.strip())
+    if unknown := sorted(set(moves) - set(MOVES)):
+        raise argparse.ArgumentTypeError(f"no move is called {', '.join(unknown)}: choose among {', '.join(MOVES)}")
+    return moves
 
 
 def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tally]:
@@ -70,13 +81,11 @@ def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tall
         for seed in range(args.seed, args.seed + args.cases):
             if deadline is not None and time.monotonic() > deadline:
                 return
-            yield run_seeds([seed], args.device, contenders)
+            yield run_seeds([seed], args.device, contenders, without=args.without)
         return
     starts = range(args.seed, args.seed + args.cases, _SEEDS_PER_TASK)
-    tasks = [
-        (range(start, min(start + _SEEDS_PER_TASK, args.seed + args.cases)), args.device, contenders, deadline)
-        for start in starts
-    ]
+    how = args.device, contenders, deadline, args.without
+    tasks = [(range(start, min(start + _SEEDS_PER_TASK, args.seed + args.cases)), *how) for start in starts]
     # CUDA cannot be used in a forked process.
     with multiprocessing.get_context("spawn").Pool(args.jobs, set_up) as pool:
         yield from pool.imap_unordered(_run_task, tasks)
@@ -96,9 +105,8 @@ def set_up() -> None:
     warnings.filterwarnings("ignore")  # odd settings are on purpose
 
 
-def _run_task(task: tuple[range, str, tuple[str, ...], float | None]) -> Tally:
-    seeds, device, contenders, deadline = task
-    return run_seeds(seeds, device, contenders, deadline)
+def _run_task(task: tuple[range, str, tuple[str, ...], float | None, tuple[str, ...]]) -> Tally:
+    return run_seeds(*task)
 
 
 def run_seeds(
@@ -106,22 +114,24 @@ def run_seeds(
     device: str = "cpu",
     contenders: tuple[str, ...] = CONTENDERS,
     deadline: float | None = None,
+    without: tuple[str, ...] = (),
 ) -> Tally:
     tally = Tally()
     for seed in seeds:
         if deadline is not None and time.monotonic() > deadline:
             break
-        run_case(make_case(seed), device, contenders, tally)
+        run_case(make_case(seed, without), device, contenders, tally)
     return tally
 
 
 def replay_command(seed: int, args: argparse.Namespace) -> str:
     """Runs the case alone. A pooled case may need those before it, with which it shares its model."""
     flag = "".join(f" --{name}-only" for name in ("plain", "decoder", "pools") if getattr(args, f"{name}_only"))
+    flag += f" --without '{','.join(args.without)}'" if args.without else ""
     end = f" --device {args.device}{flag}"
     first = seed - seed % SEEDS_PER_MODEL
     alone = f"python -m tests.fuzz.fuzz --seed {seed} --cases 1{end}"
-    if not make_case(seed).pooled or first == seed:
+    if not make_case(seed, args.without).pooled or first == seed:
         return alone
     return f"{alone}\n  if it passes alone: python -m tests.fuzz.fuzz --seed {first} --cases {seed - first + 1}{end}"
 
@@ -139,6 +149,7 @@ def summary(tally: Tally, seconds: float) -> str:
         f"{tally.cases} cases of {len(tally.architectures)} architectures in {seconds:.0f} s "
         f"({seconds / max(1, tally.cases):.2f} s a case)",
         f"calls compared: {_counts(tally.compared)}",
+        f"moves: {_counts(tally.moves)}",
         f"largest difference of logits: {tally.largest_difference:.2g} of the largest logit",
         f"ties: {len(tally.ties)}",
         *(f"  {tie}" for tie in tally.ties),
@@ -148,13 +159,17 @@ def summary(tally: Tally, seconds: float) -> str:
         *_section("cases ended early", tally.skipped),
         *_section("calls of the decoder by fallback reason", tally.fallbacks),
         f"faults: {len(tally.faults)}",
-        *(f"  seed {f.case.seed} ({f.case.architecture}), {f.contender}: {f.what}" for f in tally.faults),
+        *(f"  seed {f.case.seed} ({_kind(f)}), {f.contender}: {f.what}" for f in tally.faults),
     ]
     return "\n".join(lines)
 
 
 def _section(title: str, counter: Counter[str]) -> list[str]:
     return [f"{title}: {counter.total()}", *(f"  {count:5} {words}" for words, count in counter.most_common())]
+
+
+def _kind(fault: Fault) -> str:
+    return ", ".join([fault.case.architecture, *sorted(fault.case.moves)])
 
 
 def _counts(counter: Counter[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -314,6 +315,13 @@ def build_model(name: str, variant: int, device: str) -> PreTrainedModel:
     ids = ("bos_token_id", "eos_token_id", "pad_token_id")
     model.generation_config.update(**dict.fromkeys(ids))
     return model.to(device)
+
+
+def offloaded_model(name: str, variant: int, device: str) -> PreTrainedModel:
+    """The same model with its weights in the memory of the host: accelerate brings each module's when it runs."""
+    from accelerate import cpu_offload  # the only case that needs it
+
+    return cpu_offload(copy.deepcopy(build_model(name, variant, device)), torch.device(device))
 
 
 @torch.no_grad()

@@ -1,18 +1,23 @@
 """Runs a case: no cache, DynamicCache, our cache in several ways, event by event side by side.
 
-The truth is no cache. Every other contender must give its tokens, and its logits but for rounding. Contenders with a
-pool (an attached model, a decoder with a cache of its own) pass no cache: they take part in calls of `generate` only.
+The truth is no cache, and the model as it is at that moment. Every other contender must give its tokens, and its logits
+but for rounding. Contenders with a pool (an attached model, a decoder with a cache of its own) pass no cache: they take
+part in calls of `generate`, in those of several threads, and go on with the caches that they are given back.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import itertools
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
+from threading import Barrier
 from typing import Any
 from unittest.mock import patch
 
@@ -22,13 +27,30 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attach, attaching, attachment
 from hf_static_kv.cache import storage
-from tests.fuzz.cases import MAX_ROWS, ROOMY, Call, Case, Copy, Crop, Event, Failure, Forward, NewText, Rows
-from tests.fuzz.models import at_least, build_model
+from tests.fuzz.cases import (
+    MAX_ROWS,
+    ROOMY,
+    Call,
+    Case,
+    Change,
+    Continue,
+    Copy,
+    Crop,
+    Event,
+    Failure,
+    Forward,
+    NewText,
+    Rows,
+    Together,
+)
+from tests.fuzz.models import at_least, build_model, offloaded_model
+from tests.fuzz.mutations import decoder_layers, mutable
 
 # Rounding of a cached pass against a whole one, in units of the largest logit.
 LOGITS_TOLERANCE = 128 * torch.finfo(torch.float32).eps
 # transformers 5.17 splits the whole prompt into chunks, the tokens in the cache as well.
 _CHUNKS_ON_A_TEXT = at_least("5.22")
+_PASSES = 50  # of a thread that passes its prompt again and again
 _TRIES = 12  # perturbed runs before a difference is no tie
 # Errors of ours that are documented limits, by a part of the message.
 REFUSALS: tuple[str, ...] = ()
@@ -61,6 +83,7 @@ class Tally:
 
     cases: int = 0
     compared: Counter[str] = field(default_factory=Counter)  # calls, by contender
+    moves: Counter[str] = field(default_factory=Counter)  # cases, by the moves that they have
     ties: list[str] = field(default_factory=list)
     like_dynamic: list[str] = field(default_factory=list)  # ours and DynamicCache alike, and not as no cache
     only_dynamic: Counter[str] = field(default_factory=Counter)  # DynamicCache alone is wrong or refuses
@@ -72,7 +95,7 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.cases += other.cases
-        for name in ("compared", "only_dynamic", "skipped", "fallbacks"):
+        for name in ("compared", "moves", "only_dynamic", "skipped", "fallbacks"):
             getattr(self, name).update(getattr(other, name))
         for name in ("ties", "like_dynamic", "faults"):
             getattr(self, name).extend(getattr(other, name))
@@ -90,6 +113,7 @@ class Output:
     random_state: torch.Tensor | None = None  # after the call, on a CPU
     streamed: list[int] | None = None
     recorded: list[list[int]] | None = None
+    cache: Any = None  # what `generate` has returned
 
 
 @dataclass
@@ -140,6 +164,9 @@ class Contender:
     def copy_cache(self) -> None:
         self.cache = copy.deepcopy(self.cache)
 
+    def use_cache(self, cache: StaticContiguousCache) -> None:
+        """A cache for other windows; a DynamicCache is made anew with each text."""
+
     def generate(self, text: Text, call: Call) -> Output:
         return generate(self.model, text, call, {"past_key_values": self.cache})
 
@@ -150,6 +177,7 @@ class Contender:
 class Ours(Contender):
     name = "ours"
     is_ours = True
+    sliding = "full"
 
     def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache) -> None:
         self.cache = cache
@@ -167,6 +195,9 @@ class Ours(Contender):
     def copy_cache(self) -> None:
         before, self.cache = self.cache, copy.deepcopy(self.cache)
         before.reset()
+
+    def use_cache(self, cache: StaticContiguousCache) -> None:
+        self.cache = cache
 
     def generate(self, text: Text, call: Call) -> Output:
         only_new = call.only_new or ("prefill_chunk_size" in call.options and not _CHUNKS_ON_A_TEXT)
@@ -226,6 +257,7 @@ class OursWithDecoder(Ours):
 
 class Compact(OursWithDecoder):
     name = "ours with compact layers and decoder"
+    sliding = "compact"
 
 
 class WithPool(Contender):
@@ -234,19 +266,72 @@ class WithPool(Contender):
     is_ours = True
 
     def reset(self) -> None:
-        self.cache = None
+        self.cache = self.kept = None
 
     def generate(self, text: Text, call: Call) -> Output | None:
         """None where the call is not served."""
         call = replace(call, only_new=False)
-        with failing(self.model, call.failure), patch.object(attaching, "_MIN_PROMPT_ON_CPU", 0):
+        if call.keeps_cache:
+            call = replace(call, options={**call.options, "return_dict_in_generate": True})
+        with failing(self.model, call.failure), served_on_cpu():
             try:
                 output = self._generate(text, call)
             except InjectedError:
                 output = self._generate(text, call)
         if self.pool.lent:
             raise AssertionError(f"{len(self.pool.lent)} caches were not given back")
+        if call.keeps_cache and output is not None:
+            self.kept = output.cache
         return output
+
+    def generate_in_threads(self, texts: list[Text], event: Together) -> list[Any]:
+        """The output of `generate` for each text, and with `plain` the logits of passes over the last one."""
+        ended: list[Text] = []
+
+        def call(text: Text) -> Output | None:
+            try:
+                return self._generate(text, greedy_call(event.new_tokens))
+            finally:
+                ended.append(text)
+
+        def pass_again(text: Text) -> list[torch.Tensor]:
+            passes = [forward(self.model, text, Forward(()), None)]
+            while len(ended) < len(texts) - 1 and len(passes) < _PASSES:
+                passes.append(forward(self.model, text, Forward(()), None))
+            return passes
+
+        acts = [partial(pass_again if event.plain and text is texts[-1] else call, text) for text in texts]
+        with served_on_cpu():
+            outputs = at_once(acts)
+        if self.pool.lent:
+            raise AssertionError(f"{len(self.pool.lent)} caches were not given back")
+        return outputs
+
+
+def served_on_cpu() -> Any:
+    """Short prompts are given our cache on a CPU too."""
+    return patch.object(attaching, "_MIN_PROMPT_ON_CPU", 0)
+
+
+def at_once(acts: list[Callable[[], Any]]) -> list[Any]:
+    """What they return, each in a thread of its own, begun together; raises what one of them raises."""
+    barrier, interval = Barrier(len(acts)), sys.getswitchinterval()
+
+    def run(act: Callable[[], Any]) -> Any:
+        barrier.wait(timeout=60)
+        return act()
+
+    sys.setswitchinterval(1e-5)  # threads take turns far more often
+    try:
+        with ThreadPoolExecutor(len(acts)) as threads:
+            return [future.result() for future in [threads.submit(run, act) for act in acts]]
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def greedy_call(new_tokens: int) -> Call:
+    """Random numbers are drawn from one generator for all threads, so these calls draw none."""
+    return Call((), {"do_sample": False, "max_new_tokens": new_tokens, "pad_token_id": 0}, seed=0)
 
 
 class Attached(WithPool):
@@ -341,7 +426,7 @@ def generate(
     passed = 0 if call.embeds == "alone" else given.shape[1]
     output = Output(torch.cat([prompt, sequences[:, passed:]], dim=1), random_state=random_state(text))
     if not isinstance(result, torch.Tensor):
-        output.scores, output.logits = result.scores, result.logits
+        output.scores, output.logits, output.cache = result.scores, result.logits, result.past_key_values
     if stream is not None:
         prefix = [] if call.embeds == "alone" else given.repeat_interleave(call.copies, dim=0).flatten().tolist()
         output.streamed = streamed_tokens(stream, prefix)
@@ -473,11 +558,6 @@ def failing(model: PreTrainedModel, failure: Failure | None) -> Iterator[None]:
         hook.remove()
 
 
-def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
-    count = model.config.get_text_config().num_hidden_layers
-    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
-
-
 def continued(text: Text, call: Call, sequences: torch.Tensor) -> Text:
     """The text after a call, whose last token is not in the cache."""
     mask = text.mask.repeat_interleave(call.options.get("num_return_sequences", 1), dim=0)
@@ -548,8 +628,9 @@ class Workspace:
 
 
 @lru_cache(maxsize=8)
-def workspace(architecture: str, variant: int, device: str) -> Workspace:
-    return Workspace(build_model(architecture, variant, device))
+def workspace(architecture: str, variant: int, device: str, offloaded: bool = False) -> Workspace:
+    build = offloaded_model if offloaded else build_model
+    return Workspace(build(architecture, variant, device))
 
 
 @lru_cache(maxsize=1)
@@ -563,7 +644,7 @@ class Runner:
 
     def __init__(self, case: Case, device: str, contenders: tuple[str, ...], tally: Tally) -> None:
         self.case, self.device, self.tally = case, device, tally
-        self.space = workspace(case.architecture, case.variant, device)
+        self.space = workspace(case.architecture, case.variant, device, case.offloaded)
         self.model = self.space.model
         makers = {
             "dynamic": self._dynamic,
@@ -576,6 +657,8 @@ class Runner:
         }
         self.contenders = [makers[name]() for name in contenders]  # DynamicCache first: others are compared with it
         self.text: Any = None  # a Text, once there is one
+        self.kept_text: Any = None  # of the last call whose cache was kept
+        self.turn: Any = None  # takes the mutation from one of its numbers to the other
         self.event = 0
         self.refused: tuple[int, str] | None = None  # the event that DynamicCache could not do, and why
 
@@ -615,10 +698,23 @@ class Runner:
         return self.space.pooled[name]
 
     def run(self) -> None:
-        for number, event in enumerate(self.case.events):
-            self.event = number
-            with attention_implementation(self.model, getattr(event, "attention", None)):
-                self._handle(event)
+        with self._mutable():
+            for number, event in enumerate(self.case.events):
+                self.event = number
+                with attention_implementation(self.model, getattr(event, "attention", None)):
+                    self._handle(event)
+
+    @contextmanager
+    def _mutable(self) -> Iterator[None]:
+        mutation = self.case.mutation
+        if mutation is None:
+            yield
+            return
+        with mutable(self.model, mutation.kind, mutation.place) as change:
+            numbers = itertools.cycle(mutation.numbers)
+            self.turn = lambda: change(next(numbers))
+            self.turn()
+            yield
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, NewText):
@@ -629,6 +725,12 @@ class Runner:
             self._take_rows(event)
         elif isinstance(event, Copy):
             self._copy()
+        elif isinstance(event, Change):
+            self._change()
+        elif isinstance(event, Continue):
+            self._continue(event)
+        elif isinstance(event, Together):
+            self._together(event)
         else:
             self._extend(event)
             (self._forward if isinstance(event, Forward) else self._call)(event)
@@ -655,10 +757,72 @@ class Runner:
             contender.copy_cache()
         self._check_lengths()
 
-    def _extend(self, event: Call | Forward) -> None:
-        tokens = torch.tensor(event.tokens, dtype=torch.long, device=self.device)
+    def _change(self) -> None:
+        """Another number, and all caches empty: keys belong to the model that computed them."""
+        self.turn()
+        self.text.cached = 0
+        for contender in self.contenders:
+            if self.case.mutation.kind == "window" and isinstance(contender, Ours):
+                case, sliding = self.case, contender.sliding
+                rows = MAX_ROWS if case.pooled else case.rows
+                contender.use_cache(StaticContiguousCache.from_model(self.model, case.capacity, rows, sliding=sliding))
+            contender.reset()
+
+    def _continue(self, event: Continue) -> None:
+        """The text of the case stays: the caches that were kept are not those of the contenders."""
+        if self.kept_text is None:
+            return
+        before, self.text = self.text, self.kept_text
+        self._extend(event)
+        step = Forward(event.tokens)
+        call = replace(greedy_call(event.new_tokens), only_new=True)
+        by_generate = event.new_tokens > 0
+        if by_generate:
+            expected = self._truth(lambda: generate_without_cache(self.model, self.text, call))
+        else:
+            logits = self._truth(lambda: forward(self.model, self.text, step, None))[:, self.text.cached :]
+        for contender in self._pooled_contenders:
+            cache, contender.kept = contender.kept, None
+            if cache is None:
+                continue
+            how = {"past_key_values": cache}
+            if by_generate:
+                got = self._attempt(contender, partial(generate, contender.model, self.text, call, how))
+                self._judge(contender, self._compare(call, expected, got), got.sequences, {})
+            else:
+                got = self._attempt(contender, partial(forward, contender.model, self.text, step, cache))
+                self._judge(contender, self._compare_logits(logits, got), got, {})
+        self.text, self.kept_text = before, None
+
+    def _together(self, event: Together) -> None:
+        """Random states are not compared: threads share one."""
+        call = greedy_call(event.new_tokens)
+        texts = [Text(ids, torch.ones_like(ids)) for ids in (self._ids([prompt]) for prompt in event.prompts)]
+        expected = [self._truth(partial(generate_without_cache, self.model, text, call)) for text in texts]
+        logits = self._truth(partial(forward, self.model, texts[-1], Forward(()), None))
+        before = self.text
+        for contender in self._pooled_contenders:
+            outputs = self._attempt(contender, partial(contender.generate_in_threads, texts, event))
+            for self.text, truth, got in zip(texts, expected, outputs, strict=True):
+                if isinstance(got, list):
+                    problems = [self._compare_logits(logits, one) for one in got]
+                    self._judge(contender, next(filter(None, problems), None), got[-1], {})
+                else:
+                    truth.random_state = None
+                    self._judge(contender, self._compare(call, truth, got), got.sequences, {})
+        self.text = before
+
+    @property
+    def _pooled_contenders(self) -> list[Any]:
+        return [contender for contender in self.contenders if isinstance(contender, WithPool)]
+
+    def _ids(self, rows: Any) -> torch.Tensor:
+        return torch.tensor(rows, dtype=torch.long, device=self.device)
+
+    def _extend(self, event: Call | Forward | Continue) -> None:
+        tokens = self._ids(event.tokens)
         mask = torch.ones_like(tokens)
-        for row, pad in enumerate(event.padding):
+        for row, pad in enumerate(getattr(event, "padding", ())):
             mask[row, :pad] = 0
         if self.text is None:
             self.text = Text(tokens, mask)
@@ -707,6 +871,8 @@ class Runner:
             if got is not None:
                 self._judge(contender, self._compare(call, expected, got), got.sequences, wrong)
         self.text = continued(self.text, call, expected.sequences)
+        if call.keeps_cache:
+            self.kept_text = copy.copy(self.text)
         if call.beams == 1:
             self._check_lengths()
 
@@ -832,6 +998,7 @@ def run_case(case: Case, device: str, contenders: tuple[str, ...], tally: Tally)
     """Run one case and book what it shows."""
     tally.cases += 1
     tally.architectures.add(case.architecture)
+    tally.moves.update(case.moves)
     with patch.object(storage, "SPARE", 2):  # so that short texts fill the slots of compact layers
         runner = Runner(case, device, contenders, tally)
         try:

@@ -1,0 +1,261 @@
+"""Every kernel once under NVIDIA's compute-sanitizer, at small odd sizes: `make sanitize` on a GPU.
+
+python -m tests.kernels.sanitize             memcheck and racecheck, and a record of both
+python -m tests.kernels.sanitize --kernels   the kernels alone: what the sanitizer runs
+
+memcheck finds accesses outside of a tensor: without torch's caching allocator each tensor is an allocation of its own.
+racecheck finds threads of a block that race for shared memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.provenance import provenance
+from hf_static_kv.kernels import (
+    decode_attention_triton,
+    experts_triton,
+    invariant_linear_triton,
+    launch_triton,
+    linear_triton,
+    norm_triton,
+    prompt_attention_triton,
+    rotary_triton,
+    sample_triton,
+    step_state_triton,
+)
+from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
+from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.step_state import GreedyState
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "benchmarks" / "results" / "sanitizer.json"
+TOOLS = ("memcheck", "racecheck")
+SECONDS = 600  # for one tool
+_FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazard)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", action="store_true", help="run the kernels, and print their names")
+    parser.add_argument("--tool", choices=TOOLS, action="append", help="one of the tools only")
+    parser.add_argument("--json", type=Path, default=RECORD)
+    args = parser.parse_args()
+    if args.kernels:
+        print("kernels:", *run_kernels("cuda" if torch.cuda.is_available() else "cpu"))
+        return 0
+    if not torch.cuda.is_available():
+        print("The sanitizer needs an NVIDIA GPU.")
+        return 2
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("compute-sanitizer was not found: add the bin folder of the CUDA toolkit to the PATH, or set CUDA_HOME.")
+        return 2
+    runs = [run_tool(sanitizer, tool) for tool in args.tool or TOOLS]
+    record = {"config": {"defined": sorted(defined_kernels())}, "runs": runs, **provenance("cuda")}
+    args.json.write_text(json.dumps(record, indent=1) + "\n")
+    for run in runs:
+        print(f"{run['tool']}: {len(run['kernels'])} kernels, {run['errors']} errors, {run['seconds']:.0f} s")
+    return int(any(run["errors"] != 0 or run["missing"] or run["exit_code"] for run in runs))
+
+
+def find_sanitizer() -> str | None:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+
+
+def run_tool(sanitizer: str, tool: str) -> dict[str, Any]:
+    """The kernels under one tool: what it found, None for errors if it said nothing."""
+    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.kernels.sanitize", "--kernels"]
+    environment = dict(os.environ)
+    if tool == "memcheck":
+        environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
+    started = time.monotonic()
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    output = result.stdout + result.stderr
+    found = [int(one or other) for one, other in _FOUND.findall(output)]
+    names = re.search(r"^kernels: (.*)$", output, re.MULTILINE)
+    kernels = names[1].split() if names else []
+    if result.returncode or any(found) or not found:
+        print(output[-4000:])
+    return {
+        "tool": tool,
+        "version": version_of(sanitizer),
+        "command": " ".join(["compute-sanitizer", *command[1:3], "python", *command[4:]]),
+        "kernels": kernels,
+        "missing": sorted(defined_kernels() - set(kernels)),
+        "errors": sum(found) if found else None,
+        "exit_code": result.returncode,
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def version_of(sanitizer: str) -> str:
+    output = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
+    return next((line.strip() for line in output.splitlines() if "Version" in line), output.strip())
+
+
+def defined_kernels() -> set[str]:
+    """The names that launchers launch."""
+    texts = [path.read_text() for path in (ROOT / "hf_static_kv" / "kernels").glob("*_triton.py")]
+    launched = {line.split(",")[0].strip() for text in texts for line in text.split("launch(")[1:]}
+    return {name for name in launched if name.startswith("_")}
+
+
+# --- the kernels
+
+
+def run_kernels(device: str) -> list[str]:
+    """Launch every kernel on this device and return the names of those that ran."""
+    names: dict[str, None] = {}
+    own = launch_triton.launch
+
+    def launch(kernel: Any, *args: Any, **options: Any) -> None:
+        names[kernel.__name__] = None
+        own(kernel, *args, **options)
+
+    modules = [module for name, module in sys.modules.items() if _launches(name, module)]
+    patches = [patch.object(module, "launch", launch) for module in modules]
+    if device == "cpu":  # Triton's interpreter takes 10 ms for a block
+        patches += [patch.object(module, "_NUM_CHUNKS", 2) for module in (sample_triton, step_state_triton)]
+    for one in patches:
+        one.start()
+    others = run_experts, run_attention, run_norms, run_rotary, run_step, run_sampling
+    try:
+        with torch.device(device), torch.no_grad():
+            # Triton's interpreter multiplies bfloat16 as integers. Some kernels are for two bytes alone.
+            run_linears(torch.bfloat16 if device == "cuda" else torch.float16)
+            run_linears(torch.float32)
+            for run in others:
+                run(torch.bfloat16 if device == "cuda" else torch.float32)
+            if device == "cuda":
+                torch.cuda.synchronize()
+    finally:
+        for one in patches:
+            one.stop()
+    return list(names)
+
+
+def _launches(name: str, module: Any) -> bool:
+    return name.startswith("hf_static_kv.kernels.") and name.endswith("_triton") and hasattr(module, "launch")
+
+
+def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def run_linears(dtype: torch.dtype) -> None:
+    x, gate, up, bias = (normal(*shape, dtype=dtype) for shape in ((1, 72), (37, 72), (37, 72), (37,)))
+    linear_triton.linears_triton(x, [gate, up], [bias, bias])
+    linear_triton.linears_triton(x, [gate, up], [], "gelu_tanh")
+    norm, output = (x[0].clone(), 1e-5, (0.0, True, False), None), normal(1, 37, dtype=dtype)
+    linear_triton.fused_linears_triton(x, [gate], [bias], norm, "relu", False, output)
+    linear_triton.fused_linears_triton(x, [gate, up], [bias, bias], norm, "gelu", True, output)
+    transposed = [weight.t().contiguous().t() for weight in (gate, up)]
+    linear_triton.fused_linears_triton(x, transposed[:1], [bias], None, "relu", False, output)
+    linear_triton.linears_triton(x, transposed, [])
+    for tokens in (3, 11, 140):
+        many = normal(tokens, 72, dtype=dtype)
+        invariant_linear_triton.invariant_linears_triton(many, [gate], [bias])
+        invariant_linear_triton.invariant_linears_triton(many, [gate, up], [], "silu")
+        experts = torch.arange(tokens) % 3
+        invariant_linear_triton.expert_linear_triton(many, normal(3, 37, 72, dtype=dtype), experts, None)
+    invariant_linear_triton.invariant_sum_triton(torch.randn(3, 77))
+
+
+def run_experts(dtype: torch.dtype) -> None:
+    x, logits = normal(2, 72, dtype=dtype), normal(2, 5, dtype=dtype)
+    weights, index = experts_triton.route_triton(logits, 3, (True, True, False))
+    gate_up, down = normal(5, 2 * 24, 72, dtype=dtype), normal(5, 72, 24, dtype=dtype)
+    experts_triton.experts_triton(x, index, weights, gate_up, down, "silu")
+
+
+def run_attention(dtype: torch.dtype) -> None:
+    """One row begins at its first position and one in the middle; both end at the last slot."""
+    batch, heads, kv_heads, slots, dim = 2, 6, 2, 75, 24
+    keys, values = (normal(batch, kv_heads, slots, dim, dtype=dtype) for _ in range(2))
+    query = normal(batch, heads, 1, dim, dtype=dtype)
+    spans = torch.tensor([[0, 0, slots], [20, 31, slots]])
+    attend = decode_attention_triton.decode_attention_triton
+    for in_order in (False, True):
+        attend(query, keys, values, spans, None, 0.2, slots, spans_ready=True, in_order=in_order)
+    seen, weights = torch.ones(batch, slots, dtype=torch.bool), torch.empty(batch, heads, slots)
+    attend(query, keys, values, spans, seen, 0.2, slots, weights=weights)
+    prompt, sinks = normal(batch, heads, 19, dim, dtype=dtype), normal(heads, dtype=dtype)
+    ends = torch.arange(slots - 18, slots + 1)
+    spans_of_prompt = torch.stack([torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1).repeat(batch, 1, 1)
+    prompt_attention_triton.prompt_attention_triton(prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks)
+
+
+def run_norms(dtype: torch.dtype) -> None:
+    x = normal(3, 77, dtype=dtype)
+    norms = [Norm(x[0].clone(), 1e-5, style) for style in STYLES]
+    norm_triton.norm_triton(x, None, norms[0], None)
+    norm_triton.norm_triton(x, x.clone(), norms[0], None)
+    norm_triton.norm_triton(x, x.clone(), norms[0], norms[2])
+    norm_triton.norm_triton(x, x.clone(), Norm(x[0].clone(), 1e-5, LAYER_NORM, x[1].clone()), None)
+
+
+def run_rotary(dtype: torch.dtype) -> None:
+    states, angles = normal(2, 4, 5, 24, dtype=dtype), normal(2, 5, 24, dtype=dtype)
+    rotary_triton.rotary_triton(states, states[:, :2].clone(), angles, angles)
+    last = torch.tensor([12])
+    keys, values = (normal(2, 2, 13, 24, dtype=dtype) for _ in range(2))
+    heads = normal(2, 1, 8 * 24, dtype=dtype).unflatten(-1, (8, 24)).transpose(1, 2).split([4, 2, 2], dim=1)
+    for style in (None, STYLES[0], STYLES[2]):
+        angle = normal(1, 1, 24, dtype=dtype)
+        norm = None if style is None else Norm(angle[0, 0].clone(), 1e-6, style)
+        ready = style is not None
+        rotary_triton.rotate_and_write_triton(*heads, angle, angle, keys, values, last, norm, norm, ready)
+
+
+def run_step(dtype: torch.dtype) -> None:
+    keys, values = (normal(2, 3, 13, 24, dtype=dtype) for _ in range(2))
+    new = normal(2, 3, 1, 24, dtype=dtype)
+    step_state_triton.write_token_triton(keys, values, new, new, torch.tensor([12]))
+    column, windows = torch.tensor([[0], [3]]), torch.tensor([1 << 40, 4, 1 << 40])
+    spans = torch.zeros(2, 3, 4, dtype=torch.int64)[..., :3]
+    step_state_triton.advance_triton(torch.tensor([11]), column, windows, spans, column.clone())
+    step_state_triton.select_greedy_triton(normal(2, 777, dtype=dtype), torch.tensor([5]), *greedy_state())
+
+
+def greedy_state() -> GreedyState:
+    return GreedyState(
+        sequences=torch.randint(0, 777, (2, 14)),
+        token=torch.zeros(2, 1, dtype=torch.int64),
+        unfinished=torch.ones(2, 1, dtype=torch.bool),
+        eos=torch.tensor([[5, 6] + [-1] * 14]),
+        pad=torch.tensor([0]),
+        is_over=torch.tensor(False),
+    )
+
+
+def run_sampling(dtype: torch.dtype) -> None:
+    logits, noise = normal(2, 777, dtype=dtype), torch.rand(2, 777).add_(1e-3)
+    real = {name: torch.tensor([value], dtype=torch.float64) for name, value in _NUMBERS.items()}
+    numbers = (
+        *(real["temperature"], torch.tensor([7]), real["top_p"]),
+        *(real["min_p"], real["penalty"], torch.tensor([9])),
+    )
+    for kinds in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
+        at = torch.tensor([5])
+        sample_triton.select_sampled_triton(logits, noise, at, greedy_state(), kinds, *numbers)
+
+
+_NUMBERS = {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02, "penalty": 1.2}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

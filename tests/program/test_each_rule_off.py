@@ -1,0 +1,62 @@
+"""Each rule switched off gives the tokens that all rules give: no other rule needs it, and none is wrong without it."""
+
+from functools import cache
+
+import pytest
+import torch
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.program import step as step_module
+from hf_static_kv.program.rules import RULES
+from tests.conftest import BATCH, COMMON, PROMPT, shared_toy_model
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# RoPE with norms of queries and keys, windows and norms after layers, Conv1D with LayerNorm.
+TOYS = ("qwen3", "gemma3", "gpt2")
+PROMPTS = {"one row": PROMPT, "two rows": BATCH}
+
+
+def tokens(model, ids, **how):
+    ids = ids.to(DEVICE)
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6}, **how)
+
+
+@cache
+def expected(toy, rows):
+    return tokens(shared_toy_model(toy, device=DEVICE), PROMPTS[rows], use_cache=False)
+
+
+@cache
+def decoded(toy, rows, *without):
+    """The tokens of the decoder, and the recorded list that they come from."""
+    model, lists = shared_toy_model(toy, device=DEVICE), []
+    rewrite = step_module.rewrite
+
+    def noting(program, *args, **kwargs):
+        rewrite(program, *args, **kwargs)
+        lists.append([call.name for call in program])
+
+    ids = PROMPTS[rows]
+    decoder = GraphDecoder(without=without)
+    storage = StaticContiguousCache.from_model(model, 40, len(ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_module, "rewrite", noting)
+        got = tokens(model, ids, past_key_values=storage, custom_generate=decoder)
+    assert decoder.fallback_reason is None
+    (names,) = lists
+    return got, names
+
+
+@pytest.mark.parametrize("rows", PROMPTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("toy", TOYS)
+def test_the_tokens_are_the_same_without_a_rule(toy, rule, rows):
+    got, _ = decoded(toy, rows, rule)
+    assert torch.equal(got, expected(toy, rows))
+
+
+def test_every_rule_rewrites_the_list_of_some_toy():
+    """Otherwise a test above would switch off what is not there."""
+    lists = {toy: decoded(toy, "one row")[1] for toy in TOYS}
+    used = {rule for rule in RULES for toy in TOYS if decoded(toy, "one row", rule)[1] != lists[toy]}
+    assert used == set(RULES)
