@@ -2,6 +2,7 @@
 
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,13 @@ class TestMLPs:
         mlp.__class__ = type("Clamped", (type(mlp),), {"forward": clamped})
         assert mlp_activation(mlp) is None
 
+    def test_the_limit_of_step_3_7(self):
+        name = "transformers.models.step3p7.modeling_step3p7"
+        home = pytest.importorskip(name, reason="this version of transformers has no Step 3.7")
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "mlp_bias": False, "hidden_act": "silu"}
+        config = SimpleNamespace(**sizes, swiglu_limits_shared=[0.0, 16.0])
+        assert [mlp_activation(home.Step3p7MLP(config, layer)) for layer in range(2)] == ["silu", None]
+
     def test_recognising_draws_no_random_numbers(self):
         before = torch.get_rng_state()
         mlp_activation(toy_model("llama").model.layers[0].mlp)
@@ -189,7 +197,9 @@ class TestMLPs:
 
 
 class TestActivations:
-    @pytest.mark.parametrize(("name", "formula"), [("gelu_new", "gelu_tanh"), ("gelu_python", "gelu"), ("silu", "silu")])
+    @pytest.mark.parametrize(
+        ("name", "formula"), [("gelu_new", "gelu_tanh"), ("gelu_python", "gelu"), ("silu", "silu")]
+    )
     def test_a_known_one_has_a_name(self, name, formula):
         model = torch.nn.Sequential(ACT2FN[name])
         with named_activations(model):
