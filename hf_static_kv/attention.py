@@ -27,6 +27,12 @@ EXACT_ATTENTION_NAME = "static_contiguous_exact"
 TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_trace.py
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
+_READ = {"position_bias", "s_aux", "scaling", "softcap"}
+# Tensors that a model's own keywords bring to every attention function, and that neither 'sdpa' nor ours needs.
+_UNUSED = {
+    "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "mm_token_type_ids",
+    "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids",
+}  # fmt: skip
 
 
 class StepLayer:
@@ -63,12 +69,13 @@ def step_layer(module: torch.nn.Module) -> StepLayer | None:
 
 
 def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
-    """How scores are computed, from the keywords of an attention function."""
-    if kwargs.get("indices") is not None:
-        raise ValueError(
-            "This model tells 'sdpa' and 'eager' by a mask which tokens its index has selected, and other attention by "
-            "`indices`, which ours does not read. Call `model.set_attn_implementation('sdpa')`."
-        )
+    """How scores are computed, from the keywords of an attention function. Refuses tensors that are not known."""
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor) and name not in _READ | _UNUSED:
+            raise ValueError(
+                f"This model controls its attention by `{name}`, a tensor that ours does not read. It may tell 'sdpa' "
+                "and 'eager' the same by a mask: call `model.set_attn_implementation('sdpa')`."
+            )
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return scale, kwargs.get("softcap"), kwargs.get("s_aux")

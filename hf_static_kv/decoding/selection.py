@@ -6,6 +6,7 @@ import torch
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.kernels.sample import Kinds
 from hf_static_kv.program.step import SelectingStep
@@ -28,14 +29,19 @@ def selection_of(call: Call) -> Selection | None:
         return None
     if not config.do_sample:
         return None if call.processors else Selection()
+    if call.own_attention == EXACT_ATTENTION_NAME:  # the kernels round sums in other places than `generate` does
+        return None
     found = [_kind_and_number(processor, call) for processor in call.processors]
-    order = [Kinds._fields.index(kind) for kind, _, _ in filter(None, found)]
+    kinds = [kind for kind, _, _ in filter(None, found)]
+    order = [Kinds._fields.index(kind) for kind in kinds]
     if None in found or order != sorted(order):  # an unknown one, or another order than `generate` has
+        return None
+    if any(kinds.count(kind) > 1 and kind != "min_length" for kind in kinds):  # a step has one number of a kind
         return None
     numbers: dict[str, float] = {}
     for _, name, number in filter(None, found):
         numbers[name] = max(number, numbers.get(name, number))  # a least length may be given in two ways
-    return Selection(Kinds(**{kind: True for kind, _, _ in filter(None, found)}), tuple(numbers.items()))
+    return Selection(Kinds(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
 
 
 def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | None:

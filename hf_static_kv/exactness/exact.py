@@ -32,6 +32,7 @@ from hf_static_kv.exactness.experts import (
     refuse_active,
 )
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
+from hf_static_kv.exactness.self_check import refuse_other_logits, trial_logits
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
@@ -52,6 +53,9 @@ def exact(model: Module) -> Iterator[None]:
     `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
     too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
 
+    Before the first use of a model a few tokens run in an ordinary pass and inside: a model whose logits differ by more
+    than rounding explains is refused.
+
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama"), dtype=torch.bfloat16), torch.tensor([[5, 6, 7, 8]])
@@ -64,12 +68,14 @@ def exact(model: Module) -> Iterator[None]:
     """
     inner = patching.unwrapped(model, "exact")
     _refuse(model, inner)
+    ordinary = trial_logits(inner)
     with ExitStack() as changes:
         changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
         changes.enter_context(patching.experts_implementation(inner, EXACT_EXPERTS_NAME))
         parts = (fused_norms, fused_rotary, gated_mlps, single_linears, ordinary_balancing_loss, _batch_invariant)
         for change in parts:
             changes.enter_context(change(inner))
+        refuse_other_logits(inner, ordinary)
         yield
 
 

@@ -121,7 +121,7 @@ def router_style(module: Module) -> RouterStyle | None:
     with suppress(Exception), _on_cpu():  # it takes other arguments, or does not run on a CPU
         generator, dim = torch.Generator().manual_seed(0), weights[0].shape[1]
         x = torch.randn(_TOKENS, dim, generator=generator)
-        x[:4] *= 20  # large logits, where a clamp shows
+        x[:4] *= torch.tensor([[20.0], [1e2], [1e3], [1e4]])  # large logits, where a clamp shows
         x[4:8] *= 0.01  # probabilities that are equal where they are rounded before the largest are taken
         tensors = [torch.randn(weight.shape, generator=generator) * 2 / dim**0.5 for weight in weights]
         cases = []

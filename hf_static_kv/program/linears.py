@@ -15,6 +15,7 @@ from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.patching import is_unmodified, replaced
+from hf_static_kv.program.norms import PROBED_SCALES
 
 
 @contextmanager
@@ -46,7 +47,8 @@ def mlp_activation(module: Module) -> str | None:
     if parts[0].weight.stride() != parts[1].weight.stride() or not all(map(is_unmodified, module.modules())):
         return None
     with torch.device("cpu"):
-        generator, x = torch.Generator().manual_seed(0), torch.linspace(-3, 3, 24).view(1, 3, 8)
+        generator, scales = torch.Generator().manual_seed(0), torch.tensor(PROBED_SCALES)
+        x = torch.randn(1, len(scales), 8, generator=generator) * scales[:, None]
         # On the CPU `Linear` would draw from torch's global generator.
         gate, up, down = (Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8)))
         for layer in (gate, up, down):
@@ -94,9 +96,8 @@ class _GatedMLP:
 def named_activations(model: Module) -> Iterator[None]:
     """The model with each activation that has a formula of its own as one operation (GPT-2's GELU is eight)."""
     modules = [module for module in model.modules() if type(module).__module__ == activations.__name__]
-    found = {type(module): _activation_name(module) for module in modules}
-    forwards = {m: Activation(m, found[type(m)]).forward for m in modules if found[type(m)] and is_unmodified(m)}
-    with replaced("forward", forwards):
+    found = {module: _activation_name(module) for module in modules if is_unmodified(module)}
+    with replaced("forward", {module: Activation(module, name).forward for module, name in found.items() if name}):
         yield
 
 
@@ -119,6 +120,8 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 def _activation_name(module: Module) -> str:
     """The activation that this module computes, found in float64; "" if it is none of the known ones."""
     x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
+    scales = x.new_tensor(PROBED_SCALES)
+    x = torch.cat([x, scales, -scales])
     with suppress(Exception):  # it takes other arguments
         expected = ((name, linear.activate(x, name)) for name in linear.ACTIVATIONS)
         return next((name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), "")

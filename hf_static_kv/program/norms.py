@@ -13,6 +13,7 @@ from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm, norm_plain
 from hf_static_kv.patching import is_unmodified, replaced
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
+PROBED_SCALES = tuple(10.0**n for n in range(-4, 7))  # of inputs: a clamp at any limit in between shows
 _EPS_NAMES = ("variance_epsilon", "eps")
 
 
@@ -47,7 +48,8 @@ def norm_style(module: Module) -> NormStyle | None:
     """How this module multiplies by its weight, found on random inputs; None if it is not a known RMS norm."""
     with suppress(Exception), torch.device("cpu"):  # it takes other arguments, has no eps, or does not run on a CPU
         generator, dim, eps = torch.Generator().manual_seed(0), next(module.parameters()).shape[0], _eps(module)
-        tensors = torch.randn(dim, generator=generator), torch.randn(3, dim, generator=generator)
+        x = torch.randn(len(PROBED_SCALES), dim, generator=generator) * torch.tensor(PROBED_SCALES)[:, None]
+        tensors = torch.randn(dim, generator=generator), x
         cases = []
         for dtype in PROBED_DTYPES:
             (weight, x), probe = (tensor.to(dtype) for tensor in tensors), copy.deepcopy(module).to("cpu", dtype)

@@ -16,7 +16,7 @@ from transformers import PreTrainedConfig
 from hf_static_kv.compat import attention_name
 from hf_static_kv.kernels import rotary
 from hf_static_kv.patching import is_unmodified, original_function, replaced, replaced_function
-from hf_static_kv.program.norms import PROBED_DTYPES
+from hf_static_kv.program.norms import PROBED_DTYPES, PROBED_SCALES
 from hf_static_kv.program.shadow import original_of
 
 _FUNCTION = "apply_rotary_pos_emb"
@@ -101,8 +101,11 @@ def fused_rotary(model: Module, only_here: bool = False) -> Iterator[list[str]]:
 
 
 def _is_rotary(function: Any) -> bool:
-    generator, shapes = torch.Generator().manual_seed(0), ((2, 4, 3, 8), (2, 2, 3, 8), (2, 3, 8), (2, 3, 8))
-    tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]  # query, key, cos, sin
+    generator, tokens = torch.Generator().manual_seed(0), len(PROBED_SCALES)
+    shapes = (2, 4, tokens, 8), (2, 2, tokens, 8), (2, tokens, 8), (2, tokens, 8)  # query, key, cos, sin
+    tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+    for states in tensors[:2]:
+        states *= torch.tensor(PROBED_SCALES, device="cpu")[:, None]
     with suppress(Exception):  # no function, or another one of that name
         for dtype in PROBED_DTYPES:
             arguments = [tensor.to(dtype) for tensor in tensors]

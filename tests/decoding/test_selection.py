@@ -3,8 +3,9 @@
 import pytest
 import torch
 from transformers import LogitsProcessorList
+from transformers.generation import logits_process as processors
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.kernels.sample import Kinds
 from hf_static_kv.program.step import DecodeStep, SelectingStep
 from tests.conftest import Collect, shared_toy_model
@@ -77,6 +78,14 @@ OUTSIDE = {
     "another order": {"temperature": 0.5, "logits_processor": LogitsProcessorList([lambda ids, scores: scores + 0])},
     "typical p": {"typical_p": 0.9},
     "scores": {"return_dict_in_generate": True, "output_scores": True},
+    "two temperatures": {"temperature": 0.5, "logits_processor": [processors.TemperatureLogitsWarper(2.0)]},
+    "two top-k": {"top_k": 50, "logits_processor": [processors.TopKLogitsWarper(3)]},
+    "two top-p": {"top_k": 0, "top_p": 0.9, "logits_processor": [processors.TopPLogitsWarper(0.3)]},
+    "two min-p": {"top_k": 0, "min_p": 0.05, "logits_processor": [processors.MinPLogitsWarper(0.4)]},
+    "two penalties": {
+        "top_k": 0,
+        "logits_processor": [processors.RepetitionPenaltyLogitsProcessor(penalty) for penalty in (1.1, 1.6)],
+    },
 }
 
 
@@ -88,6 +97,33 @@ def test_what_the_host_selects(name):
     got, expected = (x if isinstance(x, torch.Tensor) else x.sequences for x in (got, expected))
     assert torch.equal(got, expected)
     assert kinds_of_step(decoder, cache) is DecodeStep
+
+
+def test_two_least_lengths_are_the_larger_one():
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "pad_token_id": 0}
+    how |= {"min_length": 17, "min_new_tokens": 9, "eos_token_id": list(range(3, 19))}
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    assert torch.equal(run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how))
+    assert kinds_of_step(decoder, cache).min_length
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_inside_exact_the_host_samples(name):
+    """The kernel's sums are rounded differently; the host runs the processors of `generate` themselves."""
+    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **SETTINGS[name]}
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    with exact(model):
+        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how))
+    assert kinds_of_step(decoder, cache) is DecodeStep
+
+
+def test_inside_exact_the_step_selects_greedily():
+    model, decoder = toy_model("llama"), GraphDecoder()
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    with exact(model):
+        run(model, decoder=decoder, cache=cache)
+    (step,) = decoder._steps[cache].values()
+    assert isinstance(step, SelectingStep)
 
 
 def test_the_repetition_penalty_of_embedded_prompts_is_left_to_the_host():

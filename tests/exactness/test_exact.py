@@ -19,8 +19,9 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant
 from hf_static_kv.patching import attention_of
+from hf_static_kv.program import linears
 from hf_static_kv.testing import dev_config, load_model, random_model
-from tests.conftest import toy_model
+from tests.conftest import tiny_model, toy_model
 
 # Not Llama 4 with its complex numbers: `TestRefusals`.
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
@@ -206,6 +207,78 @@ class TestWaysToCallALinearLayer:
             assert torch.equal(model(ids, use_cache=False, logits_to_keep=1).logits, whole[:, -1:])
             for row in range(3):
                 assert torch.equal(model(ids[row : row + 1], logits_to_keep=1).logits[0], whole[row, -1:])
+
+
+class TestSelfCheck:
+    """Before its first use `exact` compares itself with an ordinary pass: a trial may take a part for another one."""
+
+    @pytest.fixture
+    def wrong_trial(self, monkeypatch):
+        """Does not see that a model clamps."""
+        monkeypatch.setattr(linears, "mlp_activation", lambda module: "gelu" if hasattr(module, "gate_proj") else None)
+
+    @pytest.fixture
+    def model(self):
+        return tiny_model("llama", initializer_range=1.0, hidden_act="gelu_10")
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    def test_a_part_that_is_taken_for_another(self, model, wrong_trial, dtype):
+        model = model.to(dtype)
+        before = [dict(module.__dict__) for module in model.modules()]
+        for _ in range(2):
+            message = r"does not compute what LlamaForCausalLM .* differ by \d+ .* explains [\d.]+"
+            with pytest.raises(ValueError, match=message), exact(model):
+                pass
+        assert [dict(module.__dict__) for module in model.modules()] == before
+
+    @pytest.mark.parametrize(("name", "field"), [("gpt2", "activation_function"), ("llama", "hidden_act")])
+    def test_a_clamp_is_computed(self, name, field):
+        """The weights of these models reach the limits of gelu_10."""
+        model, ids = tiny_model(name, initializer_range=1.0, **{field: "gelu_10"}), tokens(length=12)
+        ordinary = model(ids, use_cache=False).logits
+        with exact(model):
+            got = model(ids, use_cache=False).logits
+        torch.testing.assert_close(got, ordinary, rtol=0, atol=3e-4 * float(ordinary.abs().max()))
+
+    def test_once_for_a_model_and_again_if_it_has_changed(self, monkeypatch):
+        model, ids = toy_model("llama", "eager"), []
+        own = type(model).forward
+        monkeypatch.setattr(type(model), "forward", lambda self, *a, **k: ids.append(a[0]) or own(self, *a, **k))
+        for _ in range(2):
+            with exact(model):
+                pass
+        assert len(ids) == 2
+        model.extra = torch.nn.Identity()
+        with exact(model):
+            pass
+        assert len(ids) == 4
+        assert all(int(tokens.max()) < model.config.vocab_size for tokens in ids)
+
+    def test_it_leaves_no_trace(self):
+        """No gradient, no random number, and nothing of a model in train mode."""
+        model = toy_model("llama", "eager").train()
+        state = torch.get_rng_state()
+        with torch.enable_grad(), exact(model):
+            pass
+        assert torch.equal(torch.get_rng_state(), state)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        assert model.training
+
+    def test_not_for_a_model_with_hooks(self, model, wrong_trial):
+        calls = []
+        model.model.layers[1].mlp.register_forward_hook(lambda *args: calls.append(args))
+        with exact(model):
+            assert not calls
+
+    def test_not_for_a_model_that_is_not_there(self):
+        with exact(toy_model("llama", "eager").to("meta")):
+            pass
+
+    def test_not_for_a_model_that_needs_more_than_tokens(self, model, wrong_trial, monkeypatch):
+        own = type(model).forward
+        monkeypatch.setattr(type(model), "forward", lambda self, *args, pixels, **kwargs: own(self, *args, **kwargs))
+        with exact(model):
+            pass
 
 
 class TestNothingIsLeft:
@@ -427,6 +500,7 @@ def test_a_linear_layer_is_one_operation(monkeypatch):
     home = sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
     monkeypatch.setattr(home, "invariant_operation", lambda func: names.append(str(func)) or invariant_operation(func))
     with exact(model):
+        names.clear()  # of the check at the first entry
         model(ids)
     assert names.count("hf_static_kv.linears.default") == 11  # q, k, v, o and down in each of two layers, the head
     assert "aten.mm.default" not in names

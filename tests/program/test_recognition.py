@@ -2,9 +2,12 @@
 
 import sys
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers.activations import ACT2FN, ClippedGELUActivation
+from transformers.models.llama import modeling_llama
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
@@ -92,6 +95,13 @@ class TestNorms:
         with fused_norms(torch.nn.Sequential(HalfRMSNorm())) as norms:
             assert norms == []
 
+    @pytest.mark.parametrize("limit", [10.0, 1e4])
+    def test_one_that_clamps_is_left_alone(self, limit):
+        norm = toy_model("llama").model.norm
+        own = type(norm)
+        norm.__class__ = type("Other", (own,), {"forward": lambda self, x: own.forward(self, x.clamp(-limit, limit))})
+        assert norm_style(norm) is None
+
     def test_one_with_a_forward_of_its_own_is_left_alone(self):
         model = toy_model("llama")
         norm = model.model.norm
@@ -145,6 +155,33 @@ class TestMLPs:
         mlp.__class__ = type("Other", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
         assert mlp_activation(mlp) is None
 
+    @pytest.mark.parametrize("limit", [16.0, 1e4])
+    @pytest.mark.parametrize(
+        ("part", "is_lower"),
+        [("gate_proj", False), ("act_fn", False), ("up_proj", False), ("up_proj", True), ("down_proj", True)],
+    )
+    def test_one_that_clamps_is_left_alone(self, part, is_lower, limit):
+        """As some layers of Step 3.7, GLM-5 and DeepSeek V4 do."""
+        mlp = toy_model("llama").model.layers[0].mlp
+        limits = {"min": -limit} if is_lower else {"max": limit}
+
+        def clamped(self, x):
+            def run(name, x):
+                output = getattr(self, name)(x)
+                return output.clamp(**limits) if name == part else output
+
+            return run("down_proj", run("act_fn", run("gate_proj", x)) * run("up_proj", x))
+
+        mlp.__class__ = type("Clamped", (type(mlp),), {"forward": clamped})
+        assert mlp_activation(mlp) is None
+
+    def test_the_limit_of_step_3_7(self):
+        name = "transformers.models.step3p7.modeling_step3p7"
+        home = pytest.importorskip(name, reason="this version of transformers has no Step 3.7")
+        sizes = {"hidden_size": 8, "intermediate_size": 12, "mlp_bias": False, "hidden_act": "silu"}
+        config = SimpleNamespace(**sizes, swiglu_limits_shared=[0.0, 16.0])
+        assert [mlp_activation(home.Step3p7MLP(config, layer)) for layer in range(2)] == ["silu", None]
+
     def test_recognising_draws_no_random_numbers(self):
         before = torch.get_rng_state()
         mlp_activation(toy_model("llama").model.layers[0].mlp)
@@ -157,6 +194,38 @@ class TestMLPs:
             model(ids)
             handle.remove()
         assert len(calls) == 1
+
+
+class TestActivations:
+    @pytest.mark.parametrize(
+        ("name", "formula"), [("gelu_new", "gelu_tanh"), ("gelu_python", "gelu"), ("silu", "silu")]
+    )
+    def test_a_known_one_has_a_name(self, name, formula):
+        model = torch.nn.Sequential(ACT2FN[name])
+        with named_activations(model):
+            assert model[0].forward.__self__.name == formula
+
+    def test_a_clamped_one_has_none(self):
+        model = torch.nn.Sequential(ACT2FN["gelu_10"])
+        with named_activations(model):
+            assert "forward" not in model[0].__dict__
+
+    def test_each_has_limits_of_its_own(self):
+        model = torch.nn.Sequential(ClippedGELUActivation(-torch.inf, torch.inf), ClippedGELUActivation(-10, 10))
+        with named_activations(model):
+            assert ["forward" in module.__dict__ for module in model] == [True, False]
+
+
+@pytest.mark.parametrize("limit", [10.0, 1e4])
+def test_a_rotation_that_clamps_is_left_alone(limit, monkeypatch):
+    model, own = toy_model("llama"), modeling_llama.apply_rotary_pos_emb
+
+    def clamped(q, k, cos, sin):
+        return own(q.clamp(-limit, limit), k, cos, sin)
+
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", clamped)
+    with fused_rotary(model) as files:
+        assert files == []
 
 
 def test_another_default_device():
