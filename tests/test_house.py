@@ -22,9 +22,9 @@ READING_ORDER = {
         "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
-    "program": ["preload", "linears", "norms", "rotary", "experts", "record", "rules", "fingerprint", "step"],
+    "program": ["preload", "norms", "linears", "rotary", "experts", "record", "rules", "fingerprint", "step"],
     "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
-    "exactness": ["invariant_operations", "experts", "exact", "logprobs"],
+    "exactness": ["invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__"],
 }  # fmt: skip
