@@ -5,9 +5,11 @@ mass (p of the whole mass). A sort of the vocabulary would take longer than all 
 int32 key of the same order, and 8 passes find 4 bits of t each: a pass measures what reaches each of 16 candidates,
 chunk by chunk of the vocabulary, and the next kernel sums up the chunks and goes on from the largest candidate that
 reaches the target. Sums run in a fixed order, so the tokens are the same in every run. Rounding keeps order, so a
-larger candidate never measures more.
+larger candidate never measures more. The last pass of top_p counts the scores that equal each candidate as well: of
+those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
 
     scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]   N chunks
+    counts: [B, 16, N]
     lows[i]: the largest candidate of pass i - 1; lows[8] and lows[16] are thresholds, as the next search starts anew
 """
 
@@ -25,6 +27,7 @@ _NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multipro
 _PENALIZED = 1024  # positions of a sequence in one program
 _PASSES, _CANDIDATES = tl.constexpr(8), tl.constexpr(16)  # 8 times 4 bits
 _LOWEST = tl.constexpr(-(2**31))
+_TINY = tl.constexpr(1e-30)  # a mass: top_p = 0 keeps one score, the largest
 
 
 @triton.jit
@@ -89,7 +92,7 @@ def _key(score):
 
 @triton.jit
 def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """lows[i], from pass i - 1, which measured `MEASURE`."""
+    """lows[i] from pass i - 1, which measured `MEASURE`; which candidate it is, and its measure less the target."""
     candidate, chunk = tl.arange(0, _CANDIDATES), tl.arange(0, NUM_CHUNKS)
     number = (i - 1) % _PASSES  # of that pass in its search
     row = partials + ((i - 1) * B + b) * _CANDIDATES * NUM_CHUNKS
@@ -101,9 +104,11 @@ def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl
     if MEASURE == "number":
         target = tl.minimum(k, V).to(tl.float32)
     else:
-        target = tl.where(p < 1, p.to(tl.float32) * tl.sum(whole, 0), float("inf"))
-    reached = tl.sum((tl.sum(parts, 1) >= target).to(tl.int32), 0)
-    return before + (tl.maximum(reached - 1, 0) << (28 - 4 * number))
+        target = tl.where(p < 1, tl.maximum(p.to(tl.float32) * tl.sum(whole, 0), _TINY), float("inf"))
+    measures = tl.sum(parts, 1)
+    chosen = tl.maximum(tl.sum((measures >= target).to(tl.int32), 0) - 1, 0)
+    surplus = tl.sum(tl.where(candidate == chosen, measures, 0.0), 0) - target
+    return before + (chosen << (28 - 4 * number)), chosen, surplus
 
 
 @triton.jit
@@ -122,9 +127,39 @@ def _measure(key, weight, low, bits, IS_FIRST: tl.constexpr):
     return measure
 
 
+@triton.jit
+def _count(key, mask, low):
+    """How many keys of tokens equal each candidate of the last pass, low + j."""
+    candidate = tl.arange(0, _CANDIDATES)
+    count = tl.zeros_like(candidate)
+    if tl.max((mask & ((key ^ low) >> 4 == 0)).to(tl.int32), 0) > 0:
+        is_equal = mask[None, :] & (key[None, :] == (low + candidate)[:, None])
+        count = tl.sum(is_equal.to(tl.int32), 1)
+    return count
+
+
+@triton.jit
+def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
+    """Which keys top_p keeps: those above `low`, and of those that equal it the last ones of the row.
+
+    surplus: by how much the mass of the keys >= low exceeds the target   counts: how many keys of a chunk equal low
+    """
+    this, chunk = tl.program_id(1), tl.arange(0, NUM_CHUNKS)
+    count = tl.load(counts + chunk).to(tl.float32)
+    before = tl.sum(tl.where(chunk < this, count, 0.0), 0)
+    own = tl.sum(tl.where(chunk == this, count, 0.0), 0)
+    edge = tl.where(low < 0, low ^ 0x7FFFFFFF, low).to(tl.float32, bitcast=True)
+    removed = tl.minimum(tl.floor(surplus / tl.exp(edge - maximum)), tl.sum(count, 0) - 1)
+    is_equal = key == low
+    number = tl.zeros_like(key).to(tl.float32) + (before + 1)  # in the row, of those that equal it
+    if (before < removed) & (removed < before + own):  # some of this chunk are kept: a scan
+        number = before + tl.cumsum(is_equal.to(tl.int32), 0).to(tl.float32)
+    return (key > low) | (is_equal & (number > removed))
+
+
 @triton.jit(do_not_specialize=["i"])
 def _narrow(
-    scores, maxima, partials, lows, top_k, top_p, i, B, V,
+    scores, maxima, partials, lows, counts, top_k, top_p, i, B, V,
     BEFORE: tl.constexpr, MEASURE: tl.constexpr, TOP_K: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -142,20 +177,24 @@ def _narrow(
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:  # what top_k does not keep has no mass
             weight = tl.where(key >= tl.load(lows + _PASSES * B + b), weight, 0.0)
-        low = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
+        low, _, _ = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
         if chunk == 0:
             tl.store(lows + i * B + b, low)
         if BEFORE == "number" and MEASURE == "mass":  # the other search begins
             weight = tl.where(key >= low, weight, 0.0)
             low = _LOWEST
     measure = _measure(key, weight, low, 28 - 4 * (i % _PASSES), BEFORE != MEASURE)
-    row = partials + (i * B + b) * _CANDIDATES * NUM_CHUNKS
-    tl.store(row + tl.arange(0, _CANDIDATES) * NUM_CHUNKS + chunk, measure)
+    place = (b * _CANDIDATES + tl.arange(0, _CANDIDATES)) * NUM_CHUNKS + chunk
+    tl.store(partials + i * B * _CANDIDATES * NUM_CHUNKS + place, measure)
+    if BEFORE == "mass":
+        is_last = i % _PASSES == _PASSES - 1
+        if is_last:
+            tl.store(counts + place, _count(key, mask, low))
 
 
 @triton.jit(do_not_specialize=["i"])
 def _draw(
-    scores, maxima, noise, partials, lows, top_k, top_p, min_p, quotients, tokens, i, B, V,
+    scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens, i, B, V,
     BEFORE: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -171,8 +210,12 @@ def _draw(
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:
             keep = keep & (_key(score) >= tl.load(lows + _PASSES * B + b))
-        low = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
-        keep = keep & ((_key(score) >= low) | (score == maximum))
+        low, chosen, surplus = _low(partials, lows, k, p, b, i, B, V, BEFORE, NUM_CHUNKS)
+        if BEFORE == "mass":
+            row = counts + (b * _CANDIDATES + chosen) * NUM_CHUNKS
+            keep = keep & _within_mass(_key(score), low, surplus, row, maximum, NUM_CHUNKS)
+        else:
+            keep = keep & ((_key(score) >= low) | (score == maximum))
     if MIN_P:
         keep = keep & (weight >= tl.load(min_p).to(tl.float32))
     quotient = tl.div_rn(weight, q)
@@ -193,7 +236,7 @@ def select_sampled_triton(
     batch, vocabulary = logits.shape
     searches = [measure for measure, asked in (("number", kinds.top_k), ("mass", kinds.top_p)) if asked]
     passes = [measure for measure in searches for _ in range(_PASSES.value)]
-    scores, partials, maxima, quotients, tokens, lows = _buffers(logits, len(passes))
+    scores, partials, maxima, quotients, tokens, lows, counts = _buffers(logits, len(passes))
     chunk = 8 * triton.cdiv(vocabulary, 8 * _NUM_CHUNKS)  # so that a thread loads 16 bytes of bfloat16 at once
     tile = triton.next_power_of_2(chunk)
     tiles = {"CHUNK": chunk, "TILE": tile, "num_warps": min(max(tile // 256, 1), 16)}  # 8 scores a thread
@@ -213,23 +256,24 @@ def select_sampled_triton(
     chunks, before = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}, "nothing"
     for i, measure in enumerate(passes):
         launch(
-            _narrow, grid, scores, maxima, partials, lows, top_k, top_p, i, batch, vocabulary,
+            _narrow, grid, scores, maxima, partials, lows, counts, top_k, top_p, i, batch, vocabulary,
             BEFORE=before, MEASURE=measure, **chunks,
         )  # fmt: skip
         before = measure
     launch(
-        _draw, grid, scores, maxima, noise, partials, lows, top_k, top_p, min_p, quotients, tokens,
+        _draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens,
         len(passes), batch, vocabulary, BEFORE=before, MIN_P=kinds.min_p, **chunks,
     )  # fmt: skip
     select_triton(quotients, tokens, vocabulary, cache_position, *selection)
 
 
 def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
-    """scores, partials, maxima, quotients, tokens, lows."""
+    """scores, partials, maxima, quotients, tokens, lows, counts."""
     batch, chunks = len(logits), (len(logits), _NUM_CHUNKS)
-    shapes = logits.shape, (passes, batch, _CANDIDATES.value, _NUM_CHUNKS), chunks, chunks
+    candidates = (batch, _CANDIDATES.value, _NUM_CHUNKS)
+    shapes = logits.shape, (passes, *candidates), chunks, chunks
     floats = [logits.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    integers = [logits.new_empty(shape, dtype=torch.int32) for shape in (chunks, (passes + 1, batch))]
+    integers = [logits.new_empty(shape, dtype=torch.int32) for shape in (chunks, (passes + 1, batch), candidates)]
     return *floats, *integers
 
 

@@ -5,6 +5,7 @@ toy size, bfloat16.
 """
 
 import sys
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from hf_static_kv.exactness.invariant_operations import invariant_operation, is_
 from hf_static_kv.patching import attention_of
 from hf_static_kv.program import linears
 from hf_static_kv.testing import dev_config, load_model, random_model
-from tests.conftest import tiny_model, toy_model
+from tests.conftest import tiny_model, toy_config, toy_model
 
 # Not Llama 4 with its complex numbers: `TestRefusals`.
 NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
@@ -635,6 +636,35 @@ def test_a_captured_step_reads_its_angles_from_tables_too():
     assert decoder.fallback_reason is None
     (step,) = decoder._steps[cache].values()
     assert len(step._tables) == 2  # of layers with a window, and of those without
+
+
+PROCESSORS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+PROCESSORS |= {"min_new_tokens": 40}
+NAMES_OF_PAIRS = [names for n in (1, 2) for names in combinations(PROCESSORS, n)]
+
+
+def sampled(model, names, **how):
+    """Three rows of 67 tokens, so 200 draws under one seed, with these processors alone."""
+    ids = tokens(batch=3, length=8).to(model.device)
+    usual = {"do_sample": True, "top_k": 0, "max_new_tokens": 67, "pad_token_id": 0, "eos_token_id": [*range(3, 19)]}
+    torch.manual_seed(len(names))
+    return model.generate(ids, **usual | {name: PROCESSORS[name] for name in names}, **how)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("vocabulary", [128256, 151936, 262144])
+def test_sampled_tokens_at_true_vocabularies(vocabulary):
+    """In bfloat16 hundreds of tokens have equal logits, also at the edge of top_p."""
+    model = random_model(toy_config("llama", vocab_size=vocabulary, num_hidden_layers=1), device="cuda")
+    model, decoder = model.to(torch.bfloat16), GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, 80, 3)
+    with exact(model):
+        for names in NAMES_OF_PAIRS:
+            cache.reset()
+            got = sampled(model, names, past_key_values=cache, custom_generate=decoder)
+            assert torch.equal(got, sampled(model, names, use_cache=False)), names
+            assert decoder.fallback_reason is None
 
 
 @pytest.mark.gpu

@@ -1,5 +1,8 @@
 """Sampling in a captured step: plainly as transformers samples, and the kernels as the plain formula."""
 
+from functools import partial
+from itertools import combinations
+
 import pytest
 import torch
 from transformers.generation import logits_process as processors
@@ -10,6 +13,7 @@ from tests.conftest import given, settings, st, triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ALL = Kinds(*[True] * 6)
+NO_LIMIT = {"top_k": False, "top_p": False, "min_p": False}
 POSITION, LENGTH = 3, 8  # of the newest token, of the token buffer
 
 
@@ -120,36 +124,42 @@ class TestPlain:
         assert not state.selection.is_over
 
 
-def limits(scores, kinds, state):
+def limits(scores, kinds, state, slack=None):
     """Masks of the tokens that must be kept and that may be kept, by float64; what is between is within rounding.
 
+    top_p sorts: of equal scores the higher token comes later in ascending order, and is kept first.
     A mass is a sum of V weights, off by V eps. exp is off by an eps or two, on a GPU by |score - max| eps more, where
     the weight is large that is little: 104 at most, below that a weight is 0.
     """
     scores = scores.double()
-    slack = (scores.shape[-1] + 110) * torch.finfo(torch.float32).eps
+    slack = (scores.shape[-1] + 110) * torch.finfo(torch.float32).eps if slack is None else slack
     must, may = torch.ones_like(scores, dtype=torch.bool), torch.ones_like(scores, dtype=torch.bool)
     if kinds.top_k:
         k = min(state.top_k.item(), scores.shape[-1])
         must = may = scores >= scores.topk(k).values[:, -1:]
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    is_largest = weights == 1
     if kinds.top_p and state.top_p.item() < 1:
-        kept = torch.where(must, weights, 0)
-        above = (kept[:, None, :] * (scores[:, None, :] > scores[:, :, None])).sum(-1) / kept.sum(-1, keepdim=True)
-        p = state.top_p.item()
-        must, may = (m & ((above < p + s) | is_largest) for m, s in ((must, -slack), (may, slack)))
+        place = places(scores)
+        kept = torch.zeros_like(scores).scatter(1, place, torch.where(must, weights, 0))  # ascending
+        above = ((kept.sum(-1, keepdim=True) - kept.cumsum(-1)) / kept.sum(-1, keepdim=True)).gather(1, place)
+        p, is_last = state.top_p.item(), place == scores.shape[-1] - 1
+        must, may = (m & ((above < p + s) | is_last) for m, s in ((must, -slack), (may, slack)))
     if kinds.min_p:
         p = state.min_p.item()
         must, may = must & (weights >= p * (1 + slack)), may & (weights >= p * (1 - slack))
     return must, may
 
 
+def places(scores):
+    """The place of each token in ascending order."""
+    return scores.sort(dim=-1, stable=True).indices.argsort(dim=-1)
+
+
 def probes(scores, must, may):
     """Noise for two rows each: the lowest token that must be kept would win, so would the highest that may not."""
-    noise = torch.full_like(scores, 1e30).repeat(2, 1)
-    lowest = torch.where(must, scores, torch.inf).argmin(-1)
-    highest = torch.where(may, -torch.inf, scores).argmax(-1)
+    noise, place = torch.full_like(scores, 1e30).repeat(2, 1), places(scores)
+    lowest = torch.where(must, place, scores.shape[-1]).argmin(-1)
+    highest = torch.where(may, -1, place).argmax(-1)
     noise.scatter_(1, torch.cat([lowest, highest])[:, None], 1e-37)
     return noise, lowest, highest
 
@@ -195,7 +205,7 @@ class TestKernels:
         scores = logits / 2 if kinds.temperature else logits
         state = make_state(2, kinds, **numbers)
         must, may = limits(scores, kinds, state)
-        if not (kinds.top_p and shape == "ties"):  # of equal scores transformers keeps some
+        if not (kinds.top_p and shape == "ties"):  # on a CPU torch's sort keeps no order of equal scores
             kept = process_plain(logits, position(), make_state(1, kinds, **numbers)) > -torch.inf
             assert not (must & ~kept & (scores > -torch.inf)).any()
             assert not (kept & ~may).any()
@@ -203,6 +213,20 @@ class TestKernels:
         tokens = self.select(logits.repeat(2, 1), noise, state)
         assert tokens[0] == lowest
         assert may.all() or tokens[1] != highest
+
+    @pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.0), (None, 0.55), (None, 0.97), (60, 0.9)])
+    def test_of_equal_scores_at_the_edge_those_of_transformers(self, top_k, top_p, monkeypatch):
+        """Every row has its own edge. A row has about ten values, so up to fifty ties in all chunks."""
+        if DEVICE == "cpu":
+            monkeypatch.setattr(self.kernels, "_NUM_CHUNKS", 4)
+            monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))  # on a GPU it is
+        logits = torch.cat([(normal(1, 203, seed=seed) * 1.5).round() for seed in range(2)])
+        state = make_state(4, Kinds(top_k=top_k is not None, top_p=True), top_k=top_k or 0, top_p=top_p)
+        kept = of_transformers(logits, state)[1] > -torch.inf
+        noise, lowest, highest = probes(logits, kept, kept)
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[:2].tolist() == lowest.tolist()
+        assert not (tokens[2:] == highest).any()
 
     @given(
         seed=st.integers(0, 1 << 30),
@@ -295,6 +319,36 @@ def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
         assert state.selection.token[:, 0].tolist() == expected.tolist()
         assert torch.equal(rng_state(), after)
         state.selection.unfinished.fill_(True)
+
+
+PAIRS = [Kinds(**dict.fromkeys(kinds, True)) for n in (1, 2) for kinds in combinations(Kinds._fields, n)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("vocabulary", "kinds"),
+    [(128256, kinds) for kinds in PAIRS] + [(vocabulary, ALL) for vocabulary in (151936, 262144)],
+    ids=str,
+)
+def test_true_vocabularies_in_bfloat16(vocabulary, kinds):
+    """A bfloat16 has about a hundred tokens of equal score at the edge of top_p. A slack of 1e-5 is one of them."""
+    kernels = triton_module("hf_static_kv.kernels.sample_triton")
+    numbers = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.3, "min_length": POSITION + 2}
+    for seed in range(3):
+        logits = normal(1, vocabulary, seed=seed, scale=3.0).bfloat16()
+        alone, state = (make_state(batch, kinds, **numbers) for batch in (1, 2))
+        scores = process_plain(logits, position(), alone._replace(kinds=kinds._replace(**NO_LIMIT)))
+        must, may = limits(scores, kinds, state, slack=1e-5)
+        must &= scores > -torch.inf
+        kept = of_transformers(logits, alone)[1] > -torch.inf
+        assert not (must & ~kept).any()
+        assert not (kept & ~may).any()
+        noise, lowest, highest = probes(scores, must, may)
+        kernels.select_sampled_triton(logits.repeat(2, 1), noise, position(), *state)
+        tokens = state.selection.token[:, 0]
+        assert tokens[0] == lowest
+        assert may.all() or tokens[1] != highest
 
 
 class TestChecks:
