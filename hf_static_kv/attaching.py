@@ -159,7 +159,7 @@ class Attachment:
             with self._one_at_a_time, self._exact(model), call.caches:
                 token = _CALL.set(call)
                 try:
-                    return original(*args, **kwargs)
+                    return self.pool.hand_over(original(*args, **kwargs))
                 finally:
                     _CALL.reset(token)
         except UnfinishedPass as reason:

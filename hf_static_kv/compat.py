@@ -279,6 +279,13 @@ def write_count(tensor: Tensor) -> int | object:
     return 0 if tensor.is_inference() else getattr(tensor, "_version", object())
 
 
+def storage_users(tensor: Tensor) -> int | None:
+    """How many tensors share the memory of this one, itself included. Without it: None, and a pool keeps nothing."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    handle = getattr(tensor.untyped_storage(), "_cdata", None)
+    return None if count is None or handle is None else int(count(handle))
+
+
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
     """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
     if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:

@@ -18,6 +18,7 @@ from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
 from tests.fuzz.models import build_model
+from tests.hybrids import hybrid_model
 
 ON_GPU = DEVICE == "cuda"
 
@@ -61,6 +62,15 @@ def test_the_tokens_are_those_of_generate(name, mode):
         for _ in range(2):
             assert torch.equal(generate(model, **MODES[mode]), expected)
         assert (info.calls, info.hits) == (2, 1)
+
+
+@pytest.fixture(params=["loop", "decoder"])
+def either_loop(request, monkeypatch):
+    """transformers' loop, and the decoder, which on a CPU runs steps without a graph."""
+    if request.param == "decoder":
+        monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,))
+    elif ON_GPU:
+        pytest.skip("on a GPU it is the decoder")
 
 
 @pytest.fixture
@@ -285,6 +295,100 @@ def test_a_cache_that_is_returned_leaves_the_pool(model):
     assert cache.max_cache_len > 256
 
 
+RETURNED = {"return_dict_in_generate": True}
+
+
+@pytest.mark.usefixtures("either_loop")
+@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampled", "beams"])
+def test_a_returned_cache_that_is_dropped_serves_the_next_call(model, how):
+    expected, info = generate(model, **how), attach(model)
+    for _ in range(5):
+        output = generate(model, **RETURNED, **how)
+        assert torch.equal(output.sequences, expected)
+        del output
+    assert (info.calls, info.hits, info.captured_steps <= 1) == (5, 4, True)
+    assert torch.equal(generate(model, **how), expected)
+    assert (info.hits, len(info.caches)) == (5, 1)
+
+
+def test_a_name_that_is_bound_again_keeps_two_caches(model):
+    """As a loop of training does: the last output is alive while the next call runs."""
+    info = attach(model)
+    for _ in range(6):
+        output = generate(model, **RETURNED)
+    assert (info.calls, info.hits) == (6, 4)
+    assert output.past_key_values.seq_len == PROMPT.shape[1] + COMMON["max_new_tokens"] - 1
+
+
+HELD = {
+    "a view": lambda cache: cache.layers[0].keys,
+    "a tuple": lambda cache: next(iter(cache))[1],
+    "the storage": lambda cache: cache.value_storage,
+    "a layer": lambda cache: cache.layers[0],
+    "numpy": lambda cache: cache.layers[0].values.cpu().numpy(),
+    "a deep copy": lambda cache: copy.deepcopy(cache.layers[0].keys),
+}
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_nothing_that_a_caller_holds_is_written(model, what):
+    """The cache is dropped, and something of it is kept."""
+    attach(model)
+    output = generate(model, **RETURNED)
+    held = HELD[what](output.past_key_values)
+    tensor = torch.as_tensor(held.keys if what == "a layer" else held)
+    before = tensor.clone()
+    del output
+    for shift in (1, 2):
+        generate(model, PROMPT + shift)
+    assert torch.equal(tensor, before)
+
+
+@pytest.mark.usefixtures("either_loop")
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_5_text"])
+def test_a_returned_cache_goes_on_beside_the_pool(name):
+    """Calls of the model neither see nor change it, and it is whole when it outgrows its storage."""
+    model = hybrid_model(name).to(DEVICE) if name == "qwen3_5_text" else toy_model(name)
+    ids, how = PROMPT.remainder(90), {"max_new_tokens": 300, "eos_token_id": None}
+    first = generate(model, ids)
+    longer = torch.cat([first, ids], dim=1)
+    expected = generate(model, longer, past_key_values=filled(model, first), **how)
+    with attached(model):
+        output = generate(model, ids, **RETURNED)
+        cache = output.past_key_values
+        del output
+        for shift in (1, 2):
+            generate(model, (ids + shift).remainder(90))
+        assert isinstance(cache, StaticContiguousCache)
+        assert torch.equal(generate(model, longer, past_key_values=cache, **how), expected)
+        assert cache.max_cache_len > 256
+        assert torch.equal(generate(model, ids), first)
+
+
+def filled(model, ids):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :13], past_key_values=cache)
+        for position in range(13, ids.shape[1] - 1):
+            model(ids[:, position : position + 1], past_key_values=cache)
+    return cache
+
+
+def test_returned_caches_are_bounded(model):
+    """Those of callers count as long as the pool remembers them; beyond the bound they are the callers' alone."""
+    max_bytes = 600 * hf_static_kv.cache_bytes(model.config, 1)
+    info, outputs = attach(model, max_bytes=max_bytes), []
+    for shift in range(4):
+        outputs.append(generate(model, PROMPT + shift, **RETURNED))
+        assert info.pool.num_bytes <= max_bytes
+    assert len(info.pool.taken) == 2
+    outputs.clear()
+    generate(model)
+    assert info.hits == 1
+    info.pool.clear()
+    assert info.pool.num_bytes == 0
+
+
 class Interrupt(StoppingCriteria):
     def __init__(self, error, after):
         self.error, self.left = error, after
@@ -439,15 +543,6 @@ SKIPPING = {
 
 def pass_on(hidden_states, *args, **kwargs):
     return hidden_states
-
-
-@pytest.fixture(params=["loop", "decoder"])
-def either_loop(request, monkeypatch):
-    """transformers' loop, and the decoder, which on a CPU runs steps without a graph."""
-    if request.param == "decoder":
-        monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,))
-    elif ON_GPU:
-        pytest.skip("on a GPU it is the decoder")
 
 
 @pytest.mark.usefixtures("either_loop")

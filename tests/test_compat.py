@@ -58,6 +58,7 @@ class TestGenerate:
     def test_without_its_loop_the_remedy_is_named(self):
         with pytest.raises(RuntimeError, match="omit custom_generate"):
             compat.sampling_loop(BARE)
+        assert not compat.has_common_loop(BARE)
 
     def test_without_the_context_around_decoding(self, monkeypatch):
         assert isinstance(compat.optimized_for_decode(BARE), nullcontext)
@@ -108,6 +109,16 @@ class TestModules:
         assert compat.write_count(tensor) != compat.write_count(tensor)
         own = torch.zeros(1)
         assert compat.write_count(own) == compat.write_count(own)
+
+    def test_without_a_count_of_users_none_is_known(self, monkeypatch):
+        tensor = torch.zeros(2)
+        before = compat.storage_users(tensor)
+        view = tensor[:1]
+        assert compat.storage_users(tensor) == before + 1
+        del view
+        assert compat.storage_users(tensor) == before
+        monkeypatch.delattr(torch._C, "_storage_Use_Count")
+        assert compat.storage_users(tensor) is None
 
     def test_an_ordinary_tensor_has_no_inner_tensors(self):
         assert compat.inner_tensors(torch.zeros(1)) is None

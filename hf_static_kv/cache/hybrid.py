@@ -4,6 +4,7 @@ A step has ended when every layer has taken part. A state is changed in place an
 on the way leaves states of two moments: the cache then refuses everything but `reset`.
 """
 
+import copy
 import sys
 from contextlib import nullcontext
 from typing import Any
@@ -14,9 +15,10 @@ from transformers.cache_utils import LinearAttentionLayer
 
 from hf_static_kv import compat
 from hf_static_kv.cache.allocation import AllocatedCache
+from hf_static_kv.cache.indexed import stored_layers
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan
-from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, put_back
+from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, put_back, separate
 
 # The length of a sequence, its recurrent states, and the newest keys and values of compact layers.
 Moment = tuple[int, States, list[list[Tensor]]]
@@ -123,6 +125,20 @@ class HybridCache(AllocatedCache):
         self._take_part(layer_idx)
         with _as_storage():
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+
+    def shared(self) -> Any:
+        """A cache of the same sequences in the same storage, with lengths and recurrent states of its own."""
+        cache = type(self).__new__(type(self))
+        groups = {id(group): group.shared() for group in self._groups}
+        layers = [copy.copy(layer) for layer in self.layers]
+        for layer in stored_layers(layers):
+            layer.group = groups.get(id(layer.group))
+        sets = {name: set(value) for name, value in self.__dict__.items() if isinstance(value, set)}
+        cache.__dict__.update(self.__dict__, **sets, layers=layers, _groups=list(groups.values()))
+        with _as_storage():
+            for layer in cache.stateful_layers:
+                separate(layer)
+        return cache
 
     def moment(self) -> Moment:
         """What `return_to` needs to come back here: the length, and copies of what longer sequences overwrite."""

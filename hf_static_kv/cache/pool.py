@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_static_kv import compat
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import (
     cache_bytes,
@@ -46,6 +47,13 @@ class Lease:
     planned_bytes: int
     content: Any = None  # what its states depend on beside the tokens; None: it holds none that another call may use
     num_reused: int = 0  # tokens of the present call that are not computed again
+    own_users: list[int | None] | None = None  # of the storage, without its caller's; None: no caller was given it
+
+    @property
+    def storage_users(self) -> list[int | None]:
+        """How many tensors share each tensor of the storage."""
+        groups = self.cache.storage_groups
+        return [compat.storage_users(tensor) for group in groups for tensor in (group.keys, group.values)]
 
     @property
     def num_bytes(self) -> int:
@@ -87,19 +95,21 @@ class CachePool:
         self.max_cache_len, self.max_bytes, self.store = max_cache_len, max_bytes, store
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
+        self.taken: list[Lease] = []  # whose storage the callers of earlier calls may still use
         self.hits = self.reused_tokens = 0
         self.last: weakref.ref[Lease] | None = None  # what the last call has kept, unless it was evicted
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        return sum(lease.num_bytes for lease in (*self.free, *self.lent))
+        return sum(lease.num_bytes for lease in (*self.free, *self.lent, *self.taken))
 
     @contextmanager
     def cache_for(self, request: Request, content: Any = None) -> Iterator[StaticContiguousCache]:
         """A cache for one call: empty, or with a prefix of its prompt where a free cache has the same `content`.
 
-        A call that returns its cache keeps it; else it goes back to the pool. Raises `NotPooled`.
+        It goes back to the pool, after `hand_over` once its caller has dropped it. A call that returns its cache in any
+        other way keeps it. Raises `NotPooled`.
         """
         self.last = None
         lease = self._take(request, content)
@@ -116,8 +126,20 @@ class CachePool:
                 self.lent.remove(lease)
                 self.reused_tokens += lease.num_reused
                 lease.num_reused = 0
-                if not is_callers:
+                if lease.own_users is not None or not is_callers:
                     self._keep(lease)
+
+    def hand_over(self, output: Any) -> Any:
+        """What a call returns, with a cache for the caller in the place of a lent one: on the same storage.
+
+        The lent one stays, with its captured steps. It serves another call when nobody else uses its storage.
+        """
+        cache = getattr(output, "past_key_values", None)
+        lease = self.lease_of(cache)
+        if lease is not None and None not in (users := lease.storage_users):
+            lease.own_users, lease.content = users, None
+            output.past_key_values = lease.cache.shared()
+        return output
 
     def lease_of(self, cache: Any) -> Lease | None:
         """The lease of a cache that is in the hands of a call; None if it is not of this pool."""
@@ -159,12 +181,14 @@ class CachePool:
                 self.free.append(lease)
 
     def clear(self) -> None:
-        """Drop the free caches."""
+        """Drop the caches that no call uses."""
         with self._lock:
             self.free.clear()
+            self.taken.clear()
 
     def _take(self, request: Request, content: Any) -> Lease:
         with self._lock:
+            self._take_back()
             kind = _kind(request)
             lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
             if lease is not None:
@@ -175,6 +199,13 @@ class CachePool:
             lease.content = content
             self.lent.append(lease)
             return lease
+
+    def _take_back(self) -> None:
+        """The caches whose callers have dropped them, and all views of them, are free."""
+        for lease in [lease for lease in self.taken if lease.storage_users == lease.own_users]:
+            self.taken.remove(lease)
+            lease.own_users = None
+            self.free.append(lease)
 
     def _with_prefix(self, request: Request, content: Any, kind: Any) -> Lease | None:
         """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
@@ -246,14 +277,19 @@ class CachePool:
             self.last = weakref.ref(lease)
         if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
             return
-        self.free.append(lease)
+        (self.free if lease.own_users is None else self.taken).append(lease)
         has_grown = lease.num_bytes > lease.planned_bytes
         bound = self._bound(lease.cache.kv_layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
         self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:
-        while self.free and (len(self.free) > max_number or sum(lease.num_bytes for lease in self.free) > max_bytes):
-            del self.free[0]
+        for leases in (self.taken, self.free):  # those of callers first: they serve no call now
+            while leases and (len(leases) > max_number or self._unlent_bytes > max_bytes):
+                del leases[0]
+
+    @property
+    def _unlent_bytes(self) -> int:
+        return sum(lease.num_bytes for lease in (*self.free, *self.taken))
 
     def _bound(self, device: torch.device) -> int:
         if self.max_bytes is not None:

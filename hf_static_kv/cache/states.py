@@ -155,6 +155,11 @@ def copies_of(layers: list[Any]) -> States:
     return [(layer, {name: _copies(getattr(layer, name)) for name in _FIELDS}) for layer in layers]
 
 
+def separate(layer: Any) -> None:
+    """Give a shallow copy of a layer states of its own."""
+    layer.__dict__.update({name: _copies(own) for name, own in layer.__dict__.items() if isinstance(own, dict)})
+
+
 def put_back(states: States) -> None:
     """The states as they were. A tensor that still exists keeps its address: a captured step writes there."""
     for layer, fields in states:

@@ -117,6 +117,14 @@ class StorageGroup:
         group.values[:, :rows, :, :length] = self.values
         return group
 
+    def shared(self) -> "StorageGroup":
+        """The same memory in tensors of their own: as long as one of them or of their views lives, it is in use."""
+        group = type(self).__new__(type(self))
+        with torch.inference_mode(False):
+            own = {"keys": self.keys.detach(), "values": self.values.detach(), "_recent": {}}
+        group.__dict__.update(self.__dict__, **own)
+        return group
+
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
         """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
         group = type(self).__new__(type(self))

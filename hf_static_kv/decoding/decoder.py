@@ -92,7 +92,7 @@ class GraphDecoder:
                 except NotPooled as reason:
                     call.why_no_cache = str(reason)
             call.lease = self.pool.lease_of(call.cache)
-            return self._generate(call)
+            return self.pool.hand_over(self._generate(call))  # type: ignore[no-any-return]
 
     def _generate(self, call: Call) -> _Output:
         mode = call.request.mode
