@@ -224,7 +224,7 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
         parameters = (parameter.device for parameter in module.parameters())
         if device := next(planned, None) or next(parameters, None):
             devices[layer_idx] = device
-    return [devices.get(layer_idx, model.device) for layer_idx in range(num_layers)]
+    return [devices.get(layer_idx) or compute_device(model) for layer_idx in range(num_layers)]
 
 
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:

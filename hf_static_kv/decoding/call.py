@@ -263,6 +263,9 @@ class Call:
         """In the place of the model's prefill: the outputs of the prompt, which is computed once in a call."""
         if self.outputs is None:
             self._read_prompt()
+        if self.is_prefix_assumed and not self._is_prefix_valid():
+            self.forget_prefix()
+            self._read_prompt()
         model_kwargs.update(self._left_kwargs)
         outputs, self.outputs = self.outputs, None
         return outputs

@@ -11,6 +11,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
 from hf_static_kv.attention import TRACED_ATTENTION_NAME
+from hf_static_kv.cache import storage
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.decoding.call import Call
 
@@ -95,7 +96,7 @@ class Sampling:
     def may_be_ahead(self, num_tokens: int) -> bool:
         """Whether the step may select more tokens than these before anything of them leaves the loop."""
         is_last = self.length + 1 >= self.max_length
-        return self.finished.is_deferred and not is_last and num_tokens < MAX_AHEAD
+        return self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SPARE)
 
     def restart(self, length: int) -> None:
         """Give up the tokens from `length` on, which a step has selected on the device."""

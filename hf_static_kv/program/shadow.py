@@ -87,6 +87,9 @@ class _Binder:
     def _dict(self, items: Any) -> Any:
         return type(items)((key, self.bound(item)) for key, item in items.copy().items())
 
+    def _namespace(self, names: SimpleNamespace) -> SimpleNamespace:
+        return SimpleNamespace(**self._dict(vars(names)))
+
     def _counter(self, counter: Any) -> Any:
         return copy.copy(counter)
 
@@ -131,7 +134,7 @@ _MAKERS: dict[type[Any], Callable[[_Binder, Any], Any]] = {
     deque: _Binder._items,
     tuple: _Binder._tuple,
     dict: _Binder._dict,
-    SimpleNamespace: _Binder._copy,
+    SimpleNamespace: _Binder._namespace,
     count: _Binder._counter,
     OrderedDict: _Binder._dict,
     MethodType: _Binder._method,

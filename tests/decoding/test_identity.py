@@ -352,7 +352,8 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
             if how == "streamer":
                 assert keywords["streamer"].tokens == expected[0].tolist()
                 keywords["streamer"].values.clear()
-        assert decoding.decoder.num_steps == (2 if how == "ends" else 3)  # one ends with its first token
+        # One of the sequences ends with its first token, which a GPU tells a step later.
+        assert decoding.decoder.num_steps == (2 if how == "ends" and DEVICE == "cpu" else 3)
 
     @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "ends", "streamer", "one token"])
     def test_a_prefix_of_a_changed_model(self, how, monkeypatch):

@@ -494,7 +494,8 @@ class _Moves:
         self.offloaded = self._has("offload", 0.05)
         is_mutated = self._has("mutations", 0.4) and drawn.kind not in without and not self.offloaded
         self.mutation = drawn if is_mutated else None
-        self.threads = self._has("threads", 0.12)
+        # Accelerate moves the weights in and out around each pass of one thread.
+        self.threads = self._has("threads", 0.12) and not self.offloaded
         self.changes: list[Event] = []
 
     def _has(self, family: str, chance: float) -> bool:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.pool import CachePool, Lease
 from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import (
@@ -28,12 +29,6 @@ from tests.fuzz.mutations import KINDS, mutable
 from tests.fuzz.runner import Runner, SkippedCaseError, Tally, run_case, workspace
 
 TESTS = 4
-# Moves that find faults of the package which are not mended yet.
-NOT_MENDED = (
-    *("cell", "class attribute", "class method", "dataclass", "default", "dict", "list", "namespace", "nested"),
-    *("number", "numpy", "tuple", "skip", "window", "offload"),
-    "threads",  # with `Together.plain`: a pass of the model itself while the decoder changes the model's attention
-)
 # One case of every architecture in its first variant; `make fuzz` runs as many as one likes.
 SEEDS = [model * SEEDS_PER_MODEL for model in range(len(available()))]
 
@@ -41,7 +36,7 @@ SEEDS = [model * SEEDS_PER_MODEL for model in range(len(available()))]
 @pytest.mark.parametrize("part", range(TESTS))
 def test_no_fault_is_found(part):
     seeds = SEEDS[len(SEEDS) * part // TESTS : len(SEEDS) * (part + 1) // TESTS]
-    tally = run_seeds(seeds, without=NOT_MENDED)
+    tally = run_seeds(seeds)
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
     assert tally.compared["ours"] >= len(seeds)
@@ -84,10 +79,7 @@ def mutated(kind, numbers, name):
     return Case(0, name, 0, events, 64, 1, lazy=False, pooled=False, mutation=Mutation(kind, 0, numbers))
 
 
-NOT_SEEN = pytest.mark.xfail(reason="not mended yet", strict=False)
-
-
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=NOT_SEEN if kind in NOT_MENDED else ()) for kind in KINDS])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_mutation_is_seen(kind):
     """By every way to use the package: the tokens are those of the model as it is now."""
     run_case(mutated(kind, (-1.0, -2.0), "gemma3"), "cpu", CONTENDERS, tally := Tally())
@@ -134,11 +126,12 @@ def test_a_contender_may_end_a_case_without_a_fault():
 
 
 def take_every_model_for_the_one_before(monkeypatch):
-    monkeypatch.setattr("hf_static_kv.decoding.call.model_fingerprint", lambda *args: ("any model",))
+    monkeypatch.setattr("hf_static_kv.decoding.call.pass_state", lambda model: State("any", "model"))
 
 
 def take_all_keys_for_those_of_this_model(monkeypatch):
-    monkeypatch.setattr("hf_static_kv.attaching.content_fingerprint", lambda model: "any model")
+    for module in ("attaching", "decoding.call"):
+        monkeypatch.setattr(f"hf_static_kv.{module}.repeatable_state", lambda model: State("any", "model", "at all"))
 
 
 def lend_a_cache_that_is_in_use(monkeypatch):
@@ -318,7 +311,7 @@ def _own_caches():
 @pytest.mark.parametrize("break_it", [*FAULTS, *FAULTS_OF_MOVES], ids=lambda fault: fault.__name__)
 def test_a_fault_is_found(break_it):
     shows = (FAULTS | FAULTS_OF_MOVES)[break_it]
-    without = FAMILIES if break_it in FAULTS else tuple(set(NOT_MENDED) - {"threads"})
+    without = FAMILIES if break_it in FAULTS else ()
     seeds = [seed for seed in range(1000) if shows(make_case(seed, without))][:24]
     seeds.sort(key=lambda seed: seed != SHOWN_BY.get(break_it))
     with pytest.MonkeyPatch.context() as patch:
