@@ -1,7 +1,5 @@
 """The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -146,15 +144,14 @@ def lend_a_cache_that_is_in_use(monkeypatch):
 
 
 def reset_a_cache_that_was_returned(monkeypatch):
-    cache_for = CachePool.cache_for
+    shared = StaticContiguousCache.shared
 
-    @contextmanager
-    def broken(*args):
-        with cache_for(*args) as cache:
-            yield cache
-        cache.reset()
+    def broken(cache):
+        returned = shared(cache)
+        returned.reset()
+        return returned
 
-    monkeypatch.setattr(CachePool, "cache_for", broken)
+    monkeypatch.setattr(StaticContiguousCache, "shared", broken)
 
 
 def drop_the_newest_key(monkeypatch):
