@@ -18,7 +18,7 @@ from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
-from tests.fuzz.models import build_model
+from tests.fuzz.models import at_least, build_model
 from tests.hybrids import hybrid_model
 
 ON_GPU = DEVICE == "cuda"
@@ -536,7 +536,8 @@ SKIPPING = {
     "streamed": {"streamer": True},
     "chunked prefill": {"prefill_chunk_size": 5},
     "beams": {"num_beams": 2},
-    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+    # A DynamicCache of transformers 5.17 cannot be cropped where a layer is empty.
+    **({"prompt lookup": {"prompt_lookup_num_tokens": 3}} if at_least("5.22") else {}),
     "one token": {"max_new_tokens": 1},
     "returned": {"return_dict_in_generate": True},
 }
@@ -603,6 +604,7 @@ def test_a_model_that_skips_a_layer_of_some_tokens(model):
 # --- where the model computes
 
 
+@pytest.mark.filterwarnings("ignore:You are calling .generate")  # with ids on a device, and a model on none
 @pytest.mark.parametrize("place", ["cpu_offload", "disk_offload"])
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
 def test_a_model_whose_weights_are_all_offloaded(model, place, how, tmp_path):
