@@ -242,7 +242,8 @@ class Attachment:
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None if that is not known.
 
-        It is as the last call found it: `Call` looks again while the device computes the prompt.
+        It is as the last call found it: `Call` looks again while the device computes the prompt. A loop of the model's
+        own does not.
         """
         if not (self.settings.reuse_prefix and _is_ids_alone(request)):
             return None
@@ -250,7 +251,7 @@ class Attachment:
             continuation = continuation_of(request.model)
             if continuation is None or not all(continuation):
                 return None  # the new tokens of a prompt would not be those of one pass
-        if self._state is None:
+        if self._state is None or not compat.has_common_loop(request.model):
             self._state = repeatable_state(request.model)
         return self._state
 

@@ -79,7 +79,7 @@ class Call:
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
         self.assumed: State | None = None  # of the model: a known step runs before its state is compared
-        self.is_prefix_assumed = False  # to be that of the model as it is
+        self.is_prefix_assumed = self.is_prefix_confirmed = False  # to be that of the model as it is
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
@@ -138,10 +138,14 @@ class Call:
         return pass_state(self.model)
 
     @property
+    def is_device_idle(self) -> bool:
+        """Whether a GPU waits for the host, which then looks at the model later, while known steps run."""
+        return self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
+
+    @property
     def must_assume(self) -> bool:
-        """Whether the device waits for the host: a known step then runs before `state` is looked at."""
-        is_known = "state" in self.__dict__
-        return not is_known and self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
+        """Whether a known step runs before `state` is looked at."""
+        return "state" not in self.__dict__ and self.is_device_idle
 
     @property
     def is_assuming(self) -> bool:
@@ -219,8 +223,8 @@ class Call:
         try:
             self._compute_prompt()
             has_content = self.lease is not None and self.lease.content is not None
-            self.is_prefix_assumed = has_content and "state" not in self.__dict__
-            if self.is_prefix_assumed and not self.must_assume and not self._is_prefix_valid():
+            self.is_prefix_assumed = has_content and not self.is_prefix_confirmed
+            if self.is_prefix_assumed and not self.is_device_idle and not self._is_prefix_valid():
                 self.forget_prefix()
                 self._compute_prompt()
         except UnfinishedPass as reason:
@@ -233,7 +237,7 @@ class Call:
 
     def _is_prefix_valid(self) -> bool:
         """Whether the model is as it was when a prefix in the cache was computed. The device computes meanwhile."""
-        self.is_prefix_assumed = False
+        self.is_prefix_assumed, self.is_prefix_confirmed = False, True
         assert self.lease is not None
         state = repeatable_state(self.model)
         if state is not None:
