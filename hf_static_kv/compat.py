@@ -244,11 +244,13 @@ def has_plain_stores(module: Module) -> bool:
     return isinstance(vars(module).get("_modules"), dict)
 
 
-def copied_stores(module: Module) -> dict[str, Any]:
-    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they are shared.
+def shared_stores(module: Module) -> dict[str, Any]:
+    """The dict of parameters, which FSDP writes into in each pass. Without its name: it is copied."""
+    return {"_parameters": module._parameters} if "_parameters" in vars(module) else {}
 
-    Parameters stay shared: FSDP writes into their dict in each pass.
-    """
+
+def copied_stores(module: Module) -> dict[str, Any]:
+    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they are shared."""
     attributes = vars(module)
     return {name: attributes[name].copy() for name in _stores() if name in attributes}
 

@@ -17,7 +17,8 @@ from hf_static_kv import compat
 from hf_static_kv.cache.allocation import AllocatedCache
 from hf_static_kv.cache.indexed import stored_layers
 from hf_static_kv.cache.layer import StaticContiguousLayer
-from hf_static_kv.cache.layout import LayerPlan
+from hf_static_kv.cache.layout import LayerPlan, refuse_missing_layers
+from hf_static_kv.cache.request import running_model
 from hf_static_kv.cache.states import States, copies_of, forget_other_shapes, put_back, separate
 
 # The length of a sequence, its recurrent states, and the newest keys and values of compact layers.
@@ -79,6 +80,8 @@ class HybridCache(AllocatedCache):
     def refuse_unfinished(self) -> None:
         """Raise if a pass of the running `generate` ended without some layers."""
         if self.is_unfinished and compat.generate_locals() is not None:
+            if (model := running_model()) is not None:
+                refuse_missing_layers(model, len(self.layers))
             raise self.unfinished_pass()
 
     def _refuse_moved_states(self) -> None:

@@ -10,6 +10,7 @@ name. What is too large or has no Python state (a tokenizer, a lock) counts as t
 """
 
 import json
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -125,6 +126,8 @@ class _Values:
         self.end = 0  # of `kept`, for the attribute that is read now
         # How values without parts are read. By type: configs are slow when `isinstance` asks them.
         self.shallow: dict[type, Callable[[Any], Any]] = {str: _itself, type(None): _itself, float: _float}
+        if is_portable:
+            self.shallow |= dict.fromkeys((bool, int, float), _itself)  # which JSON tells apart
 
     def of_model(self, model: PreTrainedModel) -> tuple[Any, ...]:
         """The model, modules, configs, attention functions, classes, settings of torch, rotary frequencies."""
@@ -325,6 +328,8 @@ def _counts(name: str, value: Any) -> bool:
     """Whether an attribute of a class is a method or a value, not its description."""
     if name.startswith("__") or name == "_abc_impl":
         return isinstance(value, FunctionType)
+    if name.endswith("_cached_value"):  # transformers keeps there what it has found out about a class
+        return False
     return not isinstance(value, (GetSetDescriptorType, MemberDescriptorType))
 
 
@@ -419,9 +424,10 @@ class ModelIdentity:
         if self.settings == other.settings:
             return None
         own, others = json.loads(self.settings), json.loads(other.settings)
-        for name in own:
-            if name in others and own[name] != others[name]:
-                return f"{name} is {_brief(others[name])}, and in this model {_brief(own[name])}"
+        for name in (*own, *others):
+            mine, theirs = (found.get(name, found.get(_of_all_layers(name))) for found in (own, others))
+            if mine is not None and theirs is not None and mine != theirs:
+                return f"{name} is {_brief(theirs)}, and in this model {_brief(mine)}"
         return None
 
 
@@ -429,12 +435,22 @@ def _settings(model: PreTrainedModel) -> str:
     """The attributes of the modules but weights and configs, by name: what `_Values` sees, as JSON."""
     values = _Values(compat.all_modules(model), is_portable=True)
     found = {
-        f"{path}.{name}".lstrip("."): values.of_attribute(value)
+        f"{path}.{name}".lstrip("."): json.dumps(values.of_attribute(value), sort_keys=True, default=_json_of)
         for path, module in model.named_modules()
         for name, value in module.__dict__.items()
         if not (name in _OF_TORCH or _is_of_a_process(module, name, value))
     }
-    return json.dumps(found, sort_keys=True, default=_json_of)
+    texts: dict[str, set[str]] = {}
+    for name, text in found.items():
+        texts.setdefault(_of_all_layers(name), set()).add(text)
+    alike = {name: json.loads(text) for name, text in found.items() if len(texts[_of_all_layers(name)]) > 1}
+    alike |= {name: json.loads(*own) for name, own in texts.items() if len(own) == 1}
+    return json.dumps(alike, sort_keys=True, separators=(",", ":"))
+
+
+def _of_all_layers(name: str) -> str:
+    """The name under which settings are kept that all layers have alike."""
+    return re.sub(r"\.\d+\.", ".*.", name)
 
 
 def _is_of_a_process(module: Module, name: str, value: Any) -> bool:
@@ -456,7 +472,7 @@ def _json_of(value: Any) -> Any:
 
 def _brief(value: Any) -> str:
     """A value of `_Values` for an error."""
-    text = str(value[-1] if isinstance(value, list) and len(value) == 2 else value)
+    text = str(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 

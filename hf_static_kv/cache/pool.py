@@ -214,7 +214,9 @@ class CachePool:
         alike = [lease for lease in self.free if lease.content == content and lease.kind == kind]
         lengths = {lease: lease.common_prefix(request) for lease in alike}
         lease = max(alike, key=lambda lease: lengths[lease], default=None)
-        length = least(request.model, 0 if lease is None else lengths[lease])
+        length = 0 if lease is None else lengths[lease]
+        if num_ranks(request.model) > 1:
+            length = least(request.model, length)
         if lease is None or length == 0 or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1):
             return None  # two chats with the same beginning keep a cache each
         lease.cache.crop(length - lease.cache.seq_len)

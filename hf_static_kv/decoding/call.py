@@ -19,6 +19,7 @@ from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.pool import Lease
+from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
@@ -242,9 +243,9 @@ class Call:
         state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass
-        is_valid = state == self.lease.content
+        is_valid = state == self.lease.content or not self.lease.num_reused
         self.lease.content = state
-        return is_valid or not self.lease.num_reused
+        return bool(least(self.model, int(is_valid))) if num_ranks(self.model) > 1 else is_valid
 
     def forget_prefix(self) -> None:
         """Begin the call again with an empty cache."""

@@ -193,6 +193,7 @@ class GraphDecoder:
     def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
         devices = [call.device] if call.device.type == "cuda" else []
+        sums = _sums(call.cache)
         try:
             # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
             with (
@@ -203,6 +204,8 @@ class GraphDecoder:
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
+            if _sums(call.cache) != sums:  # it has written over the prompt, which is computed again
+                call.outputs = None
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
@@ -284,6 +287,14 @@ class GraphDecoder:
         if message not in self._warned:
             self._warned.add(message)
             logger.log(logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message)
+
+
+def _sums(cache: StaticContiguousCache) -> list[int]:
+    """Of the bits that the cache holds, one for keys and one for values of each layer."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    states = [own for layer in cache.kv_layers for own in (layer.keys, layer.values) if own is not None]
+    sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
+    return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()  # type: ignore[no-any-return]
 
 
 def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> State | None:

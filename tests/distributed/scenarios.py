@@ -15,6 +15,8 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, 
 from hf_static_kv import attaching as attaching_module
 from hf_static_kv.cache import allocation, storage
 from hf_static_kv.cache import pool as pool_module
+from hf_static_kv.cache.identity import State
+from hf_static_kv.decoding import call as call_module
 from tests.conftest import COMMON, PROMPT, toy_model
 
 CAPACITY = 32
@@ -141,7 +143,8 @@ def weights_that_differ(rank, folder, ranks):
     """One rank takes the model for another one in each call, so its cached prefix does not count."""
     model = load(folder, ranks)
     if rank == ranks - 1:
-        attaching_module.content_state = lambda model: object()
+        for module in (attaching_module, call_module):
+            module.repeatable_state = lambda model: State(object(), object())
     info = attach(model, reuse_prefix=True)
     return [generate(model, "greedy") for _ in range(3)], info.reused_tokens
 
