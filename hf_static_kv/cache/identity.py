@@ -39,7 +39,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from hf_static_kv import compat
 
 _SAMPLED = 16  # elements of each weight
-_MAX_NODES = 20_000  # of one attribute: what has more is compared as the object that it is
+_MAX_NODES = 4_000  # containers and objects in one attribute: what has more is compared as the object that it is
 # Immutable, and compared by their value or as the object that they are.
 _PLAIN = (
     int, bool, bytes, complex, range, slice, type(...), type(NotImplemented), Enum, type, CodeType,
@@ -158,13 +158,14 @@ class _Values:
 
     def of_attribute(self, value: Any) -> Any:
         """A value that a module or a class holds; the object that it is if it is too large."""
-        start = len(self.kept)
+        start, *found = len(self.kept), len(self.modules), len(self.classes)
         self.end = start + _MAX_NODES
         try:
             return self.of(value)
         except (_TooLarge, RecursionError):
             for met in self.kept[start:]:
                 self.numbers.pop(id(met), None)
+            del self.modules[found[0] :], self.classes[found[1] :]
             return self._as_object(value)
 
     def of(self, value: Any) -> Any:

@@ -294,7 +294,7 @@ def _sums(cache: StaticContiguousCache) -> list[int]:
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     states = [own for layer in cache.kv_layers for own in (layer.keys, layer.values) if own is not None]
     sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
-    return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()  # type: ignore[no-any-return]
+    return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
 
 
 def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> State | None:

@@ -65,9 +65,8 @@ class _Binder:
         if not compat.has_plain_stores(module):
             return module
         # Hooks watch or change what they are given: they are the same, in dicts of the copy's own.
-        return self._copy(
-            module, **compat.shared_stores(module), **compat.copied_stores(module), **{_ORIGINAL: weakref.ref(module)}
-        )
+        stores = compat.shared_stores(module) | compat.copied_stores(module)
+        return self._copy(module, **stores, **{_ORIGINAL: weakref.ref(module)})
 
     def _copy(self, holder: Any, **own: Any) -> Any:
         """A module or config with these attributes, and with the bound ones of the original for all others."""

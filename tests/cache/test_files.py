@@ -244,7 +244,7 @@ def test_what_is_in_a_file(tmp_path):
     path, model = tmp_path / "a.safetensors", shared_toy_model("gemma3")
     cache, tokens = saved(path, model, max_cache_len=200)
     states = 2 * 3 * 16 * 26 * 4
-    assert states < path.stat().st_size < states + 4000  # no capacity
+    assert states < path.stat().st_size < states + 8000  # no capacity
     with safe_open(path, "pt") as file:
         metadata = file.metadata()
         assert torch.equal(file.get_tensor("keys.0"), cache.key_storage[:, :, :, :26])
@@ -343,7 +343,7 @@ def test_settings_of_modules_are_told_apart(tmp_path, change):
         adapter.enabled = False
     else:
         adapter.scales["mine"][0] = 3.0
-    with pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.up_proj\.{change} is .*, and in this model"):
+    with pytest.raises(ValueError, match=rf"model\.layers\.\*\.mlp\.up_proj\.{change} is .*, and in this model"):
         StaticContiguousCache.load(tmp_path / "a.safetensors", model)
 
 
