@@ -643,27 +643,32 @@ PROCESSORS |= {"min_new_tokens": 40}
 NAMES_OF_PAIRS = [names for n in (1, 2) for names in combinations(PROCESSORS, n)]
 
 
-def sampled(model, names, **how):
-    """Three rows of 67 tokens, so 200 draws under one seed, with these processors alone."""
+def sampled(model, names, seed, new_tokens, **how):
+    """Three rows with these processors alone."""
     ids = tokens(batch=3, length=8).to(model.device)
-    usual = {"do_sample": True, "top_k": 0, "max_new_tokens": 67, "pad_token_id": 0, "eos_token_id": [*range(3, 19)]}
-    torch.manual_seed(len(names))
-    return model.generate(ids, **usual | {name: PROCESSORS[name] for name in names}, **how)
+    usual = {"do_sample": True, "top_k": 0, "pad_token_id": 0, "eos_token_id": [*range(3, 19)]}
+    torch.manual_seed(seed)
+    options = usual | {name: PROCESSORS[name] for name in names}
+    return model.generate(ids, max_new_tokens=new_tokens, **options, **how)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("seed", "new_tokens"),
+    [(0, 67), *(pytest.param(seed, 200, marks=pytest.mark.slow) for seed in (1, 2, 3))],
+)
 @pytest.mark.parametrize("vocabulary", [128256, 151936, 262144])
-def test_sampled_tokens_at_true_vocabularies(vocabulary):
+def test_sampled_tokens_at_true_vocabularies(vocabulary, seed, new_tokens):
     """In bfloat16 hundreds of tokens have equal logits, also at the edge of top_p."""
     model = random_model(toy_config("llama", vocab_size=vocabulary, num_hidden_layers=1), device="cuda")
     model, decoder = model.to(torch.bfloat16), GraphDecoder()
-    cache = StaticContiguousCache.from_model(model, 80, 3)
+    cache = StaticContiguousCache.from_model(model, 8 + new_tokens, 3)
     with exact(model):
         for names in NAMES_OF_PAIRS:
             cache.reset()
-            got = sampled(model, names, past_key_values=cache, custom_generate=decoder)
-            assert torch.equal(got, sampled(model, names, use_cache=False)), names
+            got = sampled(model, names, seed, new_tokens, past_key_values=cache, custom_generate=decoder)
+            assert torch.equal(got, sampled(model, names, seed, new_tokens, use_cache=False)), names
             assert decoder.fallback_reason is None
 
 
