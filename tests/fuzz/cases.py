@@ -522,6 +522,9 @@ class _Moves:
             self.offloaded = False
         if not any(isinstance(event, Change) for event in events):
             self.mutation = None
+        if self.mutation is not None and self.mutation.kind == "attention":
+            # Keys of one attention function do not serve another.
+            events[:] = [replace(e, attention=None) if getattr(e, "attention", None) else e for e in events]
         if self.threads:
             rng = self.rng["threads"]
             events.insert(rng.randint(1, len(events)), self._together(rng))

@@ -289,8 +289,15 @@ def _attention(at: Place, undo: ExitStack) -> Setter | None:
 
 
 def _skip(at: Place, undo: ExitStack) -> Setter | None:
-    """A layer that returns what it is given, and then itself again."""
+    """A layer that returns what it is given, and then itself again.
+
+    Not the first one, nor the first of its type: transformers asks these for the length of a `DynamicCache`.
+    """
     output, layer = at.layer_output, at.layer
+    numbers = [module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    types = getattr(at.model.config.get_text_config(), "layer_types", None)
+    if not numbers or numbers[0] == 0 or (types and numbers[0] == types.index(types[numbers[0]])):
+        return None
     if not isinstance(output, Tensor) and any(part is not None for part in output[1:]):
         return None
     is_skipped = True
