@@ -116,7 +116,8 @@ class GraphDecoder:
                 self.fallback_reason = str(reason)
                 if call.outputs is None:
                     call.cache.return_to(before)  # the prompt is computed again
-        self._warn_once(f"{self.fallback_reason}. This call falls back to the loop of `generate`")
+        words = str(self.fallback_reason).rstrip(".")
+        self._warn_once(f"{words}. This call falls back to the loop of `generate`")
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output

@@ -74,7 +74,12 @@ def mutated(kind, numbers, name):
     first = Call(*PROMPT, GREEDY, seed=0)
     again = Call(((11, 17),), GREEDY, seed=0)
     events = NewText(), first, Change(), again, Change(), again
-    return Case(0, name, 0, events, 64, 1, lazy=False, pooled=False, mutation=Mutation(kind, 0, numbers))
+    return Case(0, name, 0, events, 64, 1, lazy=False, pooled=False, mutation=Mutation(kind, place(kind, -1), numbers))
+
+
+def place(kind, skipped):
+    """An MLP of the first layer; `skipped` is a module of one that is not the first of its type."""
+    return skipped if kind == "skip" else 0
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,6 +87,7 @@ def test_a_mutation_is_seen(kind):
     """By every way to use the package: the tokens are those of the model as it is now."""
     run_case(mutated(kind, (-1.0, -2.0), "gemma3"), "cpu", CONTENDERS, tally := Tally())
     assert [str(fault) for fault in tally.faults] == []
+    assert sum(tally.only_dynamic.values()) == (3 if kind == "skip" else 0)  # caches of the caller's refuse the model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +103,7 @@ def test_a_mutation_changes_the_model_and_is_undone(kind):
         return model(input_ids=ids, use_cache=False).logits
 
     own = logits()
-    with mutable(model, kind, place=0) as change:  # an MLP
+    with mutable(model, kind, place=place(kind, 6)) as change:
         change(1.0)
         first = logits()
         change(2.0)
