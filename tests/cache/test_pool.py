@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_static_kv import StaticContiguousCache, attach, cache_bytes
+from hf_static_kv import StaticContiguousCache, attach, attaching, cache_bytes
 from hf_static_kv.cache import pool as pool_module
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.request import Request
@@ -178,22 +178,24 @@ class TestGrow:
         assert cache.max_cache_len == 120  # 8, 30 for the prompt, 60, 120
 
 
-def test_a_window_that_was_changed_makes_another_cache():
+def test_a_window_that_was_changed_makes_another_cache(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
     model = toy_model("gemma3")
-    attach(model, reuse_prefix=True)
+    attach(model)  # without prefixes any free cache of the same kind is taken
     how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
     model.generate(PROMPT, **how)
-    model.config.sliding_window = 3
+    model.config.sliding_window = 20  # wider than before: a view of the old cache would be too short
     for layer in model.model.layers:
         if layer.self_attn.sliding_window is not None:
-            layer.self_attn.sliding_window = 3
+            layer.self_attn.sliding_window = 20
     expected = model.generate(PROMPT, use_cache=False, **how)
     assert torch.equal(model.generate(PROMPT, **how), expected)
 
 
-def test_layers_that_were_removed_fall_back():
+def test_layers_that_were_removed_fall_back(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
     model = toy_model("llama")
-    info = attach(model, reuse_prefix=True)
+    info = attach(model)
     how = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}
     model.generate(PROMPT, **how)
     model.model.layers = model.model.layers[:1]

@@ -19,6 +19,7 @@ from transformers.models.llama import modeling_llama
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant
+from hf_static_kv.exactness.self_check import trial_logits
 from hf_static_kv.patching import attention_of
 from hf_static_kv.program import linears
 from hf_static_kv.testing import dev_config, load_model, random_model
@@ -272,12 +273,15 @@ class TestSelfCheck:
             assert not calls
 
     def test_not_for_a_model_that_is_not_there(self):
-        with exact(toy_model("llama", "eager").to("meta")):
+        model = toy_model("llama", "eager").to("meta")
+        assert trial_logits(model) is None
+        with exact(model):
             pass
 
     def test_not_for_a_model_that_needs_more_than_tokens(self, model, wrong_trial, monkeypatch):
         own = type(model).forward
         monkeypatch.setattr(type(model), "forward", lambda self, *args, pixels, **kwargs: own(self, *args, **kwargs))
+        assert trial_logits(model) is None
         with exact(model):
             pass
 

@@ -65,6 +65,7 @@ def main() -> int:
         return 2
     runs = [run_tool(sanitizer, tool) for tool in args.tool or TOOLS]
     record = {"config": {"defined": sorted(defined_kernels())}, "runs": runs, **provenance("cuda")}
+    record["command"] = "python -m tests.kernels.sanitize"  # as a module, `argv` has a path of this machine
     args.json.write_text(json.dumps(record, indent=1) + "\n")
     for run in runs:
         print(f"{run['tool']}: {len(run['kernels'])} kernels, {run['errors']} errors, {run['seconds']:.0f} s")
