@@ -277,10 +277,11 @@ class Call:
 
     def _step_inputs(self, outputs: Any) -> StepInputs:
         """What transformers' loop would give to the model in the step after the prompt."""
-        ids, update = self.input_ids, compat.next_model_kwargs(self.model)
-        model_kwargs = update(outputs, {**self.model_kwargs}, is_encoder_decoder=False)
+        ids = self.input_ids
+        self._last_outputs, self._next_length = outputs, ids.shape[1]
+        self._next_kwargs = {**self.model_kwargs}
         ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)  # the token itself does not matter
-        inputs = self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs)
+        inputs = self._next_inputs(ids)
         others = {key: value for key, value in inputs.items() if value is not None and key not in _OWN_INPUTS}
         if unknown := [key for key, value in others.items() if not is_plain(value)]:
             raise NotCaptured(f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step")
@@ -293,6 +294,19 @@ class Call:
             raise NotCaptured(f"the positions of one token are {list(position_ids.shape)}")
         position_ids = position_ids.expand(*position_ids.shape[:-2], len(ids), 1).to(self.device)
         return StepInputs(position_ids, settings, tensors)
+
+    def _next_inputs(self, ids: Tensor) -> Any:
+        """What transformers' loop gives to the model for the newest token of `ids`."""
+        update = compat.next_model_kwargs(self.model)
+        while self._next_length < ids.shape[1]:
+            self._next_kwargs = update(self._last_outputs, self._next_kwargs, is_encoder_decoder=False)
+            self._next_length += 1
+        return self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._next_kwargs)
+
+    def next_logits(self, ids: Tensor) -> Tensor:
+        """The logits [B, V] after the newest token of `ids`, by an ordinary pass."""
+        self._last_outputs = self.model(**self._next_inputs(ids), return_dict=True)
+        return self._last_outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
     def remember(self, ids: Tensor) -> None:
         """Tell the cache which tokens it holds, of `ids` [B, n] that begin with `input_ids`."""

@@ -116,8 +116,7 @@ class GraphDecoder:
                 self.fallback_reason = str(reason)
                 if call.outputs is None:
                     call.cache.return_to(before)  # the prompt is computed again
-        words = str(self.fallback_reason).rstrip(".")
-        self._warn_once(f"{words}. This call falls back to the loop of `generate`")
+        self._warn_once(f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of `generate`")
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output
@@ -146,10 +145,9 @@ class GraphDecoder:
                 call.confirm_prefix()
             is_over = sampling.append(logits)
             drawn = random_state(call.device) if call.assumed is not None else None
-            while step is not None and not is_over:
+            while not is_over:
                 try:
-                    with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
-                        _run(step, sampling, call)
+                    _run_model(sampling, call) if step is None else _run(step, sampling, call)
                 except PrefixChanged:
                     raise
                 except ModelChanged:
@@ -157,17 +155,31 @@ class GraphDecoder:
                     sampling.restart(call.input_ids.shape[1] + 1)
                     if drawn is not None:
                         set_random_state(call.device, drawn)
-                    step = self._step(call)
+                    step = self._later_step(call)
                     continue
                 is_over = not (cache.grows and sampling.is_cut_short())
                 if not is_over:
                     call.grow()
                     sampling.set_limit(*call.lengths)
-                    step = self._step(call)
+                    step = self._later_step(call)
         call.confirm_prefix()  # the first token may have been the last
         cache.crop(-sampling.overrun)
         call.remember(sampling.ids)
         return sampling.result(call.cache)
+
+    def _later_step(self, call: Call) -> DecodeStep | None:
+        """Another step in the middle of a call; None where the model itself goes on: tokens are drawn and streamed."""
+        before = _sums(call.cache)
+        try:
+            return self._step(call)
+        except NotCaptured as reason:
+            if _sums(call.cache) != before:
+                raise RuntimeError(
+                    f"{reason}, and its trial has overwritten the cache: reset it, call again"
+                ) from reason
+            self.fallback_reason = str(reason)
+            self._warn_once(f"{reason}. The rest of this call is computed by the model itself")
+            return None
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
@@ -309,9 +321,14 @@ def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> Stat
 def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     """From the newest token to the last one, or until the cache is full."""
     step.set_position(call.cache.seq_len, call.seq_start, call.position_ids(call.cache.seq_len))
-    if isinstance(step, SelectingStep):
-        _run_on_device(step, sampling, call)
-        return
+    with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+        if isinstance(step, SelectingStep):
+            _run_on_device(step, sampling, call)
+        else:
+            _run_on_host(step, sampling, call)
+
+
+def _run_on_host(step: DecodeStep, sampling: Sampling, call: Call) -> None:
     is_over, room = False, 0
     while not is_over:
         room = _room(step, call, room)
@@ -319,6 +336,13 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
         _mark_written(call)
         call.confirm()  # while the device computes
         is_over = sampling.append(logits)
+
+
+def _run_model(sampling: Sampling, call: Call) -> None:
+    """As `_run`, by ordinary passes."""
+    is_over = False
+    while not is_over:
+        is_over = sampling.append(call.next_logits(sampling.sequences))
 
 
 def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:

@@ -13,6 +13,7 @@ from transformers import DynamicCache, StoppingCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attached, cache_bytes
 from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
@@ -656,23 +657,31 @@ class TestACacheOfItsOwn:
         assert decoder.fallback_reason is None
         assert (len(decoder.pool.free), decoder.pool.hits) == (1, 1)
 
+    @pytest.mark.parametrize("is_captured_again", [True, False])
     @pytest.mark.parametrize("how", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("eos", [None, 40])
-    def test_it_grows_in_the_middle_of_a_call(self, model, how, eos):
+    def test_it_grows_in_the_middle_of_a_call(self, model, how, eos, is_captured_again, monkeypatch):
+        how = {**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how}
         torch.manual_seed(1)
-        expected = model.generate(
-            BATCH, **{**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how}
-        )
-        decoder = GraphDecoder()
+        expected = model.generate(BATCH, **how)
+        decoder, stream = GraphDecoder(), Collect()
         decoder.pool.max_bytes = 30 * cache_bytes(model.config, 2)
+        verify, capacities = decoder_module.verify, set()
+
+        def verify_the_first(step, call):
+            capacities.add(call.cache.max_cache_len)
+            if len(capacities) > 1:
+                raise RuntimeError("on purpose")
+            verify(step, call)
+
+        if not is_captured_again:
+            monkeypatch.setattr(decoder_module, "verify", verify_the_first)
         torch.manual_seed(1)
-        got = model.generate(
-            BATCH,
-            custom_generate=decoder,
-            **{**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how},
-        )
+        got = model.generate(BATCH, custom_generate=decoder, streamer=stream, **how)
         assert torch.equal(got, expected)
-        assert decoder.fallback_reason is None
+        assert stream.tokens == [*BATCH.flatten().tolist(), *expected[:, BATCH.shape[1] :].T.flatten().tolist()]
+        reason = None if is_captured_again else "the step cannot be captured (RuntimeError: on purpose)"
+        assert decoder.fallback_reason == reason
 
     def test_a_returned_cache_is_the_callers(self, model):
         decoder = GraphDecoder()

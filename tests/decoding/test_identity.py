@@ -17,6 +17,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching,
 from hf_static_kv.cache.identity import content_state, pass_state, unwrapped
 from hf_static_kv.compat import has_hooks
 from hf_static_kv.decoding import call as call_module
+from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import type_without_address
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
@@ -326,6 +327,10 @@ def test_a_text_of_a_tensor_is_not_frozen(decoding, monkeypatch):
     assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
 
 
+def fail(*args):
+    raise RuntimeError("on purpose")
+
+
 class TestAStepThatRunsBeforeTheModelIsLookedAt:
     """On a GPU that waits for the host, a known step runs while the host compares the model."""
 
@@ -355,6 +360,34 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
                 keywords["streamer"].values.clear()
         # One of the sequences ends with its first token, which a GPU tells a step later.
         assert decoding.decoder.num_steps == (2 if how == "ends" and DEVICE == "cpu" else 3)
+
+    @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "streamer"])
+    def test_a_changed_model_that_cannot_be_captured(self, how, decoding, monkeypatch):
+        """The rest of the call is ordinary passes: the first token is out, and nothing is drawn or streamed twice."""
+        keywords = {
+            "greedy": {},
+            "sampled": {"do_sample": True, "temperature": 1.5},
+            "host": {"do_sample": True, "no_repeat_ngram_size": 2},
+            "streamer": {"do_sample": True, "streamer": Collect()},
+        }[how]
+        mlp = read_by_forward(decoding.model, lambda mlp: mlp.own)
+        mlp.own, cache = 1.0, {"past_key_values": decoding.cache, "custom_generate": decoding.decoder}
+        generate(decoding.model, **cache, **keywords)
+        mlp.own = 3.0
+        torch.manual_seed(3)
+        expected = generate(decoding.model, use_cache=False, **keywords | {"streamer": None})
+        after = torch.rand(1, device=DEVICE)
+        torch.manual_seed(3)
+        decoding.cache.reset()
+        if how == "streamer":
+            keywords["streamer"].values.clear()
+        monkeypatch.setattr(decoder_module, "verify", fail)
+        assert torch.equal(generate(decoding.model, **cache, **keywords), expected)
+        assert torch.equal(torch.rand(1, device=DEVICE), after)
+        assert decoding.decoder.fallback_reason == "the step cannot be captured (RuntimeError: on purpose)"
+        assert decoding.cache.seq_len == expected.shape[1] - 1
+        if how == "streamer":
+            assert keywords["streamer"].tokens == expected[0].tolist()
 
     @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "ends", "streamer", "one token"])
     def test_a_prefix_of_a_changed_model(self, how, monkeypatch):
