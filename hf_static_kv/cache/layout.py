@@ -97,11 +97,14 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
         layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
     # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
-    layers = list(zip(layer_configs[:num_stored], layer_types[:num_stored], strict=True))
     # Some layers use the selection of an earlier layer's index and store no index keys.
-    index_types = (getattr(config, "indexer_types", None) or ["full"] * num_stored)[:num_stored]
-    plans = [_plan_layer(*layer, kind != "shared") for layer, kind in zip(layers, index_types, strict=True)]
-    return with_sliding(plans, sliding)
+    index_types = getattr(config, "indexer_types", None) or ["full"] * num_stored
+    columns = (column[:num_stored] for column in (layer_configs, layer_types, index_types))
+    layers = list(zip(*columns, strict=True))
+    kinds = [(id(layer_config), *rest) for layer_config, *rest in layers]  # few differ, and reading a config is slow
+    plans = [_plan_layer(*layer) for layer in dict(zip(kinds, layers, strict=True)).values()]
+    planned = dict(zip(dict.fromkeys(kinds), with_sliding(plans, sliding), strict=True))
+    return [planned[kind] for kind in kinds]
 
 
 def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
@@ -116,14 +119,14 @@ def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
     return [plan if plan.shape is None else replace(plan, shape=plan.stored(plan.shape)) for plan in plans]
 
 
-def _plan_layer(layer_config: Any, layer_type: str, has_own_index: bool) -> LayerPlan:
+def _plan_layer(layer_config: Any, layer_type: str, index_type: str) -> LayerPlan:
     window = getattr(layer_config, WINDOW_FIELDS[layer_type]) if layer_type in WINDOW_FIELDS else None
     has_keys, has_state = compat.kept_by(layer_type)
     shape = _layer_shape(layer_config, layer_type) if has_keys else None
     is_empty = layer_type in _EMPTY_LAYER_TYPES or not has_state
     num_states = 0 if is_empty else getattr(layer_config, "number_of_conv_states", 1)  # transformers' name for it
     index_shape = None
-    if has_own_index and compat.has_index(layer_type):
+    if index_type != "shared" and compat.has_index(layer_type):
         index_dim = getattr(layer_config, "index_head_dim", None) or layer_config.indexer_head_dim  # DeepSeek, Qwen
         index_shape = LayerShape(1, index_dim, 0)
     return LayerPlan(shape, window, has_keys, num_states, layer_type == "chunked_attention", index_shape)
