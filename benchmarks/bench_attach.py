@@ -1,11 +1,12 @@
-"""What `attach(model)` costs over the explicit objects, and the first token of a turn as a chat grows.
+"""What `attach(model)` costs over the explicit objects, and the first token of a turn as a chat
+grows.
 
     python benchmarks/bench_attach.py --model llama-3.2-1b --json benchmarks/results/attach-llama-3.2-1b-h200.json
     python benchmarks/bench_attach.py --model llama --device cpu --trials 3 --histories 64 128 --turns 3
 
-All contenders run in this process, in turns of changing order. The model has twins: instances that share its
-weights, so that all read the same memory. `detach` would free the pool and the captured steps: a twin stays attached,
-and the model itself never is.
+All contenders run in this process, in turns of changing order. The model has twins: instances that
+share its weights, so that all read the same memory. `detach` would free the pool and the captured
+steps: a twin stays attached, and the model itself never is.
   overhead   after a call for all N tokens and a call for one as warm-up, each trial is a call for one token (T1, the
              time to first token) and a call for N (TN): a token takes (TN - T1) / (N - 1). The overhead is that of
              `attach` over the explicit objects in the same trial. Plain `generate` makes `--plain-tokens` only.
@@ -16,8 +17,8 @@ and the model itself never is.
              answers with `--answer-tokens`. The others are timed on the same prompts, and answer nothing: they keep
              nothing for the next turn. The warm-up is a whole chat of the same lengths with other tokens: a new length
              costs more the first time, and in one process the first contender would pay for the others.
-Median (minimum to maximum) over the trials, or over the turns. Greedy, random prompts.
-Exit status 1 when a contender fell back on a GPU or reused no tokens in a chat, 2 for a bad argument.
+Median (minimum to maximum) over the trials, or over the turns. Greedy, random prompts. Exit status
+1 when a contender fell back on a GPU or reused no tokens in a chat, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -62,7 +63,10 @@ class Side:
         self.model: Any = model
 
     def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        """The prompt and its new tokens. A cache that must be reset is reset here, as its user would."""
+        """The prompt and its new tokens.
+
+        A cache that must be reset is reset here, as its user would.
+        """
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         tokens: torch.Tensor = self.model.generate(
             **prompt, **self.next_keywords(), max_new_tokens=new_tokens, do_sample=False
@@ -94,9 +98,14 @@ def attached_twin(name: str, model: PreTrainedModel, **settings: Any) -> Side:
 
 
 def in_turns(sides: list[Side], turn: int) -> list[Side]:
-    """Every order once before one comes again: none follows a slow contender more often than another does."""
+    """Every order once before one comes again:
+
+    none follows a slow contender more often than another does.
+    """
     orders = list(permutations(sides))
-    return list(orders[5 * turn % len(orders)])  # 5 divides neither 6 nor 24, and few turns are unlike each other too
+    return list(
+        orders[5 * turn % len(orders)]
+    )  # 5 divides neither 6 nor 24, and few turns are unlike each other too
 
 
 # --- the overhead
@@ -133,8 +142,14 @@ def overhead(model: PreTrainedModel, workload: Workload, plain_tokens: int, tria
     for row in rows:
         row["summary"] = summarize(row)
     held = next(side.attachment for side in sides if side.attachment is not None)
-    figures = {key: getattr(held, key) for key in ("calls", "hits", "captured_steps", "memory_bytes")}
-    return {"contenders": rows, "overhead": compare(rows, "attach", sides[0].name), "attachment": figures}
+    figures = {
+        key: getattr(held, key) for key in ("calls", "hits", "captured_steps", "memory_bytes")
+    }
+    return {
+        "contenders": rows,
+        "overhead": compare(rows, "attach", sides[0].name),
+        "attachment": figures,
+    }
 
 
 def token_ms(row: Record) -> list[float]:
@@ -151,11 +166,23 @@ def summarize(row: Record) -> Record:
 
 
 def compare(rows: list[Record], name: str, base: str) -> Record:
-    """What one contender takes more than another in the same trial: the host's speed changes between trials."""
+    """What one contender takes more than another in the same trial:
+
+    the host's speed changes between trials.
+    """
     ours, theirs = (next(row for row in rows if row["name"] == wanted) for wanted in (name, base))
-    percent = [100 * (one / other - 1) for one, other in zip(token_ms(ours), token_ms(theirs), strict=True)]
-    added = [one - other for one, other in zip(first_token_ms(ours), first_token_ms(theirs), strict=True)]
-    return {"of": name, "over": base, "token_percent": spread(percent), "first_token_ms": spread(added)}
+    percent = [
+        100 * (one / other - 1) for one, other in zip(token_ms(ours), token_ms(theirs), strict=True)
+    ]
+    added = [
+        one - other for one, other in zip(first_token_ms(ours), first_token_ms(theirs), strict=True)
+    ]
+    return {
+        "of": name,
+        "over": base,
+        "token_percent": spread(percent),
+        "first_token_ms": spread(added),
+    }
 
 
 # --- the chat
@@ -167,14 +194,20 @@ def chat(sides: list[Side], history: int, seed: int, args: argparse.Namespace) -
     vocab_size = sides[0].model.config.get_text_config().vocab_size
 
     def random_ids(length: int) -> torch.Tensor:
-        return torch.randint(vocab_size, (args.batch_size, length), generator=generator).to(args.device)
+        return torch.randint(vocab_size, (args.batch_size, length), generator=generator).to(
+            args.device
+        )
 
-    rows: dict[str, Record] = {side.name: {"first_token_s": [], "reused_tokens": []} for side in sides}
+    rows: dict[str, Record] = {
+        side.name: {"first_token_s": [], "reused_tokens": []} for side in sides
+    }
     ids, prompt_tokens = random_ids(history), []
     for side in sides[1:]:
         side.generate(ids, 1)
     for turn in range(args.turns):
-        ids = torch.cat([sides[0].generate(ids, args.answer_tokens), random_ids(args.turn_tokens)], dim=1)
+        ids = torch.cat(
+            [sides[0].generate(ids, args.answer_tokens), random_ids(args.turn_tokens)], dim=1
+        )
         prompt_tokens.append(ids.shape[1])
         for side in in_turns(sides, turn):
             before = side.reused_tokens
@@ -224,21 +257,40 @@ def problems(record: Record) -> list[str]:
     fell_back = [] if on_cpu(record) else [(name, row["fallback_reason"]) for name, row in named]
     lines = [f"{name} fell back: {reason}" for name, reason in fell_back if reason]
     reusing = [(name, row) for name, row in named if row.get("contender") == "attach-reuse"]
-    return lines + [f"{name}: no tokens were reused" for name, row in reusing if not all(row["reused_tokens"])]
+    return lines + [
+        f"{name}: no tokens were reused" for name, row in reusing if not all(row["reused_tokens"])
+    ]
 
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--prompt-len", type=int, help="default: 512, or half of a context below 1024")
-    parser.add_argument("--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024")
-    parser.add_argument("--plain-tokens", type=int, default=32, help="limit for plain `generate` (%(default)s)")
-    parser.add_argument("--trials", type=int, default=24, help="%(default)s, one for each order of four contenders")
     parser.add_argument(
-        "--histories", type=int, nargs="+", help=f"default: those of {HISTORIES} that the model takes; 0: no chat"
+        "--prompt-len", type=int, help="default: 512, or half of a context below 1024"
     )
-    parser.add_argument("--turn-tokens", type=int, help="new tokens of a prompt; default: 64, fewer below 2048")
-    parser.add_argument("--answer-tokens", type=int, help="default: 32, fewer for a context below 2048")
-    parser.add_argument("--turns", type=int, default=6, help="%(default)s, one for each order of three contenders")
+    parser.add_argument(
+        "--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024"
+    )
+    parser.add_argument(
+        "--plain-tokens", type=int, default=32, help="limit for plain `generate` (%(default)s)"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=24, help="%(default)s, one for each order of four contenders"
+    )
+    parser.add_argument(
+        "--histories",
+        type=int,
+        nargs="+",
+        help=f"default: those of {HISTORIES} that the model takes; 0: no chat",
+    )
+    parser.add_argument(
+        "--turn-tokens", type=int, help="new tokens of a prompt; default: 64, fewer below 2048"
+    )
+    parser.add_argument(
+        "--answer-tokens", type=int, help="default: 32, fewer for a context below 2048"
+    )
+    parser.add_argument(
+        "--turns", type=int, default=6, help="%(default)s, one for each order of three contenders"
+    )
     return parser
 
 
@@ -250,8 +302,14 @@ def chosen(args: argparse.Namespace) -> Workload:
     for name, size in defaults.items():
         if getattr(args, name) is None:
             setattr(args, name, size)
-    at_least(prompt_len=(args.prompt_len, 1), new_tokens=(args.new_tokens, 3), trials=(args.trials, 1))
-    at_least(plain_tokens=(args.plain_tokens, 3), turns=(args.turns, 1), turn_tokens=(args.turn_tokens, 1))
+    at_least(
+        prompt_len=(args.prompt_len, 1), new_tokens=(args.new_tokens, 3), trials=(args.trials, 1)
+    )
+    at_least(
+        plain_tokens=(args.plain_tokens, 3),
+        turns=(args.turns, 1),
+        turn_tokens=(args.turn_tokens, 1),
+    )
     at_least(answer_tokens=(args.answer_tokens, 2))
     growth = args.turns * (args.turn_tokens + args.answer_tokens)
     if args.histories is None:
@@ -261,7 +319,9 @@ def chosen(args: argparse.Namespace) -> Workload:
         raise BadArgument("--histories 0 is no chat: pass it alone")
     args.histories = [history for history in args.histories if history]
     capacity = args.prompt_len + args.new_tokens
-    check_workload_arguments(args, max([capacity, *(history + growth + 1 for history in args.histories)]))
+    check_workload_arguments(
+        args, max([capacity, *(history + growth + 1 for history in args.histories)])
+    )
     sizes = (args.prompt_len, args.new_tokens, args.batch_size, capacity, args.real_weights)
     return Workload(args.model, args.device, args.dtype, *sizes)
 

@@ -1,4 +1,5 @@
-"""How far apart logits are that should be the same, without and inside `exact`, and what `exact` costs.
+"""How far apart logits are that should be the same, without and inside `exact`, and what `exact`
+costs.
 
     python benchmarks/bench_exact.py --model llama-3.2-1b --dtype float16 --json exact.json
     python benchmarks/bench_exact.py --model llama --device cpu --prompt-len 60 --new-tokens 20 --prefills 64
@@ -10,9 +11,9 @@ The largest difference of logits in each comparison:
   padding    a batch row with left padding beside a longer one, and without padding
   capacity   in a cache of just enough capacity, and of 32 times as much
   crop       after a part of the sequence was cropped and written again
-Cost: milliseconds of a prompt and of a decode step of `GraphDecoder`, without and inside `exact` in turns; the median
-(minimum to maximum) of 5 trials after one for warming up. `--prefills 0` leaves the cost out.
-Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
+Cost: milliseconds of a prompt and of a decode step of `GraphDecoder`, without and inside `exact` in
+turns; the median (minimum to maximum) of 5 trials after one for warming up. `--prefills 0` leaves
+the cost out. Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -41,19 +42,34 @@ ROWS, PADDING = 8, 37
 
 
 class Comparisons:
-    """Pairs of computations that should give the same logits, over `prompt_len` + `new_tokens` tokens."""
+    """Pairs of computations that should give the same logits, over `prompt_len` + `new_tokens`
+    tokens.
+    """
 
     def __init__(self, model: PreTrainedModel, prompt_len: int, new_tokens: int) -> None:
         self.model: Any = model
-        self.prompt_len, self.new_tokens, self.length = prompt_len, new_tokens, prompt_len + new_tokens
+        self.prompt_len, self.new_tokens, self.length = (
+            prompt_len,
+            new_tokens,
+            prompt_len + new_tokens,
+        )
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.get_text_config().vocab_size
-        self.ids = torch.randint(vocab_size, (ROWS, self.length), generator=generator).to(model.device)
+        self.ids = torch.randint(vocab_size, (ROWS, self.length), generator=generator).to(
+            model.device
+        )
 
     def cached_logits(
-        self, ids: torch.Tensor, singles: int, capacity: int | None = None, mask: torch.Tensor | None = None
+        self,
+        ids: torch.Tensor,
+        singles: int,
+        capacity: int | None = None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Two chunks of a prompt, then `singles` tokens: the logits from the prompt's last token on."""
+        """Two chunks of a prompt, then `singles` tokens:
+
+        the logits from the prompt's last token on.
+        """
         cache = StaticContiguousCache.from_model(self.model, capacity or ids.shape[1], len(ids))
         prompt = ids.shape[1] - singles
         sizes, end, logits = [prompt // 3, prompt - prompt // 3, *[1] * singles], 0, []
@@ -87,7 +103,9 @@ class Comparisons:
         )
         if decoder.fallback_reason is not None:
             raise BadArgument(f"GraphDecoder falls back on this model: {decoder.fallback_reason}")
-        return torch.stack(output.logits, dim=1), self.uncached_logits(output.sequences[:, :-1], self.new_tokens - 1)
+        return torch.stack(output.logits, dim=1), self.uncached_logits(
+            output.sequences[:, :-1], self.new_tokens - 1
+        )
 
     def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
         alone = [self.cached_logits(self.ids[row : row + 1], 4) for row in range(ROWS)]
@@ -135,7 +153,12 @@ class Cost:
 
     def _prefill_ms(self, ids: torch.Tensor) -> float:
         self.cache.reset()
-        return seconds(lambda: self.model(ids, past_key_values=self.cache, logits_to_keep=1), self.device) * 1e3
+        return (
+            seconds(
+                lambda: self.model(ids, past_key_values=self.cache, logits_to_keep=1), self.device
+            )
+            * 1e3
+        )
 
 
 def costs(model: PreTrainedModel, workload: Workload, prefills: list[int]) -> dict[str, Record]:
@@ -147,7 +170,10 @@ def costs(model: PreTrainedModel, workload: Workload, prefills: list[int]) -> di
             with _side(model, side):
                 trials[side].append(cost.trial())
     warm = {side: rows[1:] for side, rows in trials.items()}
-    return {side: {name: spread([row[name] for row in rows]) for name in rows[0]} for side, rows in warm.items()}
+    return {
+        side: {name: spread([row[name] for row in rows]) for name in rows[0]}
+        for side, rows in warm.items()
+    }
 
 
 def _side(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
@@ -160,7 +186,9 @@ def measure(args: argparse.Namespace) -> Record:
     model, differences = workload.build_model(), {}
     for side in SIDES:
         with _side(model, side):
-            differences[side] = Comparisons(model, workload.prompt_len, workload.new_tokens).differences()
+            differences[side] = Comparisons(
+                model, workload.prompt_len, workload.new_tokens
+            ).differences()
     shown = {key: getattr(workload, key) for key in ("model", "dtype", "prompt_len", "new_tokens")}
     record = {**provenance(workload.device), "workload": shown, "differences": differences}
     return {**record, "ms": costs(model, workload, prefills)} if prefills else record
@@ -174,13 +202,17 @@ def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--prompt-len", type=int, default=600)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--prefills", type=int, nargs="+", default=[512, 4096], help="prompts to time; 0: no cost")
+    parser.add_argument(
+        "--prefills", type=int, nargs="+", default=[512, 4096], help="prompts to time; 0: no cost"
+    )
     return parser
 
 
 def chosen(args: argparse.Namespace) -> Workload:
     if args.batch_size != 1:
-        raise BadArgument(f"--batch-size {args.batch_size}: the comparisons have batches of their own")
+        raise BadArgument(
+            f"--batch-size {args.batch_size}: the comparisons have batches of their own"
+        )
     at_least(prompt_len=(args.prompt_len, PADDING + 16), new_tokens=(args.new_tokens, 2))
     at_least(prefills=(min(args.prefills), 0))
     capacity = args.prompt_len + args.new_tokens

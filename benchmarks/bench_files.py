@@ -1,10 +1,12 @@
-"""Caches in files: saving and loading against safetensors alone, and the first token from a file against from the ids.
+"""Caches in files: saving and loading against safetensors alone, and the first token from a file
+against from the ids.
 
     python benchmarks/bench_files.py --model llama-3.2-1b --json benchmarks/results/files-llama-3.2-1b-h200.json
     python benchmarks/bench_files.py --model smollm2 --device cpu --tokens 2048 --trials 3
 
-All contenders run in this process, in turns of changing order, after one call of each as warm-up. The files are in
-`--folder`, by default the system's folder for temporary files, and in the page cache.
+All contenders run in this process, in turns of changing order, after one call of each as warm-up.
+The files are in `--folder`, by default the system's folder for temporary files, and in the page
+cache.
   save         `plain`: `safetensors.torch.save_file` of the same states, contiguous on the same device. `flushed`: the
                same, then fsync. `ours`: `cache.save`, with checksums, fsync and renaming.
   load         `plain`: `safetensors.torch.load_file` to the device; on a CPU the mapped tensors are copied. `ours`:
@@ -12,8 +14,8 @@ All contenders run in this process, in turns of changing order, after one call o
   first token  of a prompt of `--tokens` random tokens and a question. `ids`: `generate` with its default cache. `file`:
                the file is loaded, and `generate` computes the question.
   next token   the same with a question of one token.
-Median (minimum to maximum) over the trials. GB/s are those of the file. Shares and factors compare the same trial.
-Exit status 1 when a loaded cache is not what was saved, 2 for a bad argument.
+Median (minimum to maximum) over the trials. GB/s are those of the file. Shares and factors compare
+the same trial. Exit status 1 when a loaded cache is not what was saved, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -52,11 +54,18 @@ class Files:
         self.model: Any = workload.build_model()
         self.ids = workload.prompt(workload.prompt_len + question_tokens)["input_ids"]
         text = self.ids[:, : workload.prompt_len]
-        self.cache = StaticContiguousCache.from_model(self.model, workload.max_cache_len, workload.batch_size)
+        self.cache = StaticContiguousCache.from_model(
+            self.model, workload.max_cache_len, workload.batch_size
+        )
         self.generate(text, past_key_values=self.cache)
         states = {"keys": self.cache.key_storage, "values": self.cache.value_storage}
-        self.states = {name: storage[:, :, :, : workload.prompt_len].contiguous() for name, storage in states.items()}
-        self.ours, self.plain, self.flushed = (folder / f"{name}.safetensors" for name in ("ours", "plain", "flushed"))
+        self.states = {
+            name: storage[:, :, :, : workload.prompt_len].contiguous()
+            for name, storage in states.items()
+        }
+        self.ours, self.plain, self.flushed = (
+            folder / f"{name}.safetensors" for name in ("ours", "plain", "flushed")
+        )
 
     def generate(self, ids: torch.Tensor, **how: Any) -> None:
         mask = torch.ones_like(ids)
@@ -85,7 +94,9 @@ class Files:
     def is_what_was_saved(self) -> bool:
         loaded = self.load()
         storages = {"keys": loaded.key_storage, "values": loaded.value_storage}
-        return all(torch.equal(storages[name][:, :, :, : s.shape[3]], s) for name, s in self.states.items())
+        return all(
+            torch.equal(storages[name][:, :, :, : s.shape[3]], s) for name, s in self.states.items()
+        )
 
     def cases(self) -> dict[tuple[str, str], Call]:
         one_more = self.ids[:, : self.workload.prompt_len + 1]
@@ -167,9 +178,13 @@ def problems(record: Record) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--tokens", type=int, help="of the file; default: 32768, or half of a shorter context")
+    parser.add_argument(
+        "--tokens", type=int, help="of the file; default: 32768, or half of a shorter context"
+    )
     parser.add_argument("--question-tokens", type=int, default=16, help="%(default)s")
-    parser.add_argument("--folder", type=Path, help="where the files are; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files are; default: the system's temporary folder"
+    )
     parser.add_argument("--trials", type=int, default=7, help="%(default)s")
     return parser
 
@@ -182,7 +197,9 @@ def chosen(args: argparse.Namespace) -> Workload:
         raise BadArgument(f"--folder {args.folder}: there is no such folder")
     capacity = tokens + args.question_tokens
     check_workload_arguments(args, capacity)
-    return Workload(args.model, args.device, args.dtype, tokens, 1, args.batch_size, capacity, args.real_weights)
+    return Workload(
+        args.model, args.device, args.dtype, tokens, 1, args.batch_size, capacity, args.real_weights
+    )
 
 
 def main() -> int:

@@ -1,4 +1,5 @@
-"""How long `generate` takes with each cache: first token, decode, first call, memory, share of the bandwidth.
+"""How long `generate` takes with each cache: first token, decode, first call, memory, share of the
+bandwidth.
 
     python benchmarks/bench_generation.py --model gemma3 --device cpu --compare
     python benchmarks/bench_generation.py --model llama-3.2-1b --compare --json llama.json --plot llama.png
@@ -11,8 +12,8 @@ Each contender runs in a fresh process with its own copy of the model, all at on
   trials       contenders in turns; a call for one token (T1, the time to first token) and a call for all N (TN):
                a decode step takes (TN - T1) / (N - 1), the cost of the loop included
   latencies    one more call in the last turn, with a clock that synchronizes after each token
-Median (minimum to maximum) over the trials; percentiles over the steps of the clocked call. Greedy, random prompts.
-Exit status 1 when a contender failed, 2 for a bad argument.
+Median (minimum to maximum) over the trials; percentiles over the steps of the clocked call. Greedy,
+random prompts. Exit status 1 when a contender failed, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ class Runner:
         model = workload.build_model()
         self.generate = TimedGenerate(model, name, workload)
         self.loaded_bytes = 0
-        self.bytes_per_step = bytes_per_step(model, workload.mean_prompt_len, new_tokens, workload.batch_size)
+        self.bytes_per_step = bytes_per_step(
+            model, workload.mean_prompt_len, new_tokens, workload.batch_size
+        )
 
     def first_call(self) -> float:
         """Seconds from the loaded model to the last token, the cache's set-up included."""
@@ -115,12 +118,24 @@ class Entry:
         self.bar.update()
 
 
-def contest(names: list[str], workload: Workload, uncached_tokens: int, trials: int) -> list[Record]:
-    """A row for each contender: first calls one by one, then trials in turns, each turn in another order."""
-    with tqdm(total=len(names) * (trials + 4), leave=False, disable=None) as bar, ExitStack() as stack:
+def contest(
+    names: list[str], workload: Workload, uncached_tokens: int, trials: int
+) -> list[Record]:
+    """A row for each contender:
+
+    first calls one by one, then trials in turns, each turn in another order.
+    """
+    with (
+        tqdm(total=len(names) * (trials + 4), leave=False, disable=None) as bar,
+        ExitStack() as stack,
+    ):
 
         def load(name: str) -> Entry:
-            tokens = workload.new_tokens if CONTENDERS[name].cached else min(uncached_tokens, workload.new_tokens)
+            tokens = (
+                workload.new_tokens
+                if CONTENDERS[name].cached
+                else min(uncached_tokens, workload.new_tokens)
+            )
             entry = Entry(name, workload, tokens, bar)
             stack.callback(entry.close)
             return entry
@@ -147,7 +162,9 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
     step_s = [(total - first) / steps for first, total in row["trials_s"]]
     first_token = spread([first for first, _ in row["trials_s"]])
     warm = statistics.median(total for _, total in row["trials_s"])
-    bytes_per_second = None if row["bytes_per_step"] is None else row["bytes_per_step"] / statistics.median(step_s)
+    bytes_per_second = (
+        None if row["bytes_per_step"] is None else row["bytes_per_step"] / statistics.median(step_s)
+    )
     return {
         "first_token_ms": {key: value * 1e3 for key, value in first_token.items()},
         "prompt_tokens_per_s": batch_size * prompt_len / first_token["median"],
@@ -168,7 +185,9 @@ def measure(args: argparse.Namespace) -> Record:
     rows = contest(names, workload, args.uncached_tokens, args.trials)
     for row in rows:
         if "error" not in row and "unavailable" not in row:
-            row["summary"] = summarize(row, workload.prompt_len, workload.batch_size, bandwidth * 1e9)
+            row["summary"] = summarize(
+                row, workload.prompt_len, workload.batch_size, bandwidth * 1e9
+            )
     return {
         **provenance(workload.device),
         "workload": asdict(workload),
@@ -181,7 +200,15 @@ def measure(args: argparse.Namespace) -> Record:
 
 def report(record: Record) -> str:
     """One contender a row, and what did not run."""
-    head = ["", "first token, ms", "decode, tokens/s", "ms per token: P50", "P95", "P99", "of the bandwidth"]
+    head = [
+        "",
+        "first token, ms",
+        "decode, tokens/s",
+        "ms per token: P50",
+        "P95",
+        "P99",
+        "of the bandwidth",
+    ]
     head += ["first call, s", "cache, MiB", "peak over the model, MiB"]
     rows = [[label(name), *_cells(row)] for name, row in measured(record).items()]
     body = [tables.table(head, rows)] if rows else []
@@ -195,7 +222,9 @@ def _cells(row: Record) -> list[str]:
         with_range(s["first_token_ms"]),
         with_range(s["decode_tokens_per_s"]),
         *(f"{s['latency_ms'][key]:.2f}" for key in ("p50", "p95", "p99")),
-        "-" if s["bandwidth_share"] is None else f"{s['bandwidth_share']:.1%} ({s['gb_per_s']:,.1f} GB/s)",
+        "-"
+        if s["bandwidth_share"] is None
+        else f"{s['bandwidth_share']:.1%} ({s['gb_per_s']:,.1f} GB/s)",
         f"{s['cold_start_s']:.2f} for {row['new_tokens']} tokens",
         *("-" if size is None else f"{size / 2**20:,.1f}" for size in mib),
     ]
@@ -203,19 +232,33 @@ def _cells(row: Record) -> list[str]:
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__, plot=True)
-    parser.add_argument("--prompt-len", type=int, help="default: 512, or half of a context below 1024")
-    parser.add_argument("--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024")
     parser.add_argument(
-        "--max-cache-len", type=int, help="capacity of a static cache; default: just enough, the best for StaticCache"
+        "--prompt-len", type=int, help="default: 512, or half of a context below 1024"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024"
+    )
+    parser.add_argument(
+        "--max-cache-len",
+        type=int,
+        help="capacity of a static cache; default: just enough, the best for StaticCache",
     )
     who = parser.add_mutually_exclusive_group()
     who.add_argument("--kv-cache", action="store_true", help="our cache alone; this is the default")
     who.add_argument("--no-kv-cache", action="store_true", help="use_cache=False alone")
     who.add_argument("--compare", action="store_true", help="every contender")
-    who.add_argument("--contenders", type=contender_names, help=f"separated by commas, of {', '.join(CONTENDERS)}")
-    parser.add_argument("--uncached-tokens", type=int, default=32, help="limit without a cache (%(default)s)")
+    who.add_argument(
+        "--contenders",
+        type=contender_names,
+        help=f"separated by commas, of {', '.join(CONTENDERS)}",
+    )
+    parser.add_argument(
+        "--uncached-tokens", type=int, default=32, help="limit without a cache (%(default)s)"
+    )
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--padded", action="store_true", help="batch rows of different lengths with left padding")
+    parser.add_argument(
+        "--padded", action="store_true", help="batch rows of different lengths with left padding"
+    )
     return parser
 
 
@@ -229,7 +272,9 @@ def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
     check_workload_arguments(args, prompt_len + new_tokens)
     capacity = args.max_cache_len if args.max_cache_len is not None else prompt_len + new_tokens
     if capacity < prompt_len + new_tokens:
-        raise BadArgument(f"--max-cache-len {capacity} is less than {prompt_len} + {new_tokens} tokens")
+        raise BadArgument(
+            f"--max-cache-len {capacity} is less than {prompt_len} + {new_tokens} tokens"
+        )
     every = [name for name, contender in CONTENDERS.items() if contender.in_all]
     names = ["no-cache"] if args.no_kv_cache else every if args.compare else args.contenders
     names = names or ["contiguous"]

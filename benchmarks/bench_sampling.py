@@ -3,12 +3,13 @@
     python benchmarks/bench_sampling.py --model llama-3.2-1b --json benchmarks/results/sampling-llama-3.2-1b-h200.json
     python benchmarks/bench_sampling.py --model llama --device cpu --prompt-len 16 --new-tokens 8 --trials 2
 
-`GraphDecoder()` samples inside the captured step, `DynamicCache` in the loop of `generate`. Both run in this process on
-one model. After a call for one token and a call for all N as warm-up, each trial is a call for one token (T1) and a
-call for N (TN): a token takes (TN - T1) / (N - 1). All cases and both contenders run in turns, greedy decoding with
-them. `DynamicCache` makes `--plain-tokens` only. On a CPU the decoder's step runs without a graph.
-Median (minimum to maximum) over the trials; factors are over greedy decoding with the same contender.
-Exit status 1 when the decoder fell back or the host sampled for it, 2 for a bad argument.
+`GraphDecoder()` samples inside the captured step, `DynamicCache` in the loop of `generate`. Both
+run in this process on one model. After a call for one token and a call for all N as warm-up, each
+trial is a call for one token (T1) and a call for N (TN): a token takes (TN - T1) / (N - 1). All
+cases and both contenders run in turns, greedy decoding with them. `DynamicCache` makes
+`--plain-tokens` only. On a CPU the decoder's step runs without a graph. Median (minimum to maximum)
+over the trials; factors are over greedy decoding with the same contender. Exit status 1 when the
+decoder fell back or the host sampled for it, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ from hf_static_kv.program.step import SelectingStep
 
 Record = dict[str, Any]
 CONTENDERS = ["graph", "dynamic"]
-T = {"do_sample": True, "top_k": 0, "temperature": 0.8}  # 0: no top-k, where `generate` would have one
+T = {
+    "do_sample": True,
+    "top_k": 0,
+    "temperature": 0.8,
+}  # 0: no top-k, where `generate` would have one
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "T": T,
@@ -43,8 +48,15 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def selects_on_device(decoder: GraphDecoder) -> bool:
-    """Whether every step of this decoder selects its tokens itself. This reads the package's inside."""
-    return all(isinstance(step, SelectingStep) for steps in decoder._steps.values() for step in steps.values())
+    """Whether every step of this decoder selects its tokens itself.
+
+    This reads the package's inside.
+    """
+    return all(
+        isinstance(step, SelectingStep)
+        for steps in decoder._steps.values()
+        for step in steps.values()
+    )
 
 
 def measure_cases(workload: Workload, plain_tokens: int, trials: int) -> list[Record]:
@@ -57,14 +69,18 @@ def measure_cases(workload: Workload, plain_tokens: int, trials: int) -> list[Re
             for length in (1, tokens[name]):
                 side.seconds(length, **settings)
             decoder = side.keywords.get("custom_generate")
-            rows.append({"contender": name, "case": case, "new_tokens": tokens[name], "trials_s": []})
+            rows.append(
+                {"contender": name, "case": case, "new_tokens": tokens[name], "trials_s": []}
+            )
             rows[-1]["fallback_reason"] = decoder and decoder.fallback_reason
             rows[-1]["on_device"] = decoder and selects_on_device(decoder)
     for trial in tqdm(range(trials), disable=None, leave=False):
         first = trial % len(rows)
         for row in rows[first:] + rows[:first]:
             side, settings = sides[row["contender"]], CASES[row["case"]]
-            row["trials_s"].append([side.seconds(length, **settings) for length in (1, row["new_tokens"])])
+            row["trials_s"].append(
+                [side.seconds(length, **settings) for length in (1, row["new_tokens"])]
+            )
     return [row | {"ms": spread(token_ms(row))} for row in rows]
 
 
@@ -93,16 +109,28 @@ def report(record: Record) -> str:
 def problems(record: Record) -> list[str]:
     """Cases that the decoder did not run as a captured step that samples."""
     ours = [row for row in record["rows"] if row["contender"] == "graph"]
-    lines = [f"{row['case']} fell back: {row['fallback_reason']}" for row in ours if row["fallback_reason"]]
+    lines = [
+        f"{row['case']} fell back: {row['fallback_reason']}"
+        for row in ours
+        if row["fallback_reason"]
+    ]
     by_host = [row["case"] for row in ours if not row["fallback_reason"] and not row["on_device"]]
-    return lines + [f"{case}: the host selected the tokens" for case in by_host[:1]]  # later cases have its step too
+    return lines + [
+        f"{case}: the host selected the tokens" for case in by_host[:1]
+    ]  # later cases have its step too
 
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--prompt-len", type=int, help="default: 512, or half of a context below 1024")
-    parser.add_argument("--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024")
-    parser.add_argument("--plain-tokens", type=int, default=32, help="limit for DynamicCache (%(default)s)")
+    parser.add_argument(
+        "--prompt-len", type=int, help="default: 512, or half of a context below 1024"
+    )
+    parser.add_argument(
+        "--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024"
+    )
+    parser.add_argument(
+        "--plain-tokens", type=int, default=32, help="limit for DynamicCache (%(default)s)"
+    )
     parser.add_argument("--trials", type=int, default=7, help="%(default)s")
     return parser
 

@@ -1,12 +1,14 @@
-"""How many times faster a cache generates N tokens: on paper, predicted from pass times, and measured.
+"""How many times faster a cache generates N tokens: on paper, predicted from pass times, and
+measured.
 
     python benchmarks/bench_speedup.py --model llama --device cpu
     python benchmarks/bench_speedup.py --model llama-3.2-1b --json speedup.json --plot speedup.png
 
-From a prompt of one token. On paper: without a cache N tokens take passes over 1, 2, ... N tokens, N (N + 1) / 2 in
-all; with a cache they take N: a factor of (N + 1) / 2. That counts a pass over n tokens as n passes over one. So the
-script also measures passes over 1 to N tokens and predicts the factor from them.
-Passes and runs in turns; medians over the trials after one warm-up of each; the spread is minimum to maximum.
+From a prompt of one token. On paper: without a cache N tokens take passes over 1, 2, ... N tokens,
+N (N + 1) / 2 in all; with a cache they take N: a factor of (N + 1) / 2. That counts a pass over n
+tokens as n passes over one. So the script also measures passes over 1 to N tokens and predicts the
+factor from them. Passes and runs in turns; medians over the trials after one warm-up of each; the
+spread is minimum to maximum.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ def predicted(tokens: int, pass_ms: dict[int, float]) -> float:
 
 
 def passes_s(tokens: int, pass_ms: dict[int, float]) -> float:
-    """Seconds of the passes over 1, 2, ... `tokens` tokens, interpolated between the measured lengths.
+    """Seconds of the passes over 1, 2, ... `tokens` tokens, interpolated between the measured
+    lengths.
 
     >>> passes_s(3, {1: 10.0, 3: 20.0})
     0.045
@@ -68,8 +71,12 @@ def _between(length: int, pass_ms: dict[int, float]) -> float:
     return pass_ms[below] + (pass_ms[above] - pass_ms[below]) * (length - below) / (above - below)
 
 
-def timers(model: Any, workload: Workload, tokens: list[int]) -> dict[tuple[str, int], Callable[[], float]]:
-    """Seconds of a pass without a cache over each length, and of `generate` for each number of tokens."""
+def timers(
+    model: Any, workload: Workload, tokens: list[int]
+) -> dict[tuple[str, int], Callable[[], float]]:
+    """Seconds of a pass without a cache over each length, and of `generate` for each number of
+    tokens.
+    """
     found: dict[tuple[str, int], Callable[[], float]] = {}
     for length in sorted({1, *tokens}):
         one_pass = partial(model, **workload.prompt(length), use_cache=False, logits_to_keep=1)
@@ -83,10 +90,14 @@ def timers(model: Any, workload: Workload, tokens: list[int]) -> dict[tuple[str,
 
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> Record:
-    """Everything once for warming up, then `--trials` times in turns; a pass five times in each turn."""
+    """Everything once for warming up, then `--trials` times in turns; a pass five times in each
+    turn.
+    """
     at_least(tokens=(min(args.tokens), 2), trials=(args.trials, 1))
     check_workload_arguments(args, 1 + max(args.tokens))
-    workload = Workload(args.model, args.device, args.dtype, 1, 1, args.batch_size, 0, args.real_weights)
+    workload = Workload(
+        args.model, args.device, args.dtype, 1, 1, args.batch_size, 0, args.real_weights
+    )
     with tqdm(desc="loading", leave=False, disable=None) as bar:
         calls = timers(workload.build_model(), workload, args.tokens)
         bar.reset(total=(1 + args.trials) * len(calls))
@@ -96,7 +107,11 @@ def measure(args: argparse.Namespace) -> Record:
                 bar.set_description(f"{kind}, {number}")
                 times[kind, number] += [call() for _ in range(5 if kind == "pass" else 1)]
                 bar.update()
-    pass_ms = {n: statistics.median(taken[5:]) * 1e3 for (kind, n), taken in times.items() if kind == "pass"}
+    pass_ms = {
+        n: statistics.median(taken[5:]) * 1e3
+        for (kind, n), taken in times.items()
+        if kind == "pass"
+    }
     runs = {n: [spread(times[name, n][1:]) for name in CONTENDERS] for n in args.tokens}
     return {
         **provenance(workload.device),
@@ -123,8 +138,9 @@ def report(record: Record) -> str:
     pass_ms = {int(length): ms for length, ms in record["pass_ms"].items()}
     longest = max(pass_ms)
     words = (
-        f"A pass over {longest} tokens takes {pass_ms[longest] / pass_ms[1]:.1f} times as long as a pass over one "
-        f"({pass_ms[longest]:.2f} ms and {pass_ms[1]:.2f} ms), not {longest} times: both read the weights once."
+        f"A pass over {longest} tokens takes {pass_ms[longest] / pass_ms[1]:.1f} times as long as "
+        f"a pass over one ({pass_ms[longest]:.2f} ms and {pass_ms[1]:.2f} ms), not {longest} "
+        "times: both read the weights once."
     )
     return "\n\n".join([conditions(record), tables.speedup([record]), words])
 

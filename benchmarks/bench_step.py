@@ -1,17 +1,20 @@
-"""What each rewrite rule saves: the time of a captured decode step with all rules, and without each one.
+"""What each rewrite rule saves: the time of a captured decode step with all rules, and without each
+one.
 
     python benchmarks/bench_step.py --model llama-3.2-1b --json benchmarks/results/step-llama-3.2-1b-h200.json
     python benchmarks/bench_step.py --model llama --device cpu --prompt-len 16 --new-tokens 64
 
-A rule that builds on the one left out does not apply either. A rule that does not change the recorded list of this
-model is not measured. Below the rules: a step without any rule, and one without PDL. Then our decode attention alone
-against the length of the sequence, and the step of a decoder that once ran inside `trace_attention` beside that of one
-that never did. On a CPU the lists run without a graph, and there are no kernels to count.
+A rule that builds on the one left out does not apply either. A rule that does not change the
+recorded list of this model is not measured. Below the rules: a step without any rule, and one
+without PDL. Then our decode attention alone against the length of the sequence, and the step of a
+decoder that once ran inside `trace_attention` beside that of one that never did. On a CPU the lists
+run without a graph, and there are no kernels to count.
   replay    milliseconds of the step alone: the mean of 50 in a row; median (minimum to maximum) of 7, in turns
   tokens/s  through `generate`, as in bench_generation.py: the median of 3, in turns
   kernels   launches of one step; 'busy' is the time in which at least one of them runs. With PDL a kernel's time
             includes its wait for the one before it, so that the largest five can exceed the step.
-Exit status 1 when a decoder without a rule fell back, 2 for a bad argument, or when the one with all rules did.
+Exit status 1 when a decoder without a rule fell back, 2 for a bad argument, or when the one with
+all rules did.
 """
 
 from __future__ import annotations
@@ -48,9 +51,13 @@ REPLAYS, REPLAY_TRIALS, TRIALS, PROFILED = 50, 7, 3, 10
 LENGTHS = [1024, 8192, 32768]
 
 
-# What this script knows of the package's inside: where a list is rewritten, what switches PDL off, how a step replays.
+# What this script knows of the package's inside: where a list is rewritten, what switches PDL off,
+# how a step replays.
 
-REWRITE, SUPPORTS_PDL = "hf_static_kv.program.step.rewrite", "hf_static_kv.kernels.launch_triton._supports_pdl"
+REWRITE, SUPPORTS_PDL = (
+    "hf_static_kv.program.step.rewrite",
+    "hf_static_kv.kernels.launch_triton._supports_pdl",
+)
 
 
 @contextmanager
@@ -60,7 +67,9 @@ def noted_list() -> Iterator[list[str]]:
 
     def rewrite_and_note(program: Any, *args: Any, **kwargs: Any) -> None:
         rewrite(program, *args, **kwargs)
-        found[:] = (re.sub(r" at 0x\w+", "", str(call)) for call in program)  # objects of each recording are new
+        found[:] = (
+            re.sub(r" at 0x\w+", "", str(call)) for call in program
+        )  # objects of each recording are new
 
     with patch(REWRITE, rewrite_and_note):
         yield found
@@ -80,18 +89,26 @@ def replay_of(decoder: GraphDecoder, workload: Workload) -> Callable[[int], None
     return replay
 
 
-def attention_call(model: PreTrainedModel, length: int, layers: int, device: str) -> tuple[Callable[[], None], int]:
-    """Decode attention of a full layer, over several layers' keys and values, and the bytes that one layer reads."""
+def attention_call(
+    model: PreTrainedModel, length: int, layers: int, device: str
+) -> tuple[Callable[[], None], int]:
+    """Decode attention of a full layer, over several layers' keys and values, and the bytes that
+    one layer reads.
+    """
     shape = known_shapes(plan_layers(model.config), model.config)[0]
     heads = model.config.get_text_config().num_attention_heads
     query = torch.randn(1, heads, 1, shape.key_head_dim, device=device, dtype=model.dtype)
-    keys = torch.randn(layers, 1, shape.num_kv_heads, length, shape.key_head_dim, device=device, dtype=model.dtype)
+    keys = torch.randn(
+        layers, 1, shape.num_kv_heads, length, shape.key_head_dim, device=device, dtype=model.dtype
+    )
     values, spans = torch.randn_like(keys), torch.tensor([[0, 0, length]], device=device)
 
     def attend() -> None:
         for layer in range(layers):
             scale = shape.key_head_dim**-0.5
-            decode_attention(query, keys[layer], values[layer], spans, scale=scale, spans_ready=True)
+            decode_attention(
+                query, keys[layer], values[layer], spans, scale=scale, spans_ready=True
+            )
 
     return attend, 2 * keys[0].numel() * keys.element_size()
 
@@ -100,7 +117,10 @@ def attention_call(model: PreTrainedModel, length: int, layers: int, device: str
 
 
 class Variant(NamedTuple):
-    """A row: its words, the rules that it does not have, and whether its kernels are launched with PDL."""
+    """A row:
+
+    its words, the rules that it does not have, and whether its kernels are launched with PDL.
+    """
 
     words: str
     without: Collection[str] = ()
@@ -109,7 +129,10 @@ class Variant(NamedTuple):
 
 def variants(on_gpu: bool) -> list[Variant]:
     one_less = [Variant(f"without `{name}`", (name,)) for name in RULES]
-    rest = [Variant("without any rule", tuple(RULES)), *([Variant("without PDL", has_pdl=False)] if on_gpu else [])]
+    rest = [
+        Variant("without any rule", tuple(RULES)),
+        *([Variant("without PDL", has_pdl=False)] if on_gpu else []),
+    ]
     return [Variant("all rules"), *one_less, *rest]
 
 
@@ -128,7 +151,10 @@ class Side:
 
 
 def measure_variants(model: PreTrainedModel, workload: Workload) -> list[Record]:
-    """A row for each variant: all are captured, then measured in turns. One whose list is the same has no times."""
+    """A row for each variant:
+
+    all are captured, then measured in turns. One whose list is the same has no times.
+    """
     first, *others = variants(workload.on_gpu)
     full = Side(model, workload, first)
     if full.fallback_reason:
@@ -158,7 +184,9 @@ def measure_times(sides: list[Side], workload: Workload) -> list[Record]:
             if trial < TRIALS:
                 steps[i].append(side.generate.step_ms())
             side.replay(1)
-            replays[i].append(seconds(partial(side.replay, REPLAYS), workload.device) / REPLAYS * 1e3)
+            replays[i].append(
+                seconds(partial(side.replay, REPLAYS), workload.device) / REPLAYS * 1e3
+            )
     return [
         {
             "calls": len(side.list),
@@ -172,11 +200,16 @@ def measure_times(sides: list[Side], workload: Workload) -> list[Record]:
 
 
 def profiled(replay: Callable[[int], None]) -> Record:
-    """Kernels of a step: how many, how long at least one of them runs, and the five that run longest."""
+    """Kernels of a step:
+
+    how many, how long at least one of them runs, and the five that run longest.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         replay(PROFILED)
         torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [
+        event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
     kernels = sorted(kernels, key=lambda event: event.time_range.start)
     busy, until = 0.0, 0.0
     for event in kernels:
@@ -187,7 +220,11 @@ def profiled(replay: Callable[[int], None]) -> Record:
         "kernels": len(kernels) / PROFILED,
         "busy_us": busy / PROFILED,
         "largest": [
-            {"name": row.key, "times": row.count / PROFILED, "us": row.self_device_time_total / PROFILED}
+            {
+                "name": row.key,
+                "times": row.count / PROFILED,
+                "us": row.self_device_time_total / PROFILED,
+            }
             for row in largest
         ],
     }
@@ -203,13 +240,21 @@ def measure_attention(model: PreTrainedModel, device: str, layers: int = 8) -> l
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             attend()
-        times = [seconds(lambda graph=graph: [graph.replay() for _ in range(20)], device) / 20 for _ in range(7)]
-        rows.append({"seq_len": length, "us": statistics.median(times) / layers * 1e6, "bytes": read})
+        times = [
+            seconds(lambda graph=graph: [graph.replay() for _ in range(20)], device) / 20
+            for _ in range(7)
+        ]
+        rows.append(
+            {"seq_len": length, "us": statistics.median(times) / layers * 1e6, "bytes": read}
+        )
     return rows
 
 
 def measure_tracing(model: PreTrainedModel, workload: Workload) -> Record:
-    """Milliseconds of a step outside `trace_attention`, in turns: of a decoder that once ran in it, and of another."""
+    """Milliseconds of a step outside `trace_attention`, in turns:
+
+    of a decoder that once ran in it, and of another.
+    """
     never, once = (TimedGenerate(model, "graph", workload) for _ in range(2))
     for generate in (never, once):
         generate.seconds(workload.new_tokens)
@@ -224,7 +269,10 @@ def measure(args: argparse.Namespace) -> Record:
     workload = chosen(args)
     bandwidth = measure_bandwidth(workload.device)
     model = workload.build_model()
-    shown = {key: getattr(workload, key) for key in ("model", "dtype", "prompt_len", "new_tokens", "batch_size")}
+    shown = {
+        key: getattr(workload, key)
+        for key in ("model", "dtype", "prompt_len", "new_tokens", "batch_size")
+    }
     return {
         **provenance(workload.device),
         "workload": shown,
@@ -240,14 +288,23 @@ def report(record: Record) -> str:
     """The table, the largest kernels, and a step after `trace_attention`."""
     largest = [
         f"- {row['words']}: busy {row['busy_us'] / 1e3:.3f} ms; "
-        + ", ".join(f"{k['times']:.0f} x {kernel_name(k['name'])} {k['us']:.0f} us" for k in row["largest"])
+        + ", ".join(
+            f"{k['times']:.0f} x {kernel_name(k['name'])} {k['us']:.0f} us" for k in row["largest"]
+        )
         for row in record["variants"]
         if "largest" in row
     ]
     once, never = (with_range(record["tracing_ms"][when]) for when in ("once", "never"))
-    traced = f"A decode step after a run inside `trace_attention`: {once} ms, without one: {never} ms."
+    traced = (
+        f"A decode step after a run inside `trace_attention`: {once} ms, without one: {never} ms."
+    )
     lines = [f"- {row['words']} fell back: {row['fallback_reason']}" for row in fell_back(record)]
-    parts = [conditions(record), tables.step([record], spread=True), "\n".join(largest + lines), traced]
+    parts = [
+        conditions(record),
+        tables.step([record], spread=True),
+        "\n".join(largest + lines),
+        traced,
+    ]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -1,4 +1,5 @@
-"""Log-probabilities of a generation against those of a training pass, gradients, and the time of a training step.
+"""Log-probabilities of a generation against those of a training pass, gradients, and the time of a
+training step.
 
     python benchmarks/bench_training.py --model llama-3.2-1b --dtype bfloat16 --json training.json
     python benchmarks/bench_training.py --model qwen3-30b-a3b-8l-16e --json training-experts.json
@@ -36,7 +37,13 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 from workload import BadArgument, Workload, check_workload_arguments
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, selected_logprobs, token_logprobs
+from hf_static_kv import (
+    GraphDecoder,
+    StaticContiguousCache,
+    exact,
+    selected_logprobs,
+    token_logprobs,
+)
 
 Record = dict[str, Any]
 TRIALS = 5
@@ -70,20 +77,26 @@ def sample(model: Any, workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
     return output.sequences, torch.stack(output.logits, dim=1)
 
 
-def training_logits(model: Any, sequences: torch.Tensor, mask: torch.Tensor, new_tokens: int) -> torch.Tensor:
+def training_logits(
+    model: Any, sequences: torch.Tensor, mask: torch.Tensor, new_tokens: int
+) -> torch.Tensor:
     """The logits of the new tokens, [B, n, V], from a pass with gradients over more padding."""
     mask = F.pad(F.pad(mask, (0, new_tokens), value=1), (MORE_PADDING, 0))
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     sequences = F.pad(sequences, (MORE_PADDING, 0))
     keywords = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    logits: torch.Tensor = model(sequences, **keywords, logits_to_keep=new_tokens + 1).logits[:, :-1].detach()
+    logits: torch.Tensor = (
+        model(sequences, **keywords, logits_to_keep=new_tokens + 1).logits[:, :-1].detach()
+    )
     return logits
 
 
 def differences(model: PreTrainedModel, workload: Workload) -> dict[str, float]:
     """The largest over all new tokens, one batch row after the other: a vocabulary is large."""
     sequences, sampled = sample(model, workload)
-    trained = training_logits(model, sequences, workload.prompt()["attention_mask"], workload.new_tokens)
+    trained = training_logits(
+        model, sequences, workload.prompt()["attention_mask"], workload.new_tokens
+    )
     largest, ratios = [], []
     for row, tokens in enumerate(sequences[:, -workload.new_tokens :]):
         both = [logits[row].float() for logits in (sampled, trained)]
@@ -107,7 +120,9 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     return (error / sum(gradient.square().sum().item() for gradient in expected.values())) ** 0.5
 
 
-def gradient_errors(model: PreTrainedModel, draws: list[torch.Tensor]) -> dict[str, dict[str, float]]:
+def gradient_errors(
+    model: PreTrainedModel, draws: list[torch.Tensor]
+) -> dict[str, dict[str, float]]:
     reference: Any = copy.deepcopy(model).double()
     reference.set_experts_implementation("eager")  # the others do not compute in float64
     errors: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -120,7 +135,9 @@ def gradient_errors(model: PreTrainedModel, draws: list[torch.Tensor]) -> dict[s
 
 
 class Steps:
-    """Milliseconds of forward and backward pass, and the memory that a step needs at its peak, of one trial."""
+    """Milliseconds of forward and backward pass, and the memory that a step needs at its peak, of
+    one trial.
+    """
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
         self.model: Any = model
@@ -159,7 +176,10 @@ def steps(model: PreTrainedModel, ids: torch.Tensor) -> Record:
             with _side(model, side):
                 trials[side].append(of_model.trial())
     warm = {side: rows[1:] for side, rows in trials.items()}
-    ms = {side: {name: spread([row[name] for row in rows]) for name in rows[0]} for side, rows in warm.items()}
+    ms = {
+        side: {name: spread([row[name] for row in rows]) for name in rows[0]}
+        for side, rows in warm.items()
+    }
     gib = {}
     for side in SIDES:
         with _side(model, side):
@@ -174,7 +194,10 @@ def measure(args: argparse.Namespace) -> Record:
     for side in SIDES:
         with _side(model, side):
             found[side] = differences(model, workload)
-    vocab_size, generator = model.config.get_text_config().vocab_size, torch.Generator().manual_seed(0)
+    vocab_size, generator = (
+        model.config.get_text_config().vocab_size,
+        torch.Generator().manual_seed(0),
+    )
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randint(vocab_size, shape, generator=generator).to(workload.device)
@@ -197,12 +220,18 @@ def parser() -> argparse.ArgumentParser:
     parser.set_defaults(batch_size=8)
     parser.add_argument("--prompt-len", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--train-len", type=int, default=1024, help="tokens of a sequence in the timed step")
+    parser.add_argument(
+        "--train-len", type=int, default=1024, help="tokens of a sequence in the timed step"
+    )
     return parser
 
 
 def chosen(args: argparse.Namespace) -> Workload:
-    at_least(prompt_len=(args.prompt_len, 8), new_tokens=(args.new_tokens, 2), train_len=(args.train_len, 2))
+    at_least(
+        prompt_len=(args.prompt_len, 8),
+        new_tokens=(args.new_tokens, 2),
+        train_len=(args.train_len, 2),
+    )
     capacity = args.prompt_len + args.new_tokens
     check_workload_arguments(args, max(capacity + MORE_PADDING, args.train_len))
     sizes = (args.prompt_len, args.new_tokens, args.batch_size, capacity, args.real_weights)

@@ -1,4 +1,5 @@
-"""What it costs to put one token into a cache, against the length of the sequence and against the capacity.
+"""What it costs to put one token into a cache, against the length of the sequence and against the
+capacity.
 
     python benchmarks/bench_update.py --json update.json --plot update.png
 
@@ -6,9 +7,9 @@ Two tables, all caches in the same run, on the CPU in float32:
   updates   the `update` calls of one decode step, 16 layers of 8 heads x 64 (Llama-3.2-1B), 256 to 16384 tokens
   model     one decode step of a small model, sequence of 64 tokens, capacity 1k to 32k
 
-A figure is the median over `--repeats` steps after 10 for warming up; the spread is the 10th to 90th percentile.
-Caches take turns step by step, each round in another order, so that noise of the machine and what the one before
-leaves in the CPU's caches fall on all of them.
+A figure is the median over `--repeats` steps after 10 for warming up; the spread is the 10th to
+90th percentile. Caches take turns step by step, each round in another order, so that noise of the
+machine and what the one before leaves in the CPU's caches fall on all of them.
 """
 
 from __future__ import annotations
@@ -75,20 +76,27 @@ def update_step(cache: Cache, length: int) -> Callable[[], object]:
     return step
 
 
-def model_step(model: transformers.PreTrainedModel, cache: Cache, length: int) -> Callable[[], object]:
+def model_step(
+    model: transformers.PreTrainedModel, cache: Cache, length: int
+) -> Callable[[], object]:
     """One decode step of the model, on a cache that holds `length` tokens."""
     model(torch.ones(1, length, dtype=torch.long), past_key_values=cache)
     token = torch.ones(1, 1, dtype=torch.long)
     return lambda: model(token, past_key_values=cache)
 
 
-def sweep(key: str, values: list[int], repeats: int, build: Callable[[str, int], Callable[[], object]]) -> list[Record]:
+def sweep(
+    key: str, values: list[int], repeats: int, build: Callable[[str, int], Callable[[], object]]
+) -> list[Record]:
     """A row for each value and cache; `build(cache, value)` gives the step to time."""
     rows = []
     for value in tqdm(values, desc=key, disable=None):
         times = alternate({name: build(name, value) for name in CACHES}, repeats)
         for name, taken in times.items():
-            figures = {f"{p}_ms": percentile(taken, q) for p, q in (("median", 50), ("p10", 10), ("p90", 90))}
+            figures = {
+                f"{p}_ms": percentile(taken, q)
+                for p, q in (("median", 50), ("p10", 10), ("p90", 90))
+            }
             rows.append({"cache": name, key: value, **figures})
     return rows
 
@@ -121,7 +129,9 @@ def report(record: Record) -> str:
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__, workload=False, plot=True)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384])
+    parser.add_argument(
+        "--lengths", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192, 16384]
+    )
     parser.add_argument("--capacities", type=int, nargs="+", default=[1024, 8192, 32768])
     parser.add_argument("--repeats", type=int, default=120)
     return parser

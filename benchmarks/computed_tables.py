@@ -1,4 +1,7 @@
-"""Markdown tables of what the package computes and no benchmark measures: bytes of caches, and the rewrite rules."""
+"""Markdown tables of what the package computes and no benchmark measures:
+
+bytes of caches, and the rewrite rules.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ def cache_sizes() -> str:
     """Bytes of a `StaticContiguousCache` for the dev models in bfloat16, batch 1."""
 
     def sizes(model: str, sliding: str = "full") -> list[str]:
-        found = [cache_bytes(dev_config(model), n, dtype=torch.bfloat16, sliding=sliding) for n in (1024, 8192, 32768)]
+        found = [
+            cache_bytes(dev_config(model), n, dtype=torch.bfloat16, sliding=sliding)
+            for n in (1024, 8192, 32768)
+        ]
         return [f"{num_bytes / 2**20:,.0f} MiB" for num_bytes in found]
 
     rows = [[name, *sizes(model)] for model, name in MODELS.items()]
@@ -38,8 +44,13 @@ def rank_sizes() -> str:
             return "refused"
 
     heads = {model: dev_config(model).num_key_value_heads for model in MODELS}
-    rows = [[f"{name} ({heads[model]})", *(mib(model, ranks) for ranks in (1, 2, 4))] for model, name in MODELS.items()]
-    return table(["KV heads in brackets", "one process", "each of 2 ranks", "each of 4 ranks"], rows)
+    rows = [
+        [f"{name} ({heads[model]})", *(mib(model, ranks) for ranks in (1, 2, 4))]
+        for model, name in MODELS.items()
+    ]
+    return table(
+        ["KV heads in brackets", "one process", "each of 2 ranks", "each of 4 ranks"], rows
+    )
 
 
 def rules() -> str:
@@ -52,7 +63,8 @@ def rules() -> str:
 
 
 def picture(docstring: str) -> str:
-    """The first picture of a rule's docstring in one line; what stands two spaces apart is a remark.
+    """The first picture of a rule's docstring in one line; what stands two spaces apart is a
+    remark.
 
     >>> picture("y = f(x)  (some models)   ->   z = gf(x)      one token\\nz = g(y)")
     '`y = f(x)` (some models), `z = g(y)` → `z = gf(x)` (one token)'

@@ -1,7 +1,8 @@
 """The contenders: every cache that a user of `generate` can choose, by name.
 
-A contender is set up once for a model. Before each call of `generate` it gives the keyword arguments of that call, so
-that a cache and a decoder are used again. A new contender is one more entry of `CONTENDERS`.
+A contender is set up once for a model. Before each call of `generate` it gives the keyword
+arguments of that call, so that a cache and a decoder are used again. A new contender is one more
+entry of `CONTENDERS`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ SetUp = Callable[[PreTrainedModel, int, int], Callable[[], Keywords]]
 
 @dataclass(frozen=True)
 class Contender:
-    """`set_up(model, max_cache_len, batch_size)` returns a function that returns the keywords of one `generate` call.
+    """`set_up(model, max_cache_len, batch_size)` returns a function that returns the keywords of
+    one `generate` call.
 
-    `gpu_only` gives the reason why it cannot run on a CPU. `in_all=False`: only where it is named, as it differs from
-    another one in models with sliding windows alone.
+    `gpu_only` gives the reason why it cannot run on a CPU. `in_all=False`: only where it is named,
+    as it differs from another one in models with sliding windows alone.
     """
 
     set_up: SetUp
@@ -39,7 +41,9 @@ class Contender:
     gpu_only: str = ""
 
 
-def _no_cache(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def _no_cache(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int
+) -> Callable[[], Keywords]:
     return lambda: {"use_cache": False}
 
 
@@ -48,28 +52,44 @@ def _dynamic(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Cal
 
 
 def _static(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
-    return _reused(StaticCache(config=model.config, max_cache_len=max_cache_len), disable_compile=True)
+    return _reused(
+        StaticCache(config=model.config, max_cache_len=max_cache_len), disable_compile=True
+    )
 
 
-def _static_compiled(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def _static_compiled(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int
+) -> Callable[[], Keywords]:
     return _reused(StaticCache(config=model.config, max_cache_len=max_cache_len))
 
 
-def _contiguous(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def _contiguous(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int
+) -> Callable[[], Keywords]:
     return _reused(StaticContiguousCache.from_model(model, max_cache_len, batch_size))
 
 
-def _contiguous_compact(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
-    return _reused(StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding="compact"))
+def _contiguous_compact(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int
+) -> Callable[[], Keywords]:
+    return _reused(
+        StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding="compact")
+    )
 
 
-def _contiguous_kernel(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def _contiguous_kernel(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int
+) -> Callable[[], Keywords]:
     model.set_attn_implementation(ATTENTION_NAME)
     return _contiguous(model, max_cache_len, batch_size)
 
 
 def graph(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int, without: Collection[str] = (), sliding: str = "full"
+    model: PreTrainedModel,
+    max_cache_len: int,
+    batch_size: int,
+    without: Collection[str] = (),
+    sliding: str = "full",
 ) -> Callable[[], Keywords]:
     """The decoder with its cache; `without` names rules to leave out."""
     cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding=sliding)
@@ -89,7 +109,10 @@ CONTENDERS = {
     "dynamic": Contender(_dynamic, "`DynamicCache` (the default)", "tab:blue"),
     "static": Contender(_static, "`StaticCache`", "tab:orange"),
     "static-compiled": Contender(
-        _static_compiled, "`StaticCache` compiled", "tab:red", gpu_only="generate compiles on a GPU only"
+        _static_compiled,
+        "`StaticCache` compiled",
+        "tab:red",
+        gpu_only="generate compiles on a GPU only",
     ),
     "contiguous": Contender(_contiguous, "`StaticContiguousCache`", "tab:green", ours=True),
     "contiguous-kernel": Contender(
@@ -99,9 +122,15 @@ CONTENDERS = {
         ours=True,
         gpu_only="on a CPU this attention is SDPA",
     ),
-    "graph": Contender(graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"),
+    "graph": Contender(
+        graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"
+    ),
     "contiguous-compact": Contender(
-        _contiguous_compact, '`StaticContiguousCache`, `sliding="compact"`', "tab:pink", ours=True, in_all=False
+        _contiguous_compact,
+        '`StaticContiguousCache`, `sliding="compact"`',
+        "tab:pink",
+        ours=True,
+        in_all=False,
     ),
     "graph-compact": Contender(
         partial(graph, sliding="compact"),
@@ -118,7 +147,9 @@ def contender_names(text: str) -> list[str]:
     """The argument type of `--contenders`: names separated by commas."""
     names = text.split(",")
     if unknown := [name for name in names if name not in CONTENDERS]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}"
+        )
     return names
 
 
@@ -135,5 +166,10 @@ def bytes_held(cache: Cache | None) -> int:
         return 0
     if isinstance(cache, StaticContiguousCache):
         return cache.memory_bytes
-    states = [states for layer in cache.layers if layer.is_initialized for states in (layer.keys, layer.values)]
+    states = [
+        states
+        for layer in cache.layers
+        if layer.is_initialized
+        for states in (layer.keys, layer.values)
+    ]
     return sum(state.untyped_storage().nbytes() for state in states)

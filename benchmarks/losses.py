@@ -1,4 +1,7 @@
-"""Where another cache is ahead of ours, and what our own settings cost: sentences made from the records."""
+"""Where another cache is ahead of ours, and what our own settings cost:
+
+sentences made from the records.
+"""
 
 from __future__ import annotations
 
@@ -27,41 +30,68 @@ def behind(record: Record) -> list[str]:
         if mine is not None and theirs["median"] < decode[mine]["median"]:
             factor = decode[mine]["median"] / theirs["median"]
             words = f"{_label(name)} decodes {factor:.2f} times as fast as {_label(mine)}"
-            lines.append(f"{title(record)}: {words}{_overlap(theirs['max'] >= decode[mine]['min'])}.")
+            lines.append(
+                f"{title(record)}: {words}{_overlap(theirs['max'] >= decode[mine]['min'])}."
+            )
     return lines
 
 
 def without_decoder(records: list[Record]) -> list[str]:
-    rows = [row for row in map(measured, records) if {"static", "static-compiled", "contiguous"} <= row.keys()]
+    rows = [
+        row
+        for row in map(measured, records)
+        if {"static", "static-compiled", "contiguous"} <= row.keys()
+    ]
     if not rows:
         return []
-    decode = [{name: row["summary"]["decode_ms"]["median"] for name, row in found.items()} for found in rows]
+    decode = [
+        {name: row["summary"]["decode_ms"]["median"] for name, row in found.items()}
+        for found in rows
+    ]
     factors = span([ms["contiguous"] / ms["static-compiled"] for ms in decode])
-    first_call = [{name: row["summary"]["cold_start_s"] for name, row in found.items()} for found in rows]
-    ours, theirs = (span([seconds[name] for seconds in first_call]) for name in ("contiguous", "static"))
+    first_call = [
+        {name: row["summary"]["cold_start_s"] for name, row in found.items()} for found in rows
+    ]
+    ours, theirs = (
+        span([seconds[name] for seconds in first_call]) for name in ("contiguous", "static")
+    )
     return [
-        f"Without `GraphDecoder`, `StaticCache` compiled decodes {factors} times as fast as `StaticContiguousCache` "
-        "after its first call: an eager step waits for Python.",
-        f"Without `GraphDecoder`, the first call of `StaticContiguousCache` takes {ours} s and that of `StaticCache` "
-        f"{theirs} s: cuDNN builds an attention plan for each new length.",
+        f"Without `GraphDecoder`, `StaticCache` compiled decodes {factors} times as fast as "
+        "`StaticContiguousCache` after its first call: an eager step waits for Python.",
+        f"Without `GraphDecoder`, the first call of `StaticContiguousCache` takes {ours} s and "
+        f"that of `StaticCache` {theirs} s: cuDNN builds an attention plan for each new length.",
     ]
 
 
 def first_token(records: list[Record]) -> list[str]:
     lines = []
     for record in records:
-        first = {name: row["summary"]["first_token_ms"]["median"] for name, row in measured(record).items()}
+        first = {
+            name: row["summary"]["first_token_ms"]["median"]
+            for name, row in measured(record).items()
+        }
         others = [ms for name, ms in first.items() if not CONTENDERS[name].ours]
         if "graph" in first and min(others, default=first["graph"]) < first["graph"]:
             batch = f", batch {record['workload']['batch_size']}"
-            lines.append(f"{figure(first['graph'])} and {figure(min(others))} ms ({model_name(record)}{batch})")
-    return [f"First token, `GraphDecoder()` and the fastest other cache: {'; '.join(lines)}."] if lines else []
+            lines.append(
+                f"{figure(first['graph'])} and {figure(min(others))} ms "
+                f"({model_name(record)}{batch})"
+            )
+    return (
+        [f"First token, `GraphDecoder()` and the fastest other cache: {'; '.join(lines)}."]
+        if lines
+        else []
+    )
 
 
 def memory(records: list[Record]) -> list[str]:
     rows = [row for row in map(measured, records) if {"dynamic", "graph"} <= row.keys()]
     more = [(row["graph"]["peak_bytes"] - row["dynamic"]["peak_bytes"]) / 2**20 for row in rows]
-    return [f"Peak memory of `GraphDecoder()`: {span(more)} MiB above that of `DynamicCache`."] if more else []
+    return (
+        [f"Peak memory of `GraphDecoder()`: {span(more)} MiB above that of `DynamicCache`."]
+        if more
+        else []
+    )
 
 
 def context_behind(record: Record) -> list[str]:
@@ -72,7 +102,9 @@ def context_behind(record: Record) -> list[str]:
         best, mine = min(times, key=times.__getitem__), fastest_of_ours(times)
         if mine is not None and best != mine:
             within = _overlap(cells[best]["p90_ms"] >= cells[mine]["p10_ms"])
-            both = f"{_label(best)} {figure(times[best])} ms, {_label(mine)} {figure(times[mine])} ms"
+            both = (
+                f"{_label(best)} {figure(times[best])} ms, {_label(mine)} {figure(times[mine])} ms"
+            )
             lines.append(f"{length:,} of {capacity:,} tokens: {both}{within}")
     return [f"{title(record)}, {'; '.join(lines)}."] if lines else []
 
@@ -81,10 +113,13 @@ def slower_than_no_cache(record: Record) -> list[str]:
     rows = [row for row in record["rows"] if row["measured"] < 1]
     if not rows:
         return []
-    tokens, factors = ", ".join(f"{row['tokens']}" for row in rows), span([1 / row["measured"] for row in rows])
+    tokens, factors = (
+        ", ".join(f"{row['tokens']}" for row in rows),
+        span([1 / row["measured"] for row in rows]),
+    )
     return [
-        f"{title(record)}, prompt of one token, {tokens} new tokens: `use_cache=False` is {factors} times as fast as "
-        "`StaticContiguousCache` without `GraphDecoder`."
+        f"{title(record)}, prompt of one token, {tokens} new tokens: `use_cache=False` is "
+        f"{factors} times as fast as `StaticContiguousCache` without `GraphDecoder`."
     ]
 
 
@@ -98,19 +133,31 @@ def cost_of_exact(records: list[Record], what: str = "") -> list[str]:
 
 def files_behind(records: list[Record]) -> list[str]:
     """Where a cache file takes longer than a plain safetensors file of the same bytes."""
-    named = {"save": "saving", "save_flushed": "saving where both are flushed to disk", "load": "loading"}
+    named = {
+        "save": "saving",
+        "save_flushed": "saving where both are flushed to disk",
+        "load": "loading",
+    }
     slower = [
         f"{words} {record['factors'][name]['median']:.0%} on {title(record)}"
         for record in records
         for name, words in named.items()
         if record["factors"][name]["median"] < 1
     ]
-    return [f"A cache file, in shares of the rate of safetensors alone: {'; '.join(slower)}."] if slower else []
+    return (
+        [f"A cache file, in shares of the rate of safetensors alone: {'; '.join(slower)}."]
+        if slower
+        else []
+    )
 
 
 def cost_of_attach(records: list[Record]) -> list[str]:
     costs = [f"{attach_cost(record)} on {title(record)}" for record in records]
-    return [f"`attach(model)`, against cache and decoder passed to `generate`: {'; '.join(costs)}."] if costs else []
+    return (
+        [f"`attach(model)`, against cache and decoder passed to `generate`: {'; '.join(costs)}."]
+        if costs
+        else []
+    )
 
 
 def update_behind(record: Record) -> list[str]:
@@ -126,7 +173,9 @@ def update_behind(record: Record) -> list[str]:
 
 
 def fastest_of_ours(times: dict[str, float]) -> str | None:
-    return min((name for name in times if CONTENDERS[name].ours), key=times.__getitem__, default=None)
+    return min(
+        (name for name in times if CONTENDERS[name].ours), key=times.__getitem__, default=None
+    )
 
 
 def _label(name: str) -> str:

@@ -40,7 +40,9 @@ class Clock(StoppingCriteria):
         self.times: list[float] = []
         self.not_done = torch.zeros(batch_size, dtype=torch.bool, device=device)
 
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def __call__(
+        self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: Any
+    ) -> torch.Tensor:
         synchronize(self.device)
         self.times.append(time.perf_counter())
         return self.not_done
@@ -48,16 +50,27 @@ class Clock(StoppingCriteria):
     @property
     def step_ms(self) -> list[float]:
         """Milliseconds from each token to the next: one value fewer than tokens."""
-        return [(after - before) * 1e3 for before, after in zip(self.times, self.times[1:], strict=False)]
+        return [
+            (after - before) * 1e3
+            for before, after in zip(self.times, self.times[1:], strict=False)
+        ]
 
 
 class TimedGenerate:
-    """`generate` with one contender. The first call builds its cache and decoder; later calls use them again.
+    """`generate` with one contender. The first call builds its cache and decoder; later calls use
+    them again.
 
-    Calls are greedy where their keywords do not say otherwise. `set_up` replaces the contender's own.
+    Calls are greedy where their keywords do not say otherwise. `set_up` replaces the contender's
+    own.
     """
 
-    def __init__(self, model: PreTrainedModel, contender: str, workload: Workload, set_up: SetUp | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        contender: str,
+        workload: Workload,
+        set_up: SetUp | None = None,
+    ) -> None:
         self.model: Any = model
         self.contender, self.workload, self.prompt = contender, workload, workload.prompt()
         self.set_up = set_up or CONTENDERS[contender].set_up
@@ -75,7 +88,9 @@ class TimedGenerate:
 
     def _generate(self, new_tokens: int, **more: Any) -> None:
         if self._next_keywords is None:
-            self._next_keywords = self.set_up(self.model, self.workload.max_cache_len, self.workload.batch_size)
+            self._next_keywords = self.set_up(
+                self.model, self.workload.max_cache_len, self.workload.batch_size
+            )
         self.keywords = self._next_keywords()
         chosen = {"do_sample": False, **more}
         self.model.generate(**self.prompt, **self.keywords, **chosen, max_new_tokens=new_tokens)
@@ -121,23 +136,33 @@ def cache_read(model: PreTrainedModel, seq_len: int, batch_size: int) -> int:
     plans = plan_layers(model.config)
     shapes = known_shapes(plans, model.config)
     return sum(
-        shape.num_bytes(min(seq_len, plan.sliding_window or seq_len), batch_size, (model.dtype, model.dtype))
+        shape.num_bytes(
+            min(seq_len, plan.sliding_window or seq_len), batch_size, (model.dtype, model.dtype)
+        )
         for plan, shape in zip(plans, shapes, strict=True)
     )
 
 
-def bytes_per_step(model: PreTrainedModel, prompt_len: int, new_tokens: int, batch_size: int) -> float | None:
-    """Bytes that a decode step must read, weights and cache: the mean over the steps after a prompt.
+def bytes_per_step(
+    model: PreTrainedModel, prompt_len: int, new_tokens: int, batch_size: int
+) -> float | None:
+    """Bytes that a decode step must read, weights and cache: the mean over the steps after a
+    prompt.
 
-    None where it is not known: a mixture of experts reads a part of its weights, and some configs do not give the
-    shape of the keys.
+    None where it is not known: a mixture of experts reads a part of its weights, and some configs
+    do not give the shape of the keys.
     """
     config = model.config.get_text_config()
-    if any(getattr(config, name, None) for name in ("num_local_experts", "num_experts", "n_routed_experts")):
+    if any(
+        getattr(config, name, None)
+        for name in ("num_local_experts", "num_experts", "n_routed_experts")
+    ):
         return None
     lengths = range(prompt_len + 1, prompt_len + max(new_tokens, 2))
     try:
-        return weights_read(model) + statistics.fmean(cache_read(model, n, batch_size) for n in lengths)
+        return weights_read(model) + statistics.fmean(
+            cache_read(model, n, batch_size) for n in lengths
+        )
     except ValueError:
         return None
 
@@ -149,19 +174,35 @@ class Bandwidth:
         self.device = device
 
     def read(self) -> float:
-        """Bytes per second of five sums over a large tensor: the median of 10 trials after 3 for warming up."""
+        """Bytes per second of five sums over a large tensor:
+
+        the median of 10 trials after 3 for warming up.
+        """
         _load_libraries(self.device)
-        numbers = torch.ones(BANDWIDTH_BYTES[torch.device(self.device).type] // 4, device=self.device)
-        times = [seconds(lambda: [numbers.sum() for _ in range(5)], self.device) for _ in range(13)][3:]
+        numbers = torch.ones(
+            BANDWIDTH_BYTES[torch.device(self.device).type] // 4, device=self.device
+        )
+        times = [
+            seconds(lambda: [numbers.sum() for _ in range(5)], self.device) for _ in range(13)
+        ][3:]
         return 5 * numbers.numel() * 4 / statistics.median(times)
 
 
 def _load_libraries(device: str) -> None:
-    """Read the libraries from disk once, so that the first call of the first contender does not pay for it."""
+    """Read the libraries from disk once, so that the first call of the first contender does not pay
+    for it.
+    """
     states = torch.ones(
-        1, 4, 64, 64, device=device, dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32
+        1,
+        4,
+        64,
+        64,
+        device=device,
+        dtype=torch.bfloat16 if device.startswith("cuda") else torch.float32,
     )
-    torch.nn.functional.scaled_dot_product_attention(states, states @ states, states, is_causal=True)
+    torch.nn.functional.scaled_dot_product_attention(
+        states, states @ states, states, is_causal=True
+    )
     synchronize(device)
 
 

@@ -18,13 +18,19 @@ from workload import BadArgument, add_workload_arguments
 Record = dict[str, Any]
 
 
-def benchmark_parser(description: str | None, workload: bool = True, plot: bool = False) -> argparse.ArgumentParser:
+def benchmark_parser(
+    description: str | None, workload: bool = True, plot: bool = False
+) -> argparse.ArgumentParser:
     """The arguments of every benchmark; `workload` adds those of a model, `plot` a picture."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     if workload:
         add_workload_arguments(parser)
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument("--csv", type=Path, help="write the figures here, with the columns of history.csv")
+    parser.add_argument(
+        "--csv", type=Path, help="write the figures here, with the columns of history.csv"
+    )
     parser.add_argument("--markdown", type=Path, help="write the tables here")
     if plot:
         parser.add_argument("--plot", type=Path, help="write the picture here")
@@ -38,7 +44,10 @@ def run_benchmark(
     plot: Callable[[Record, Path], None] | None = None,
     failed: Callable[[Record], bool] = lambda record: False,
 ) -> int:
-    """Measure, print, write. The exit status is 1 where something failed and 2 for a bad argument."""
+    """Measure, print, write.
+
+    The exit status is 1 where something failed and 2 for a bad argument.
+    """
     args = parser.parse_args()
     try:
         check_outputs(args)

@@ -18,7 +18,9 @@ def generation(records: list[Record], path: Path) -> None:
         rates = [row["summary"]["decode_tokens_per_s"] for row in ran.values()]
         middle = [rate["median"] for rate in rates]
         errors = [[r["median"] - r["min"] for r in rates], [r["max"] - r["median"] for r in rates]]
-        bars = axis.barh(list(ran), middle, xerr=errors, color=[CONTENDERS[name].color for name in ran])
+        bars = axis.barh(
+            list(ran), middle, xerr=errors, color=[CONTENDERS[name].color for name in ran]
+        )
         axis.bar_label(bars, [f"{rate:,.0f}" for rate in middle], padding=4)
         limit = limit_tokens_per_s(record)
         if limit is not None:
@@ -39,7 +41,10 @@ def generation(records: list[Record], path: Path) -> None:
 def context(record: Record, path: Path) -> None:
     """Left: time against the sequence's length; right: against the capacity."""
     figure, axes = _panels(2, (11, 4.4), sharey=True)
-    sweeps = (("context", "context", "tokens in the sequence"), ("capacity", "max_cache_len", "capacity, tokens"))
+    sweeps = (
+        ("context", "context", "tokens in the sequence"),
+        ("capacity", "max_cache_len", "capacity, tokens"),
+    )
     for axis, (sweep, key, words) in zip(axes, sweeps, strict=True):
         rows = context_rows(record, [sweep])
         values = list(dict.fromkeys(row[key] for row in rows))
@@ -47,7 +52,13 @@ def context(record: Record, path: Path) -> None:
             own = [row for row in rows if row["contender"] == name]
             _band(axis, [row[key] for row in own], own, name, CONTENDERS[name].color)
         limits = {row[key]: limit_ms(row, record) for row in rows}
-        axis.plot(list(limits), list(limits.values()), color="black", linestyle="--", label="bandwidth allows")
+        axis.plot(
+            list(limits),
+            list(limits.values()),
+            color="black",
+            linestyle="--",
+            label="bandwidth allows",
+        )
         axis.set(xlabel=words, yscale="log")
         _log_axes(axis, values)
     axes[0].set(ylabel="ms per token", title=f"capacity {record['context'][0]['max_cache_len']:,}")
@@ -61,10 +72,18 @@ def context(record: Record, path: Path) -> None:
 def speedup(record: Record, path: Path) -> None:
     figure, (axis,) = _panels(1, (6, 4))
     x = [row["tokens"] for row in record["rows"]]
-    lines = {"theoretical": "on paper, (N + 1) / 2", "predicted": "predicted from pass times", "measured": "measured"}
+    lines = {
+        "theoretical": "on paper, (N + 1) / 2",
+        "predicted": "predicted from pass times",
+        "measured": "measured",
+    }
     for (key, words), style in zip(lines.items(), ("--", ":", "-"), strict=True):
         axis.plot(x, [row[key] for row in record["rows"]], style, marker="o", label=words)
-    axis.set(xlabel="new tokens after a prompt of one", ylabel="times faster than without a cache", yscale="log")
+    axis.set(
+        xlabel="new tokens after a prompt of one",
+        ylabel="times faster than without a cache",
+        yscale="log",
+    )
     axis.set_title(f"{model_name(record)}, {record['dtype']}, {record['hardware']}", fontsize=10)
     axis.set_xticks(x)
     axis.yaxis.set_major_formatter("{x:g}")
@@ -95,11 +114,15 @@ def _panels(count: int, size: tuple[float, float], **options: Any) -> tuple[Any,
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, count, figsize=size, squeeze=False, constrained_layout=True, **options)
+    figure, axes = plt.subplots(
+        1, count, figsize=size, squeeze=False, constrained_layout=True, **options
+    )
     return figure, list(axes[0])
 
 
-def _band(axis: Any, x: list[int], rows: list[Record], words: str, color: str | None = None) -> None:
+def _band(
+    axis: Any, x: list[int], rows: list[Record], words: str, color: str | None = None
+) -> None:
     """The medians as a line, 10th to 90th percentile as a band."""
     (line,) = axis.plot(x, [row["median_ms"] for row in rows], marker="o", label=words, color=color)
     low, high = ([row[key] for row in rows] for key in ("p10_ms", "p90_ms"))

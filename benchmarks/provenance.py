@@ -20,7 +20,10 @@ def provenance(device: str = "cpu") -> dict[str, Any]:
     The environment variable `COMMIT` names the commit of a copy that is no git checkout.
     """
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    commit = os.environ.get("COMMIT") or subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit = (
+        os.environ.get("COMMIT")
+        or subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    )
     return {
         "hardware": torch.cuda.get_device_name(device) if device.startswith("cuda") else cpu_name(),
         "host": cpu_name(),

@@ -1,4 +1,5 @@
-"""Figures of a record: what ran where, the rows that were measured, what the bandwidth allows, and numbers in words.
+"""Figures of a record: what ran where, the rows that were measured, what the bandwidth allows, and
+numbers in words.
 
 Tables, pictures and sentences are made of them.
 """
@@ -13,7 +14,11 @@ from contenders import CONTENDERS
 Record = dict[str, Any]
 MODELS = {"llama-3.2-1b": "Llama-3.2-1B", "qwen3-1.7b": "Qwen3-1.7B", "gemma-3-1b": "gemma-3-1b"}
 OTHER_MODELS = {"smollm2": "SmolLM2-135M", "llama": "Llama miniature"}
-OTHER_MODELS |= {"smollm2-135m": "SmolLM2-135M", "gpt2-xl": "GPT-2 XL", "qwen3-30b-a3b": "Qwen3-30B-A3B"}
+OTHER_MODELS |= {
+    "smollm2-135m": "SmolLM2-135M",
+    "gpt2-xl": "GPT-2 XL",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B",
+}
 OTHER_MODELS |= {"llama-3.1-8b": "Llama-3.1-8B", "gemma-3-4b": "gemma-3-4b (text)"}
 OTHER_MODELS |= {"qwen3-30b-a3b-8l-16e": "8 layers of Qwen3-30B-A3B with 16 experts"}
 ATTACH = {
@@ -47,14 +52,27 @@ def title(record: Record) -> str:
 def conditions(record: Record) -> str:
     """One line: what ran where."""
     w = record.get("workload", record)
-    shown = [(w["model"], ""), (w["dtype"], ""), (w.get("batch_size"), "batch "), (w.get("prompt_len"), "prompt ")]
-    shown += [(w.get("new_tokens"), "new tokens "), (record["hardware"], ""), (record["torch"], "torch ")]
+    shown = [
+        (w["model"], ""),
+        (w["dtype"], ""),
+        (w.get("batch_size"), "batch "),
+        (w.get("prompt_len"), "prompt "),
+    ]
+    shown += [
+        (w.get("new_tokens"), "new tokens "),
+        (record["hardware"], ""),
+        (record["torch"], "torch "),
+    ]
     shown += [(record["transformers"], "transformers "), (record["commit"], "commit ")]
     return ", ".join(f"{name}{value}" for value, name in shown if value is not None) + "."
 
 
 def not_run(rows: list[Record]) -> list[str]:
-    lines = [f"- {row['name']} did not run: {row['unavailable']}." for row in rows if "unavailable" in row]
+    lines = [
+        f"- {row['name']} did not run: {row['unavailable']}."
+        for row in rows
+        if "unavailable" in row
+    ]
     return lines + [f"- {row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
 
 
@@ -99,15 +117,29 @@ def span(figures: Iterable[float]) -> str:
 
 
 def measured(record: Record) -> dict[str, Record]:
-    """The contenders of a generation record that ran, by name; those that no longer exist are left out."""
-    return {row["name"]: row for row in record["contenders"] if "summary" in row and row["name"] in CONTENDERS}
+    """The contenders of a generation record that ran, by name; those that no longer exist are left
+    out.
+    """
+    return {
+        row["name"]: row
+        for row in record["contenders"]
+        if "summary" in row and row["name"] in CONTENDERS
+    }
 
 
 def limit_tokens_per_s(record: Record) -> float | None:
     """Tokens/s of a cached step that reads its bytes at the full bandwidth and does nothing else."""
-    rows = [row for name, row in measured(record).items() if CONTENDERS[name].cached and row["bytes_per_step"]]
+    rows = [
+        row
+        for name, row in measured(record).items()
+        if CONTENDERS[name].cached and row["bytes_per_step"]
+    ]
     batch_size: int = record["workload"]["batch_size"]
-    return batch_size * record["bandwidth_gb_per_s"] * 1e9 / rows[0]["bytes_per_step"] if rows else None
+    return (
+        batch_size * record["bandwidth_gb_per_s"] * 1e9 / rows[0]["bytes_per_step"]
+        if rows
+        else None
+    )
 
 
 def context_rows(record: Record, sweeps: Iterable[str] = ("context", "capacity")) -> list[Record]:
@@ -128,31 +160,49 @@ def points(record: Record, ends: bool = False) -> list[tuple[tuple[int, int], di
         measured_here = list(cells.items())
         if ends:
             seen = [point for point, _ in found]
-            measured_here = [item for item in (measured_here[0], measured_here[-1]) if item[0] not in seen]
+            measured_here = [
+                item for item in (measured_here[0], measured_here[-1]) if item[0] not in seen
+            ]
         found += measured_here
     return found
 
 
 def limit_ms(row: Record, record: Record) -> float:
-    """Milliseconds of the bytes that a step must read, at the measured bandwidth; nan where they are not known."""
+    """Milliseconds of the bytes that a step must read, at the measured bandwidth; nan where they
+    are not known.
+    """
     return (row["bytes_per_step"] or float("nan")) / record["bandwidth_gb_per_s"] / 1e6
 
 
 def attach_cost(record: Record) -> str:
     """What `attach` adds to the explicit objects."""
     words = []
-    for key, unit in (("token_percent", "% per token"), ("first_token_ms", "ms to the first token")):
-        middle, low, high = (f"{record['overhead'][key][end]:+.2f}" for end in ("median", "min", "max"))
+    for key, unit in (
+        ("token_percent", "% per token"),
+        ("first_token_ms", "ms to the first token"),
+    ):
+        middle, low, high = (
+            f"{record['overhead'][key][end]:+.2f}" for end in ("median", "min", "max")
+        )
         words.append(f"{middle} {unit} ({low} to {high})")
     return " and ".join(words)
 
 
 def chat_growth(record: Record) -> str:
-    """The longest history over the shortest: how many times as long the first token of a turn takes."""
+    """The longest history over the shortest:
+
+    how many times as long the first token of a turn takes.
+    """
     histories = [row["history"] for row in record["chat"]]
     if len(set(histories)) < 2:
         return ""
     ends = (min(histories), max(histories))
-    ms = {(row["contender"], row["history"]): row["first_token_ms"]["median"] for row in record["chat"]}
-    factors = [f"{ms[name, ends[1]] / ms[name, ends[0]]:.2f} times as long with {ATTACH[name]}" for name in CHAT]
+    ms = {
+        (row["contender"], row["history"]): row["first_token_ms"]["median"]
+        for row in record["chat"]
+    }
+    factors = [
+        f"{ms[name, ends[1]] / ms[name, ends[0]]:.2f} times as long with {ATTACH[name]}"
+        for name in CHAT
+    ]
     return f"After {ends[1]:,} tokens the first token of a turn takes, against {ends[0]:,}: {', '.join(factors)}."

@@ -1,6 +1,8 @@
-"""Markdown tables of records. Each takes records of one kind; the benchmarks print it for one, the pages for all.
+"""Markdown tables of records. Each takes records of one kind; the benchmarks print it for one, the
+pages for all.
 
-Medians. With `spread=True` a cell has the range too: minimum to maximum of the trials, or 10th to 90th percentile.
+Medians. With `spread=True` a cell has the range too: minimum to maximum of the trials, or 10th to
+90th percentile.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 # --- bench_generation.py
 
 
-def generation(records: list[Record], names: Iterable[str] = tuple(CONTENDERS), spread: bool = False) -> str:
+def generation(
+    records: list[Record], names: Iterable[str] = tuple(CONTENDERS), spread: bool = False
+) -> str:
     """Contenders as rows, models as columns, and what the bandwidth allows."""
     names = [name for name in names if any(name in measured(record) for record in records)]
     cell = _full_cell if spread else _short_cell
@@ -53,14 +57,21 @@ def generation(records: list[Record], names: Iterable[str] = tuple(CONTENDERS), 
     rows.append([LIMIT, *(_limit_cell(record) for record in records)])
     first = "(min to max); first call; first token" if spread else "(first call)"
     batches = [record["workload"]["batch_size"] for record in records]
-    heads = [f"{title(r)}, {batch} rows" if batch > 1 else title(r) for r, batch in zip(records, batches, strict=True)]
+    heads = [
+        f"{title(r)}, {batch} rows" if batch > 1 else title(r)
+        for r, batch in zip(records, batches, strict=True)
+    ]
     return table([f"decode, tokens/s {first}", *heads], rows)
 
 
 def _short_cell(record: Record, name: str) -> str:
     if (row := measured(record).get(name)) is None:
         return "-"
-    fewer = f", {row['new_tokens']} tokens" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
+    fewer = (
+        f", {row['new_tokens']} tokens"
+        if row["new_tokens"] < record["workload"]["new_tokens"]
+        else ""
+    )
     return f"{row['summary']['decode_tokens_per_s']['median']:,.0f} ({row['summary']['cold_start_s']:.1f} s{fewer})"
 
 
@@ -68,7 +79,11 @@ def _full_cell(record: Record, name: str) -> str:
     if (row := measured(record).get(name)) is None:
         return "-"
     s = row["summary"]
-    fewer = f" for {row['new_tokens']} tokens" if row["new_tokens"] < record["workload"]["new_tokens"] else ""
+    fewer = (
+        f" for {row['new_tokens']} tokens"
+        if row["new_tokens"] < record["workload"]["new_tokens"]
+        else ""
+    )
     rate, first_token = with_range(s["decode_tokens_per_s"]), figure(s["first_token_ms"]["median"])
     return f"{rate}; {s['cold_start_s']:.1f} s{fewer}; {first_token} ms"
 
@@ -82,11 +97,21 @@ def sliding(records: list[Record], spread: bool = False) -> str:
     """One record a row: bytes of the cache and time per token with full layers → compact ones."""
     rows = []
     for record in records:
-        work, (full, compact) = record["workload"], (measured(record)[name] for name in ("graph", "graph-compact"))
+        work, (full, compact) = (
+            record["workload"],
+            (measured(record)[name] for name in ("graph", "graph-compact")),
+        )
         sizes = " → ".join(f"{row['cache_bytes'] / 2**20:,.0f}" for row in (full, compact))
-        cost = _cost(full["summary"]["decode_ms"], compact["summary"]["decode_ms"], spread, digits=3)
-        rows.append([title(record), f"{work['prompt_len']:,}", f"{work['max_cache_len']:,}", sizes, cost])
-    return table(['full → `sliding="compact"`', "prompt", "capacity", "cache, MiB", "decode, ms per token"], rows)
+        cost = _cost(
+            full["summary"]["decode_ms"], compact["summary"]["decode_ms"], spread, digits=3
+        )
+        rows.append(
+            [title(record), f"{work['prompt_len']:,}", f"{work['max_cache_len']:,}", sizes, cost]
+        )
+    return table(
+        ['full → `sliding="compact"`', "prompt", "capacity", "cache, MiB", "decode, ms per token"],
+        rows,
+    )
 
 
 # --- bench_context.py
@@ -103,7 +128,13 @@ def context(records: list[Record], spread: bool = False, ends: bool = False) -> 
             figures = [_context_cell(cells.get(name), name == best, spread) for name in names]
             limit = figure(limit_ms(next(iter(cells.values())), record))
             rows.append([title(record), f"{length:,}", f"{capacity:,}", *figures, limit])
-    head = ["ms per token", "sequence", "capacity", *(CONTENDERS[name].label for name in names), "bandwidth allows"]
+    head = [
+        "ms per token",
+        "sequence",
+        "capacity",
+        *(CONTENDERS[name].label for name in names),
+        "bandwidth allows",
+    ]
     return table(head, rows)
 
 
@@ -118,16 +149,27 @@ def _context_cell(row: Record | None, best: bool, spread: bool) -> str:
 
 
 def exact(records: list[Record], spread: bool = False) -> str:
-    """One record a row: the largest difference of logits without and inside `exact`, and what `exact` costs."""
+    """One record a row:
+
+    the largest difference of logits without and inside `exact`, and what `exact` costs.
+    """
     names = list(records[0].get("ms", {}).get("usual", {}))
-    head = ["", "largest logit difference without `exact`", "inside `exact`", *(f"{name}, ms" for name in names)]
+    head = [
+        "",
+        "largest logit difference without `exact`",
+        "inside `exact`",
+        *(f"{name}, ms" for name in names),
+    ]
     rows = []
     for record in records:
         usual, inside = record["differences"]["usual"], record["differences"]["exact"]
         largest = f"{max(usual.values()):.2g}"
         if spread:
             largest = ", ".join(f"{name} {difference:.2g}" for name, difference in usual.items())
-        times = [_cost(record["ms"]["usual"][name], record["ms"]["exact"][name], spread) for name in names]
+        times = [
+            _cost(record["ms"]["usual"][name], record["ms"]["exact"][name], spread)
+            for name in names
+        ]
         name = f"{model_name(record)}, {record['workload']['dtype']}"
         rows.append([name, largest, f"{max(inside.values()):.2g}", *times])
     return table(head, rows)
@@ -142,14 +184,18 @@ def _cost(usual: dict[str, float], inside: dict[str, float], spread: bool, digit
 
 
 TRAINING = (
-    "Without `exact` → inside. Log-probabilities, over the whole vocabulary, and ratios are those of a generation "
-    "against a training pass over its sequences with more padding. Errors of gradients are against float64, medians "
-    "of 8 pairs of sequences. A step is a forward and a backward pass."
+    "Without `exact` → inside. Log-probabilities, over the whole vocabulary, and ratios are "
+    "those of a generation against a training pass over its sequences with more padding. Errors "
+    "of gradients are against float64, medians of 8 pairs of sequences. A step is a forward and "
+    "a backward pass."
 )
 
 
 def training(records: list[Record], spread: bool = False) -> str:
-    """One record a row, without `exact` → inside: differences, errors of gradients, times and memory of a step."""
+    """One record a row, without `exact` → inside:
+
+    differences, errors of gradients, times and memory of a step.
+    """
     cases = list(records[0]["ms"]["usual"])
     head = [
         "",
@@ -157,10 +203,15 @@ def training(records: list[Record], spread: bool = False) -> str:
         "largest deviation of a ratio from 1",
         "relative error of gradients",
     ]
-    head += [f"a step with `{name}`, ms{'; GiB' if records[0]['gib']['usual'] else ''}" for name in cases]
+    head += [
+        f"a step with `{name}`, ms{'; GiB' if records[0]['gib']['usual'] else ''}" for name in cases
+    ]
     rows = []
     for record in records:
-        pairs = [[record["differences"][side][key] for side in SIDES] for key in ("log-probability", "ratio")]
+        pairs = [
+            [record["differences"][side][key] for side in SIDES]
+            for key in ("log-probability", "ratio")
+        ]
         cells = [f"{usual:.2g} → {inside:.2g}" for usual, inside in pairs]
         usual, inside = (record["gradient_errors"][side]["median"] for side in SIDES)
         cells.append(f"{usual:.3g} → {inside:.3g}, {inside / usual:.3f}x")
@@ -179,18 +230,34 @@ def _training_cell(record: Record, name: str, spread: bool) -> str:
 
 
 def attach(records: list[Record], spread: bool = False) -> str:
-    """Models as columns: the calls with each contender, then the first token of a turn by the history.
+    """Models as columns: the calls with each contender, then the first token of a turn by the
+    history.
 
     With `spread` the histories share a row: the page of results has a limit.
     """
     rows = []
-    for name in (name for name in ATTACH if any(name in _attach_rows(record) for record in records)):
-        rows.append([f"{ATTACH[name]}: per token; first token", *(_attach_cell(r, name, spread) for r in records)])
+    for name in (
+        name for name in ATTACH if any(name in _attach_rows(record) for record in records)
+    ):
+        rows.append(
+            [
+                f"{ATTACH[name]}: per token; first token",
+                *(_attach_cell(r, name, spread) for r in records),
+            ]
+        )
     histories = list(dict.fromkeys(row["history"] for record in records for row in record["chat"]))
     words = " → ".join(ATTACH[name] for name in CHAT)
     for group in filter(None, [histories] if spread else [[history] for history in histories]):
-        cells = ("; ".join(_chat_cell(record, history, spread) for history in group) for record in records)
-        rows.append([f"first token of a turn after {'; '.join(f'{n:,}' for n in group)} tokens: {words}", *cells])
+        cells = (
+            "; ".join(_chat_cell(record, history, spread) for history in group)
+            for record in records
+        )
+        rows.append(
+            [
+                f"first token of a turn after {'; '.join(f'{n:,}' for n in group)} tokens: {words}",
+                *cells,
+            ]
+        )
     return table([f"ms{' (min to max)' if spread else ''}", *map(title, records)], rows)
 
 
@@ -205,7 +272,11 @@ def _attach_cell(record: Record, name: str, spread: bool) -> str:
 
 
 def _chat_cell(record: Record, history: int, spread: bool) -> str:
-    found = {row["contender"]: row["first_token_ms"] for row in record["chat"] if row["history"] == history}
+    found = {
+        row["contender"]: row["first_token_ms"]
+        for row in record["chat"]
+        if row["history"] == history
+    }
     return " → ".join(with_range(found[name], spread) for name in CHAT) if found else "-"
 
 
@@ -214,13 +285,22 @@ def _chat_cell(record: Record, history: int, spread: bool) -> str:
 
 def files(records: list[Record], spread: bool = False) -> str:
     """Models as columns: GB/s of saving and loading, and the first token."""
-    sizes = (f"{r['workload']['prompt_len']:,} + {r['question_tokens']}; {r['file_bytes'] / 1e6:,.0f}" for r in records)
+    sizes = (
+        f"{r['workload']['prompt_len']:,} + {r['question_tokens']}; {r['file_bytes'] / 1e6:,.0f}"
+        for r in records
+    )
     rows = [["tokens of the file + the question; MB", *sizes]]
     for case, names in {"save": ["plain", "flushed", "ours"], "load": ["plain", "ours"]}.items():
-        cells = (" → ".join(_rate_cell(record, case, name, spread) for name in names) for record in records)
+        cells = (
+            " → ".join(_rate_cell(record, case, name, spread) for name in names)
+            for record in records
+        )
         flushed = " → then fsync" if "flushed" in names else ""
         rows.append([f"{case}, GB/s: safetensors{flushed} → `{case}`", *cells])
-    for case, words in {"first token": "first token", "next token": "the same after one new token"}.items():
+    for case, words in {
+        "first token": "first token",
+        "next token": "the same after one new token",
+    }.items():
         cells = (_sooner_cell(record, case, spread) for record in records)
         rows.append([f"{words}, ms: from the ids → from the file", *cells])
     return table([f"files{' (min to max)' if spread else ''}", *map(title, records)], rows)
@@ -247,10 +327,12 @@ def _rate_cell(record: Record, case: str, name: str, spread: bool) -> str:
 
 # --- bench_step.py
 
-STEP_BY_CHANGE = "Each row has one change more than the row above."  # records from before there were rules
+STEP_BY_CHANGE = (
+    "Each row has one change more than the row above."  # records from before there were rules
+)
 STEP_BY_RULE = (
-    "The time of a captured step with all rules, then without one of them, by replays of its graph. "
-    "'Same list': the rule does not change the list of this model."
+    "The time of a captured step with all rules, then without one of them, by replays of its "
+    "graph. 'Same list': the rule does not change the list of this model."
 )
 
 
@@ -259,7 +341,9 @@ def step_caption(records: list[Record]) -> str:
 
 
 def step(records: list[Record], spread: bool = False) -> str:
-    """One rule a row, one model a column; with `spread` also tokens/s and the attention of one layer."""
+    """One rule a row, one model a column; with `spread` also tokens/s and the attention of one
+    layer.
+    """
     by_rule = _by_rule(records)
     records, cell = by_rule or records, _rule_cell if by_rule else _change_cell
     found = [{row["words"]: row for row in record["variants"]} for record in records]
@@ -270,13 +354,20 @@ def step(records: list[Record], spread: bool = False) -> str:
             unused.append(words.removeprefix("without "))
         elif not words.startswith("for comparison"):
             pairs = zip(of_models, records, strict=True)
-            rows.append([words, *(cell(row, record, spread) if row else "-" for row, record in pairs)])
+            rows.append(
+                [words, *(cell(row, record, spread) if row else "-" for row, record in pairs)]
+            )
     if unused:
         rows.append([f"without {', '.join(unused)}", *("same list" for _ in records)])
     if spread and any(record["attention"] for record in records):
         lengths = ", ".join(f"{row['seq_len']:,}" for row in records[0]["attention"])
-        cells = [", ".join(_attention_cell(row, record) for row in record["attention"]) for record in records]
-        rows.append([f"attention of one layer alone, sequence {lengths}: µs (of the bandwidth)", *cells])
+        cells = [
+            ", ".join(_attention_cell(row, record) for row in record["attention"])
+            for record in records
+        ]
+        rows.append(
+            [f"attention of one layer alone, sequence {lengths}: µs (of the bandwidth)", *cells]
+        )
     heads = ["ms per step (kernels)", "ms per step (min to max), over all rules; kernels; tokens/s"]
     heads = heads if by_rule else ["tokens/s (kernels)", "tokens/s (min to max); replay; kernels"]
     return table([heads[spread], *map(title, records)], rows)
@@ -348,8 +439,14 @@ def _sampling_cell(ms: dict[str, float] | None, greedy: dict[str, float], spread
 
 
 def speedup(records: list[Record]) -> str:
-    """One record a row, one number of tokens a column: the factor on paper, and predicted and measured factors."""
-    head = [f"{row['tokens']} new tokens, {row['theoretical']:.1f} on paper" for row in records[0]["rows"]]
+    """One record a row, one number of tokens a column:
+
+    the factor on paper, and predicted and measured factors.
+    """
+    head = [
+        f"{row['tokens']} new tokens, {row['theoretical']:.1f} on paper"
+        for row in records[0]["rows"]
+    ]
     rows = [[title(record), *map(_speedup_cell, record["rows"])] for record in records]
     return table(["predicted; measured: seconds without a cache → with", *head], rows)
 
@@ -363,10 +460,15 @@ def _speedup_cell(row: Record) -> str:
 
 
 def update(record: Record, spread: bool = False, every: int = 1) -> str:
-    """The updates of one step by the sequence's length, then a decode step of a small model by the capacity."""
+    """The updates of one step by the sequence's length, then a decode step of a small model by the
+    capacity.
+    """
     lengths = list(dict.fromkeys(row["length"] for row in record["updates"]))[::every]
     groups = [
-        (f"updates of one step, sequence {value:,}", [row for row in record["updates"] if row["length"] == value])
+        (
+            f"updates of one step, sequence {value:,}",
+            [row for row in record["updates"] if row["length"] == value],
+        )
         for value in lengths
     ]
     for value in dict.fromkeys(row["capacity"] for row in record["model"]):
@@ -377,5 +479,8 @@ def update(record: Record, spread: bool = False, every: int = 1) -> str:
 
 
 def _update_cell(row: Record, spread: bool) -> str:
-    figures = {key: row[f"{name}_ms"] for key, name in (("median", "median"), ("min", "p10"), ("max", "p90"))}
+    figures = {
+        key: row[f"{name}_ms"]
+        for key, name in (("median", "median"), ("min", "p10"), ("max", "p90"))
+    }
     return with_range(figures, spread)

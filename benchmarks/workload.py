@@ -1,4 +1,6 @@
-"""What a benchmark runs (a model, a prompt, a number of new tokens), and its command-line arguments."""
+"""What a benchmark runs (a model, a prompt, a number of new tokens), and its command-line
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ from processes import preload
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_static_kv.testing import DEV_MODELS, FAMILIES, PARTS, dev_config, load_config, load_model, random_model
+from hf_static_kv.testing import (
+    DEV_MODELS,
+    FAMILIES,
+    PARTS,
+    dev_config,
+    load_config,
+    load_model,
+    random_model,
+)
 
-SHAPES = {**DEV_MODELS, **FAMILIES, **PARTS}  # models that are built from their config, with random weights
+SHAPES = {
+    **DEV_MODELS,
+    **FAMILIES,
+    **PARTS,
+}  # models that are built from their config, with random weights
 
 
 class BadArgument(Exception):
@@ -49,7 +63,10 @@ class Workload:
         return {**shown, "random_weights": self.has_random_weights}
 
     def build_model(self) -> PreTrainedModel:
-        """The model on its device: a known shape with random weights, any other model with its weights."""
+        """The model on its device:
+
+        a known shape with random weights, any other model with its weights.
+        """
         quiet()
         dtype = getattr(torch, self.dtype)
         if self.has_random_weights:
@@ -69,10 +86,15 @@ class Workload:
         return model
 
     def prompt(self, length: int | None = None) -> dict[str, torch.Tensor]:
-        """`length` random tokens (default: `prompt_len`), the same for every contender; padded rows have fewer."""
+        """`length` random tokens (default:
+
+        `prompt_len`), the same for every contender; padded rows have fewer.
+        """
         vocab_size = find_config(self.model, self.real_weights).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(vocab_size, (self.batch_size, length or self.prompt_len), generator=generator)
+        ids = torch.randint(
+            vocab_size, (self.batch_size, length or self.prompt_len), generator=generator
+        )
         mask = torch.ones_like(ids)
         for row in range(self.batch_size):
             mask[row, : self._padding(row, ids.shape[1])] = 0
@@ -107,28 +129,36 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a true shape with random weights ({', '.join(SHAPES)}), a miniature (llama, qwen3, gemma3), smollm2, "
         "a hub id, a folder or a GGUF file; default: %(default)s",
     )
-    parser.add_argument("--real-weights", action="store_true", help="load a dev model's weights instead")
+    parser.add_argument(
+        "--real-weights", action="store_true", help="load a dev model's weights instead"
+    )
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16", "float16"], help="default: bfloat16 on a GPU, float32 on a CPU"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        help="default: bfloat16 on a GPU, float32 on a CPU",
     )
     parser.add_argument("--batch-size", type=int, default=1)
 
 
 def check_workload_arguments(args: argparse.Namespace, longest: int) -> None:
-    """Fill in the dtype; refuse an absent device and a sequence that is longer than the model's context."""
+    """Fill in the dtype; refuse an absent device and a sequence that is longer than the model's
+    context.
+    """
     quiet()
     _check_device(args.device)
     config = find_config(args.model, args.real_weights)
     if config.is_encoder_decoder:
-        raise BadArgument(f"{args.model} is an encoder-decoder; these benchmarks are for decoder-only models")
+        raise BadArgument(
+            f"{args.model} is an encoder-decoder; these benchmarks are for decoder-only models"
+        )
     if args.batch_size < 1:
         raise BadArgument(f"--batch-size must be at least 1, got {args.batch_size}")
     context = context_length(args)
     if context is not None and longest > context:
         raise BadArgument(
-            f"prompt and new tokens come to {longest} tokens: more than the {context} of {args.model}'s context. "
-            "Shorten one of them"
+            f"prompt and new tokens come to {longest} tokens: more than the {context} of "
+            f"{args.model}'s context. Shorten one of them"
         )
     family = model_type_to_module_name(config.get_text_config().model_type)
     preload(f"transformers.models.{family}.modeling_{family}")
@@ -149,7 +179,9 @@ def _check_device(name: str) -> None:
     if device.type not in ("cpu", "cuda"):
         raise BadArgument(f"--device {name}: these benchmarks synchronize cpu and cuda only")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadArgument(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
+        raise BadArgument(
+            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
+        )
 
 
 def quiet() -> None:

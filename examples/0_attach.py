@@ -1,7 +1,7 @@
-"""Attach once: every later `generate` of the model uses the cache and, on a GPU, the CUDA graph. Pipelines do too.
+"""Attach once: every later `generate` of the model uses the cache and, on a GPU, the CUDA graph.
+Pipelines do too.
 
-python examples/0_attach.py
-python examples/0_attach.py --model Qwen/Qwen3-1.7B --device cuda
+python examples/0_attach.py python examples/0_attach.py --model Qwen/Qwen3-1.7B --device cuda
 """
 
 import argparse
@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from hf_static_kv import attach, detach
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", default=Path(__file__).parent / "models" / "llama", help="a folder or a hub id")
+parser.add_argument(
+    "--model", default=Path(__file__).parent / "models" / "llama", help="a folder or a hub id"
+)
 parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 

@@ -1,7 +1,8 @@
-"""Inside `exact(model)` the logits of cached steps equal those of one uncached pass, bit for bit, in bfloat16 too.
+"""Inside `exact(model)` the logits of cached steps equal those of one uncached pass, bit for bit,
+in bfloat16 too.
 
-python examples/3_exact_logits.py
-python examples/3_exact_logits.py --model Qwen/Qwen3-1.7B --device cuda
+python examples/3_exact_logits.py python examples/3_exact_logits.py --model Qwen/Qwen3-1.7B --device
+cuda
 """
 
 import argparse
@@ -14,13 +15,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_static_kv import StaticContiguousCache, exact
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", default=Path(__file__).parent / "models" / "gemma3", help="a folder or a hub id")
+parser.add_argument(
+    "--model", default=Path(__file__).parent / "models" / "gemma3", help="a folder or a hub id"
+)
 parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 
 tokenizer = AutoTokenizer.from_pretrained(args.model)
 model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16).to(args.device)
-input_ids = tokenizer("ROMEO:\nWhat light is this that", return_tensors="pt").input_ids.to(args.device)
+input_ids = tokenizer("ROMEO:\nWhat light is this that", return_tensors="pt").input_ids.to(
+    args.device
+)
 
 for name, context in (("outside exact", nullcontext()), ("inside exact", exact(model))):
     cache = StaticContiguousCache.from_model(model, max_cache_len=64)

@@ -1,4 +1,5 @@
-r"""Talk to a model in the terminal. `attach(model, reuse_prefix=True)`: each turn computes only what is new in it.
+r"""Talk to a model in the terminal. `attach(model, reuse_prefix=True)`: each turn computes only
+what is new in it.
 
     python examples/chat.py                                    # SmolLM2; it loads for half a minute
     python examples/chat.py --model llama --max-new-tokens 40  # no chat template: the model goes on writing
@@ -40,14 +41,17 @@ HELP = """/reset         a new chat; the system message stays
 /info          what attach holds for this model
 /quit          the end, as Ctrl-D
 Ctrl-C stops an answer. To say something that begins with a slash, put a space before it."""
-# Without a chat template the chat is one text: a line of yours, what the model writes after it, your next line.
+# Without a chat template the chat is one text: a line of yours, what the model writes after it,
+# your next line.
 ONE_TEXT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 class Answer(TextStreamer):
-    """Prints the answer as it is made. Keeps its tokens, and the times of the call and of each token.
+    """Prints the answer as it is made. Keeps its tokens, and the times of the call and of each
+    token.
 
-    Ctrl-C ends it as an end token would: an exception would lose what the cache holds. A second Ctrl-C raises one.
+    Ctrl-C ends it as an end token would: an exception would lose what the cache holds. A second
+    Ctrl-C raises one.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -75,9 +79,13 @@ class Answer(TextStreamer):
 
 
 class Chat:
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace
+    ) -> None:
         self.model, self.tokenizer, self.args, self.system = model, tokenizer, args, args.system
-        self.context = getattr(model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
+        self.context = getattr(
+            model.config.get_text_config(), "max_position_embeddings", sys.maxsize
+        )
         self.reset()
 
     def reset(self) -> None:
@@ -85,13 +93,17 @@ class Chat:
         self.ids: list[int] = []  # of the last prompt and its answer
 
     def encode(self, messages: list[dict[str, str]]) -> list[int]:
-        """The tokens of the chat: earlier answers as they were generated, if the template has not changed their text.
+        """The tokens of the chat: earlier answers as they were generated, if the template has not
+        changed their text.
 
-        Their text encoded anew can have other tokens, and nothing after these would be reused. A template that changes
-        earlier answers (removes spaces, or thoughts) means other tokens: then the whole chat is encoded.
+        Their text encoded anew can have other tokens, and nothing after these would be reused. A
+        template that changes earlier answers (removes spaces, or thoughts) means other tokens: then
+        the whole chat is encoded.
         """
         system = [{"role": "system", "content": self.system}] if self.system else []
-        text = self.tokenizer.apply_chat_template([*system, *messages], add_generation_prompt=True, tokenize=False)
+        text = self.tokenizer.apply_chat_template(
+            [*system, *messages], add_generation_prompt=True, tokenize=False
+        )
         new_text = text[len(self.tokenizer.decode(self.ids)) :]
         ids = self.ids + self.tokenizer.encode(new_text, add_special_tokens=False)
         is_unchanged = self.tokenizer.decode(ids) == text
@@ -103,27 +115,38 @@ class Chat:
         prompt = self.encode(messages)
         limit = min(self.args.max_new_tokens, self.context - len(prompt))
         if limit < 1:
-            raise BadArgument(f"the chat has {len(prompt)} tokens, the context {self.context}: /reset begins a new one")
+            raise BadArgument(
+                f"the chat has {len(prompt)} tokens, the context {self.context}: /reset begins a "
+                "new one"
+            )
         before = self.reused_tokens()
         answer = self.generate(prompt, limit)
         self.ids = prompt + answer.ids
         text = self.tokenizer.decode(answer.ids, skip_special_tokens=True)
         self.messages = [*messages, {"role": "assistant", "content": text}]
         is_cut = len(answer.ids) == limit and answer.ids[-1] not in self.tokenizer.all_special_ids
-        ending = "; stopped" if answer.is_stopped else f"; cut after {limit} tokens" if is_cut else ""
+        ending = (
+            "; stopped" if answer.is_stopped else f"; cut after {limit} tokens" if is_cut else ""
+        )
         # Of the last call all tokens but one can be reused: its last token was not computed.
         reused = self.reused_tokens() - before
-        return f"{answer.figures()}, prompt of {len(prompt)} tokens, {reused} of them reused{ending}"
+        return (
+            f"{answer.figures()}, prompt of {len(prompt)} tokens, {reused} of them reused{ending}"
+        )
 
     def generate(self, prompt: list[int], limit: int) -> Answer:
         ids, heat = torch.tensor([prompt], device=self.model.device), self.args.temperature
         how = {"do_sample": True, "temperature": heat} if heat else {"do_sample": False}
         answer = Answer(self.tokenizer)
-        how["stopping_criteria"] = [lambda ids, scores, **_: torch.full((1,), answer.is_stopped, device=ids.device)]
+        how["stopping_criteria"] = [
+            lambda ids, scores, **_: torch.full((1,), answer.is_stopped, device=ids.device)
+        ]
         before = signal.signal(signal.SIGINT, answer.stop)
         try:
             mask = torch.ones_like(ids)
-            self.model.generate(ids, attention_mask=mask, max_new_tokens=limit, streamer=answer, **how)
+            self.model.generate(
+                ids, attention_mask=mask, max_new_tokens=limit, streamer=answer, **how
+            )
         except KeyboardInterrupt:
             answer.end()
         finally:
@@ -134,7 +157,10 @@ class Chat:
         return 0 if self.args.plain else attachment(self.model).reused_tokens
 
     def path(self, name: str) -> Path:
-        """The file of a chat's text. Its keys and values are beside it, under a name that attach chooses."""
+        """The file of a chat's text.
+
+        Its keys and values are beside it, under a name that attach chooses.
+        """
         if self.args.folder is None:
             raise BadArgument("chats are saved in a folder: start with --folder FOLDER")
         if not re.fullmatch(r"[\w-]+", name):
@@ -142,7 +168,10 @@ class Chat:
         return self.args.folder / f"{name}.json"
 
     def save(self, name: str) -> str:
-        path, chat = self.path(name), {"system": self.system, "messages": self.messages, "ids": self.ids}
+        path, chat = (
+            self.path(name),
+            {"system": self.system, "messages": self.messages, "ids": self.ids},
+        )
         if not self.ids:
             raise BadArgument("there is nothing to save yet")
         try:
@@ -172,7 +201,11 @@ class Chat:
         if name in ("/save", "/load"):
             return (self.save if name == "/save" else self.load)(text.strip())
         if name == "/info":
-            return "--plain: the model is not attached" if self.args.plain else str(attachment(self.model))
+            return (
+                "--plain: the model is not attached"
+                if self.args.plain
+                else str(attachment(self.model))
+            )
         return HELP if name == "/help" else f"There is no command {name}: /help shows them"
 
 
@@ -203,11 +236,22 @@ def talk(chat: Chat) -> None:
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2", help="short name, hub id, folder or GGUF file")
-    parser.add_argument("--system", default="", help="system message; default: that of the chat template, if any")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default="smollm2", help="short name, hub id, folder or GGUF file"
+    )
+    parser.add_argument(
+        "--system", default="", help="system message; default: that of the chat template, if any"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="above 0: sample; default: the likeliest tokens")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="above 0: sample; default: the likeliest tokens",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--folder", type=Path, help="where /save and /load keep chats")
@@ -228,7 +272,9 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     print(dim(f"Loading {args.model} ..."), flush=True)
     try:
-        model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
+        model, tokenizer = load_model(
+            args.model, device=args.device, dtype=getattr(torch, args.dtype)
+        )
     except ValueError as error:
         print(f"chat.py: {error}", file=sys.stderr)
         return 2
@@ -236,7 +282,9 @@ def main(argv: list[str] | None = None) -> int:
         attach(model, reuse_prefix=args.folder or True)
     if not tokenizer.chat_template:
         print(dim("No chat template: the model goes on writing after your line"))
-        tokenizer.chat_template = tokenizer.decode(tokenizer.encode("")) + ONE_TEXT  # its first token, if it has one
+        tokenizer.chat_template = (
+            tokenizer.decode(tokenizer.encode("")) + ONE_TEXT
+        )  # its first token, if it has one
     print(dim("/help shows the commands, Ctrl-D ends the chat"))
     talk(Chat(model, tokenizer, args))
     return 0

@@ -32,19 +32,29 @@ def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     return [line["prompt"] for line in lines if line["kind"] == kind]
 
 
-def encode(prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> dict:
-    """The model's inputs; the prompt becomes a chat message where the tokenizer has a chat template."""
+def encode(
+    prompt: str,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    args: argparse.Namespace,
+) -> dict:
+    """The model's inputs; the prompt becomes a chat message where the tokenizer has a chat
+    template.
+    """
     if tokenizer.chat_template:
         messages = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not tokenizer.chat_template)
-    length, context = encoded["input_ids"].shape[1], model.config.get_text_config().max_position_embeddings
+    length, context = (
+        encoded["input_ids"].shape[1],
+        model.config.get_text_config().max_position_embeddings,
+    )
     if length == 0:
         raise BadArgument("the prompt is empty: give at least one word")
     if length + args.max_new_tokens > context:
         raise BadArgument(
-            f"the prompt has {length} tokens and --max-new-tokens is {args.max_new_tokens}: more than the context of "
-            f"{context}. Shorten one of them"
+            f"the prompt has {length} tokens and --max-new-tokens is {args.max_new_tokens}: more "
+            f"than the context of {context}. Shorten one of them"
         )
     return {key: encoded[key].to(args.device) for key in ("input_ids", "attention_mask")}
 
@@ -52,7 +62,9 @@ def encode(prompt: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBa
 def environment(device: str) -> dict[str, Any]:
     """Where, when and with what a record was made."""
     return {
-        "hardware": torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine(),
+        "hardware": torch.cuda.get_device_name(device)
+        if device.startswith("cuda")
+        else platform.machine(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

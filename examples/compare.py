@@ -1,10 +1,12 @@
-"""Compare the tokens of `generate` with and without the cache, on three small trained models or on your own.
+"""Compare the tokens of `generate` with and without the cache, on three small trained models or on
+your own.
 
     python examples/compare.py                                  # Llama, Qwen3 and Gemma 3 miniatures; two minutes
     python examples/compare.py --model smollm2 --max-new-tokens 64
     python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --against no-cache,dynamic
 
---model takes a short name, a hub id, a folder or a GGUF file. Exit status 1 when tokens differ, 2 for a bad argument.
+--model takes a short name, a hub id, a folder or a GGUF file. Exit status 1 when tokens differ, 2
+for a bad argument.
 """
 
 from __future__ import annotations
@@ -30,12 +32,17 @@ from transformers.generation.streamers import BaseStreamer
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.testing import MINIATURES, load_model
 
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}}
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0},
+}
 OURS = "contiguous"
 CACHES = {
     "no-cache": None,
     "dynamic": lambda model, max_cache_len: DynamicCache(config=model.config),
-    "static": lambda model, max_cache_len: StaticCache(config=model.config, max_cache_len=max_cache_len),
+    "static": lambda model, max_cache_len: StaticCache(
+        config=model.config, max_cache_len=max_cache_len
+    ),
     OURS: StaticContiguousCache.from_model,
 }
 
@@ -50,7 +57,10 @@ class Run:
 
     @property
     def tokens_per_second(self) -> float:
-        """From the median time per token. The first token is left out: its time is that of the prefill."""
+        """From the median time per token.
+
+        The first token is left out: its time is that of the prefill.
+        """
         return 1 / statistics.median(self.seconds[1:]) if len(self.seconds) > 1 else float("nan")
 
     def growth(self) -> tuple[float, float]:
@@ -80,7 +90,10 @@ class Comparison:
 
 
 class Clock(BaseStreamer):
-    """Records when each token arrives and moves the progress bar. Reading the token synchronizes with the device."""
+    """Records when each token arrives and moves the progress bar.
+
+    Reading the token synchronizes with the device.
+    """
 
     def __init__(self, bar: tqdm) -> None:
         self.bar, self.seconds, self.tokens = bar, [], []
@@ -99,7 +112,14 @@ class Clock(BaseStreamer):
         pass
 
 
-def run(model: PreTrainedModel, inputs: dict, cache_name: str, mode: str, args: argparse.Namespace, bar: tqdm) -> Run:
+def run(
+    model: PreTrainedModel,
+    inputs: dict,
+    cache_name: str,
+    mode: str,
+    args: argparse.Namespace,
+    bar: tqdm,
+) -> Run:
     build = CACHES[cache_name]
     cache = build(model, inputs["input_ids"].shape[1] + args.max_new_tokens) if build else None
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
@@ -118,13 +138,21 @@ def run(model: PreTrainedModel, inputs: dict, cache_name: str, mode: str, args: 
 
 
 @torch.no_grad()
-def explain_difference(model: PreTrainedModel, inputs: dict, theirs: list[int], ours: list[int], at: int) -> dict:
-    """The first difference of two runs: both tokens, the gap of the two best logits, and its rounding error."""
+def explain_difference(
+    model: PreTrainedModel, inputs: dict, theirs: list[int], ours: list[int], at: int
+) -> dict:
+    """The first difference of two runs:
+
+    both tokens, the gap of the two best logits, and its rounding error.
+    """
     prompt = inputs["input_ids"]
-    ids = torch.cat([prompt, torch.tensor([theirs[:at]], device=prompt.device, dtype=prompt.dtype)], dim=1)
+    ids = torch.cat(
+        [prompt, torch.tensor([theirs[:at]], device=prompt.device, dtype=prompt.dtype)], dim=1
+    )
     logits = model(ids, use_cache=False).logits[0, -1].float()
     best = logits.topk(2).values
-    # Each layer adds to the residual stream twice and each sum is rounded: the errors add up as a random walk.
+    # Each layer adds to the residual stream twice and each sum is rounded: the errors add up as a
+    # random walk.
     roundings = (2 * model.config.get_text_config().num_hidden_layers + 1) ** 0.5
     rounding = torch.finfo(model.dtype).eps * logits.abs().max().item() * roundings
     gap = (best[0] - best[1]).item()
@@ -139,23 +167,40 @@ def explain_difference(model: PreTrainedModel, inputs: dict, theirs: list[int], 
 
 
 def compare(
-    name: str, prompt: int, model: PreTrainedModel, inputs: dict, args: argparse.Namespace, bar: tqdm
+    name: str,
+    prompt: int,
+    model: PreTrainedModel,
+    inputs: dict,
+    args: argparse.Namespace,
+    bar: tqdm,
 ) -> list[Comparison]:
     """All modes of one model on one prompt, our cache against each of `args.against`."""
     comparisons = []
     for mode in MODES:
         bar.set_description(f"{name}, {mode}")
-        runs = {cache: run(model, inputs, cache, mode, args, bar) for cache in [*args.against, OURS]}
+        runs = {
+            cache: run(model, inputs, cache, mode, args, bar) for cache in [*args.against, OURS]
+        }
         ours = runs.pop(OURS)
         for against, theirs in runs.items():
-            agreement = TokenAgreement().compute(predictions=[ours.tokens], references=[theirs.tokens])
+            agreement = TokenAgreement().compute(
+                predictions=[ours.tokens], references=[theirs.tokens]
+            )
             equal, prefix = agreement["exact_match"] == 1.0, agreement["common_prefix"][0]
-            difference = None if equal else explain_difference(model, inputs, theirs.tokens, ours.tokens, prefix)
-            comparisons.append(Comparison(name, prompt, mode, against, theirs, ours, equal, prefix, difference))
+            difference = (
+                None
+                if equal
+                else explain_difference(model, inputs, theirs.tokens, ours.tokens, prefix)
+            )
+            comparisons.append(
+                Comparison(name, prompt, mode, against, theirs, ours, equal, prefix, difference)
+            )
     return comparisons
 
 
-def print_text(name: str, prompt: str, comparisons: list[Comparison], tokenizer: PreTrainedTokenizerBase) -> None:
+def print_text(
+    name: str, prompt: str, comparisons: list[Comparison], tokenizer: PreTrainedTokenizerBase
+) -> None:
     """For each mode: the first lines of the text, the verdict, and the time per token."""
     for mode in MODES:
         mine = [c for c in comparisons if c.mode == mode]
@@ -163,7 +208,11 @@ def print_text(name: str, prompt: str, comparisons: list[Comparison], tokenizer:
         lines = (prompt + tokenizer.decode(ours.tokens, skip_special_tokens=True)).splitlines()
         more = [f"... ({len(lines) - 7} more lines)"] if len(lines) > 8 else []
         print(f"\n{name}, {mode}")
-        print(textwrap.indent("\n".join([*lines[:7], *more] if more else lines), "    | ", lambda line: True))
+        print(
+            textwrap.indent(
+                "\n".join([*lines[:7], *more] if more else lines), "    | ", lambda line: True
+            )
+        )
         for c in mine:
             print(verdict(c, tokenizer))
 
@@ -172,17 +221,25 @@ def verdict(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
     """Whether the tokens are equal, and how the time per token grew."""
     (theirs_first, theirs_last), (ours_first, ours_last) = c.theirs.growth(), c.ours.growth()
     growth = f"{c.against} {theirs_first:.1f} -> {theirs_last:.1f}, {OURS} {ours_first:.1f} -> {ours_last:.1f}"
-    result = f"  {len(c.ours.tokens)} tokens, equal to {c.against}" if c.equal else describe_difference(c, tokenizer)
+    result = (
+        f"  {len(c.ours.tokens)} tokens, equal to {c.against}"
+        if c.equal
+        else describe_difference(c, tokenizer)
+    )
     return f"{result}; ms per token, first to last: {growth}"
 
 
 def describe_difference(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
     d = c.difference
-    tokens = [repr(tokenizer.decode([t])) if t is not None else "the end" for t in (d["their_token"], d["our_token"])]
+    tokens = [
+        repr(tokenizer.decode([t])) if t is not None else "the end"
+        for t in (d["their_token"], d["our_token"])
+    ]
     within = "within" if d["within_rounding"] else "NOT within"
     return (
-        f"  DIFFERENT from {c.against} at new token {d['position']}: {tokens[0]} there, {tokens[1]} here; the two best "
-        f"logits are {d['gap']:.2g} apart, {within} the rounding error of {d['rounding']:.2g}"
+        f"  DIFFERENT from {c.against} at new token {d['position']}: {tokens[0]} there, "
+        f"{tokens[1]} here; the two best logits are {d['gap']:.2g} apart, {within} the rounding "
+        f"error of {d['rounding']:.2g}"
     )
 
 
@@ -207,17 +264,27 @@ def plot(comparisons: list[Comparison], path: Path) -> None:
 
     names = list(dict.fromkeys(c.model for c in comparisons))
     figure, axes = plt.subplots(
-        1, len(names), figsize=(1 + 4 * len(names), 4), sharey=True, squeeze=False, constrained_layout=True
+        1,
+        len(names),
+        figsize=(1 + 4 * len(names), 4),
+        sharey=True,
+        squeeze=False,
+        constrained_layout=True,
     )
     highest = 0.0
     for axis, name in zip(axes[0], names, strict=True):
         mine = [c for c in comparisons if c.model == name and c.mode == "greedy" and c.prompt == 1]
-        for label, one in [*((c.against, c.theirs) for c in mine), (f"{OURS} (ours)", mine[0].ours)]:
+        for label, one in [
+            *((c.against, c.theirs) for c in mine),
+            (f"{OURS} (ours)", mine[0].ours),
+        ]:
             steps = [second * 1e3 for second in one.seconds[1:]]
             smooth = [statistics.median(steps[max(0, i - 4) : i + 5]) for i in range(len(steps))]
             highest = max(highest, *smooth)
             (line,) = axis.plot(range(2, len(steps) + 2), smooth, label=label)
-            axis.plot(range(2, len(steps) + 2), steps, color=line.get_color(), alpha=0.2, linewidth=0.7)
+            axis.plot(
+                range(2, len(steps) + 2), steps, color=line.get_color(), alpha=0.2, linewidth=0.7
+            )
         axis.set(title=name, xlabel="new token")
         axis.grid(alpha=0.3)
     axes[0][0].set(ylabel="ms per token (median of 9)", ylim=(0, 1.2 * highest))
@@ -229,7 +296,11 @@ def as_json(comparisons: list[Comparison], args: argparse.Namespace) -> str:
     records = []
     for c in comparisons:
         record = {"model": c.model, "mode": c.mode, "against": c.against, "equal": c.equal}
-        record |= {"common_prefix": c.common_prefix, "difference": c.difference, "speed_up": c.speed_up}
+        record |= {
+            "common_prefix": c.common_prefix,
+            "difference": c.difference,
+            "speed_up": c.speed_up,
+        }
         for name, one in {"theirs": c.theirs, "ours": c.ours}.items():
             record[name] = {**vars(one), "tokens_per_second": one.tokens_per_second}
         records.append(record)
@@ -240,21 +311,39 @@ def cache_names(text: str) -> list[str]:
     names = text.split(",")
     choices = [name for name in CACHES if name != OURS]
     if unknown := [name for name in names if name not in choices]:
-        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: choose from {', '.join(choices)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown {', '.join(unknown)}: choose from {', '.join(choices)}"
+        )
     return names
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", nargs="+", default=list(MINIATURES), help="short name, hub id, folder or GGUF file")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--against", type=cache_names, default=["no-cache"], help="no-cache, dynamic, static; separated by commas"
+        "--model",
+        nargs="+",
+        default=list(MINIATURES),
+        help="short name, hub id, folder or GGUF file",
+    )
+    parser.add_argument(
+        "--against",
+        type=cache_names,
+        default=["no-cache"],
+        help="no-cache, dynamic, static; separated by commas",
     )
     parser.add_argument("--max-new-tokens", type=int, default=240)
-    parser.add_argument("--prompt", help="your own; default: a few from examples/data/prompts.jsonl")
+    parser.add_argument(
+        "--prompt", help="your own; default: a few from examples/data/prompts.jsonl"
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--attn", choices=["sdpa", "eager"], help="attention implementation; default: the model's own")
+    parser.add_argument(
+        "--attn",
+        choices=["sdpa", "eager"],
+        help="attention implementation; default: the model's own",
+    )
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--json", type=Path, help="write the record here")
     parser.add_argument("--plot", type=Path, help="write the picture here")
@@ -269,14 +358,18 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def compare_model(name: str, args: argparse.Namespace) -> list[Comparison]:
     """Load one model, compare on each prompt, and print the results."""
     try:
-        model, tokenizer = load_model(name, device=args.device, dtype=getattr(torch, args.dtype), attn=args.attn)
+        model, tokenizer = load_model(
+            name, device=args.device, dtype=getattr(torch, args.dtype), attn=args.attn
+        )
     except ValueError as error:
         raise BadArgument(str(error)) from error
     prompts = read_prompts(args, tokenizer)
     encoded = [encode(prompt, model, tokenizer, args) for prompt in prompts]
     total = len(prompts) * len(MODES) * (len(args.against) + 1) * args.max_new_tokens
     with tqdm(total=total, unit=" tokens", leave=False, disable=None) as bar:
-        results = [compare(name, i + 1, model, inputs, args, bar) for i, inputs in enumerate(encoded)]
+        results = [
+            compare(name, i + 1, model, inputs, args, bar) for i, inputs in enumerate(encoded)
+        ]
     print_text(name, "" if tokenizer.chat_template else prompts[0], results[0], tokenizer)
     for c in (c for comparisons in results[1:] for c in comparisons if not c.equal):
         print(verdict(c, tokenizer))
@@ -289,7 +382,9 @@ def main(argv: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     huggingface_hub.logging.set_verbosity_error()
     try:
-        comparisons = [comparison for name in args.model for comparison in compare_model(name, args)]
+        comparisons = [
+            comparison for name in args.model for comparison in compare_model(name, args)
+        ]
     except BadArgument as error:
         print(f"compare.py: {error}", file=sys.stderr)
         return 2

@@ -1,12 +1,13 @@
-"""Draw what each new token attends to in some layers, and print the candidates that it was chosen from.
+"""Draw what each new token attends to in some layers, and print the candidates that it was chosen
+from.
 
     python examples/draw_attention.py                            # the Gemma 3 miniature: its windows are visible
     python examples/draw_attention.py --model smollm2 --layers 0 15 29 --prompt "The capital of France is"
     python examples/draw_attention.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --decoder graph
 
-The picture has one panel per layer. Each line of a panel is a new token; its colours are the attention weights over the
-sequence in the pass that chose it. --model takes a short name, a hub id, a folder or a GGUF file. Exit status 2 for a
-bad argument.
+The picture has one panel per layer. Each line of a panel is a new token; its colours are the
+attention weights over the sequence in the pass that chose it. --model takes a short name, a hub id,
+a folder or a GGUF file. Exit status 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -28,9 +29,16 @@ from hf_static_kv.testing import load_model
 Steps = list[dict[str, Any]]
 
 
-def run(model: PreTrainedModel, tokenizer: Any, inputs: dict[str, torch.Tensor], args: argparse.Namespace) -> Any:
+def run(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    inputs: dict[str, torch.Tensor],
+    args: argparse.Namespace,
+) -> Any:
     """The tokens of one generation, its step record and its attention trace."""
-    cache = StaticContiguousCache.from_model(model, inputs["input_ids"].shape[1] + args.max_new_tokens)
+    cache = StaticContiguousCache.from_model(
+        model, inputs["input_ids"].shape[1] + args.max_new_tokens
+    )
     recorder = StepRecorder(args.best, tokenizer)
     loop = {"custom_generate": GraphDecoder()} if args.decoder == "graph" else {}
     torch.manual_seed(args.seed)
@@ -58,7 +66,9 @@ def table(steps: Steps) -> str:
     for n, step in enumerate(steps, start=1):
         best = ", ".join(f"`{label(b['text'])}` {b['probability']:.0%}" for b in step["best"])
         bits = step["entropy"] / torch.log(torch.tensor(2.0)).item()
-        lines.append(f"| {n} | `{label(step['text'])}` | {step['probability']:.0%} | {bits:.1f} | {best} |")
+        lines.append(
+            f"| {n} | `{label(step['text'])}` | {step['probability']:.0%} | {bits:.1f} | {best} |"
+        )
     return "\n".join(lines)
 
 
@@ -77,7 +87,9 @@ def draw(model: PreTrainedModel, texts: list[str], trace: Any, path: Path) -> No
 
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    matrices = {layer: trace.matrix(layer).mean(dim=0) for layer in trace.layers}  # [passes, positions]
+    matrices = {
+        layer: trace.matrix(layer).mean(dim=0) for layer in trace.layers
+    }  # [passes, positions]
     passes, length = next(iter(matrices.values())).shape
     size = (max(7.0, 0.17 * length + 2.5), len(matrices) * (0.17 * passes + 1.5))
     figure, axes = plt.subplots(len(matrices), 1, figsize=size, layout="constrained", squeeze=False)
@@ -87,10 +99,20 @@ def draw(model: PreTrainedModel, texts: list[str], trace: Any, path: Path) -> No
             matrix[n, : int(row.positions[0])] = torch.nan
             matrix[n, int(row.positions[-1]) + 1 :] = torch.nan
         # A square-root scale keeps small weights visible.
-        shown = axis.imshow(matrix, cmap=colors, norm=PowerNorm(0.5, 0, 1), aspect="auto", interpolation="none")
-        reach = f"a window of {config.sliding_window}" if kinds[layer] == "sliding_attention" else "all tokens"
-        axis.set_title(f"layer {layer} attends to {reach}; grey: masked; mean over the heads", fontsize=10)
-        axis.set_xticks(range(length), [label(text) for text in texts[:length]], rotation=90, fontsize=6)
+        shown = axis.imshow(
+            matrix, cmap=colors, norm=PowerNorm(0.5, 0, 1), aspect="auto", interpolation="none"
+        )
+        reach = (
+            f"a window of {config.sliding_window}"
+            if kinds[layer] == "sliding_attention"
+            else "all tokens"
+        )
+        axis.set_title(
+            f"layer {layer} attends to {reach}; grey: masked; mean over the heads", fontsize=10
+        )
+        axis.set_xticks(
+            range(length), [label(text) for text in texts[:length]], rotation=90, fontsize=6
+        )
         chosen = [label(text) for text in texts[len(texts) - passes :]]
         axis.set_yticks(range(passes), chosen, fontsize=6)
         axis.set_ylabel("new token", fontsize=8)
@@ -100,18 +122,32 @@ def draw(model: PreTrainedModel, texts: list[str], trace: Any, path: Path) -> No
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="gemma3", help="default: %(default)s")
-    parser.add_argument("--layers", type=int, nargs="+", help="default: the first of each kind, or first and last")
-    parser.add_argument("--prompt", help="default: the first of examples/data/prompts.jsonl that suits the model")
+    parser.add_argument(
+        "--layers", type=int, nargs="+", help="default: the first of each kind, or first and last"
+    )
+    parser.add_argument(
+        "--prompt", help="default: the first of examples/data/prompts.jsonl that suits the model"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=40)
-    parser.add_argument("--best", type=int, default=3, help="candidates per step in the table; default: %(default)s")
+    parser.add_argument(
+        "--best", type=int, default=3, help="candidates per step in the table; default: %(default)s"
+    )
     parser.add_argument("--sample", action="store_true", help="sample instead of greedy decoding")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--decoder", choices=["plain", "graph"], default="plain")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    parser.add_argument(
+        "--device",
+        default="cuda" if torch.cuda.is_available() else "cpu",
+        help="default: %(default)s",
+    )
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
-    parser.add_argument("--plot", type=Path, default=Path("attention.png"), help="default: %(default)s")
+    parser.add_argument(
+        "--plot", type=Path, default=Path("attention.png"), help="default: %(default)s"
+    )
     parser.add_argument("--json", type=Path, help="write the step record here")
     return parser.parse_args(argv)
 
@@ -123,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if args.max_new_tokens < 1 or args.best < 1:
             raise BadArgument("--max-new-tokens and --best must be at least 1")
-        model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
+        model, tokenizer = load_model(
+            args.model, device=args.device, dtype=getattr(torch, args.dtype)
+        )
         args.layers = args.layers or default_layers(model)
         inputs = encode(read_prompts(args, tokenizer)[0], model, tokenizer, args)
         tokens, steps, trace = run(model, tokenizer, inputs, args)

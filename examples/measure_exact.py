@@ -1,12 +1,14 @@
-"""Measure the difference between cached and uncached logits, outside and inside `exact`, and the cost of `exact`.
+"""Measure the difference between cached and uncached logits, outside and inside `exact`, and the
+cost of `exact`.
 
     python examples/measure_exact.py                            # Llama, Qwen3 and Gemma 3 miniatures; a minute
     python examples/measure_exact.py --model smollm2 --max-new-tokens 16
     python examples/measure_exact.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --max-new-tokens 256
 
-A sequence is generated, then computed twice: in one pass without a cache, and token by token with the cache. Both give
-logits for every new token; the table shows their largest difference. --model takes a short name, a hub id, a folder or
-a GGUF file. Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
+A sequence is generated, then computed twice: in one pass without a cache, and token by token with
+the cache. Both give logits for every new token; the table shows their largest difference. --model
+takes a short name, a hub id, a folder or a GGUF file. Exit status 1 when a difference inside
+`exact` is not zero, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -42,19 +44,35 @@ def timed(call: Callable[[], torch.Tensor], device: str) -> tuple[torch.Tensor, 
 
 
 @torch.no_grad()
-def compute_twice(model: PreTrainedModel, ids: torch.Tensor, prompt_len: int, device: str) -> Result:
-    """The largest difference between the logits of one uncached pass and those of cached steps, and the times."""
+def compute_twice(
+    model: PreTrainedModel, ids: torch.Tensor, prompt_len: int, device: str
+) -> Result:
+    """The largest difference between the logits of one uncached pass and those of cached steps, and
+    the times.
+    """
     cache = StaticContiguousCache.from_model(model, ids.shape[1])
     uncached = model(ids, use_cache=False).logits[:, prompt_len - 1 :]
-    first, prefill_s = timed(lambda: model(ids[:, :prompt_len], past_key_values=cache).logits[:, -1:], device)
+    first, prefill_s = timed(
+        lambda: model(ids[:, :prompt_len], past_key_values=cache).logits[:, -1:], device
+    )
     new = ids[:, prompt_len:].split(1, dim=1)
-    steps, decode_s = timed(lambda: torch.cat([model(x, past_key_values=cache).logits for x in new], dim=1), device)
+    steps, decode_s = timed(
+        lambda: torch.cat([model(x, past_key_values=cache).logits for x in new], dim=1), device
+    )
     difference = (torch.cat([first, steps], dim=1).float() - uncached.float()).abs().max().item()
-    return {"difference": difference, "prefill_ms": prefill_s * 1e3, "decode_ms": decode_s / steps.shape[1] * 1e3}
+    return {
+        "difference": difference,
+        "prefill_ms": prefill_s * 1e3,
+        "decode_ms": decode_s / steps.shape[1] * 1e3,
+    }
 
 
-def first_difference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int) -> int | None:
-    """Index of the first new token that differs between greedy runs with and without a cache, or None."""
+def first_difference(
+    model: PreTrainedModel, inputs: dict[str, torch.Tensor], new_tokens: int
+) -> int | None:
+    """Index of the first new token that differs between greedy runs with and without a cache, or
+    None.
+    """
     prompt_len = inputs["input_ids"].shape[1]
     common = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     cache = StaticContiguousCache.from_model(model, prompt_len + new_tokens)
@@ -67,7 +85,9 @@ def first_difference(model: PreTrainedModel, inputs: dict[str, torch.Tensor], ne
 def measure(name: str, args: argparse.Namespace, bar: tqdm) -> list[Result]:
     model, tokenizer = load_model(name, device=args.device, dtype=getattr(torch, args.dtype))
     inputs = encode(read_prompts(args, tokenizer)[0], model, tokenizer, args)
-    ids = model.generate(**inputs, max_new_tokens=args.max_new_tokens, do_sample=False, pad_token_id=0)
+    ids = model.generate(
+        **inputs, max_new_tokens=args.max_new_tokens, do_sample=False, pad_token_id=0
+    )
     prompt_len, results = inputs["input_ids"].shape[1], []
     for is_exact in (False, True):
         bar.set_description(f"{name}, {'inside' if is_exact else 'outside'} exact")
@@ -82,8 +102,8 @@ def measure(name: str, args: argparse.Namespace, bar: tqdm) -> list[Result]:
 
 def table(results: list[Result], new_tokens: int) -> str:
     lines = [
-        f"| model | `exact` | largest difference of logits | first different token of {new_tokens} (greedy) | "
-        "prefill, ms | decode, ms per token |",
+        "| model | `exact` | largest difference of logits | first different token of "
+        f"{new_tokens} (greedy) | prefill, ms | decode, ms per token |",
         "|---" * 6 + "|",
     ]
     for r in results:
@@ -97,9 +117,15 @@ def table(results: list[Result], new_tokens: int) -> str:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", action="append", help="may be given several times; default: the miniatures")
-    parser.add_argument("--prompt", help="default: the first of examples/data/prompts.jsonl that suits the model")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", action="append", help="may be given several times; default: the miniatures"
+    )
+    parser.add_argument(
+        "--prompt", help="default: the first of examples/data/prompts.jsonl that suits the model"
+    )
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
     parser.add_argument(

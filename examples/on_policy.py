@@ -1,19 +1,22 @@
-"""GRPO on a toy task, without and inside `exact`: the importance ratio of an on-policy update should be 1.
+"""GRPO on a toy task, without and inside `exact`: the importance ratio of an on-policy update
+should be 1.
 
     python examples/on_policy.py --plot on_policy.png            # float32 on a CPU, some minutes
     python examples/on_policy.py --device cuda --plot on_policy.png                        # bfloat16
 
-A miniature learns to end its lines in a letter. Each update samples completions in groups of one prompt and takes one
-step of the optimizer on them. A completion's advantage is its reward minus the mean of its group, in units of the
-group's spread. The weights do not change between sampling and training, so the ratio of a token's two probabilities
-should be 1. Ordinary passes round differently, and it is not. Inside `exact` it is 1 for every token.
+A miniature learns to end its lines in a letter. Each update samples completions in groups of one
+prompt and takes one step of the optimizer on them. A completion's advantage is its reward minus the
+mean of its group, in units of the group's spread. The weights do not change between sampling and
+training, so the ratio of a token's two probabilities should be 1. Ordinary passes round
+differently, and it is not. Inside `exact` it is 1 for every token.
 
-docs/exact.md has a picture. On a CPU an update in bfloat16 takes minutes. Both runs learn alike until rounding changes
-a sampled token; from there on they are two runs with different luck.
+docs/exact.md has a picture. On a CPU an update in bfloat16 takes minutes. Both runs learn alike
+until rounding changes a sampled token; from there on they are two runs with different luck.
 
-Printed for each update: the mean reward (the share of lines that end in the letter), the largest |ratio - 1| over the
-sampled tokens, and the largest Kullback-Leibler divergence of the two distributions of a token; then a summary. Exit
-status 1 when a ratio inside `exact` is not 1, 2 for a bad argument.
+Printed for each update: the mean reward (the share of lines that end in the letter), the largest
+|ratio - 1| over the sampled tokens, and the largest Kullback-Leibler divergence of the two
+distributions of a token; then a summary. Exit status 1 when a ratio inside `exact` is not 1, 2 for
+a bad argument.
 """
 
 from __future__ import annotations
@@ -41,13 +44,17 @@ PUNCTUATION = " ,.;:!?'-"
 
 
 def reward(text: str, letter: str) -> float:
-    """The share of the complete lines that end in the letter, punctuation aside; 0 without a complete line."""
+    """The share of the complete lines that end in the letter, punctuation aside; 0 without a
+    complete line.
+    """
     lines = [line.rstrip(PUNCTUATION) for line in text.split("\n")[:-1]]
     ends = [line[-1].lower() for line in lines if line]
     return ends.count(letter) / len(ends) if ends else 0.0
 
 
-def sample(model: Any, inputs: dict[str, torch.Tensor], new_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    model: Any, inputs: dict[str, torch.Tensor], new_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Sequences [B, T] and the logits that their new tokens were sampled from, [B, n, V]."""
     output = model.generate(
         **inputs,
@@ -94,12 +101,16 @@ class Optimizer:
             weight.copy_(copy)
 
 
-def update(model: Any, tokenizer: Any, optimizer: Optimizer, inputs: dict[str, torch.Tensor], args: Any) -> Result:
+def update(
+    model: Any, tokenizer: Any, optimizer: Optimizer, inputs: dict[str, torch.Tensor], args: Any
+) -> Result:
     """One sample and one step of the optimizer."""
     prompt_len = inputs["input_ids"].shape[1]
     sequences, sampled = sample(model, inputs, args.max_new_tokens)
     tokens = sequences[:, prompt_len:]
-    rewards = torch.tensor([reward(text, args.letter) for text in tokenizer.batch_decode(tokens)], device=tokens.device)
+    rewards = torch.tensor(
+        [reward(text, args.letter) for text in tokenizer.batch_decode(tokens)], device=tokens.device
+    )
     groups = rewards.view(-1, args.group)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
     trained = training_logits(model, sequences, inputs["attention_mask"])
@@ -109,41 +120,65 @@ def update(model: Any, tokenizer: Any, optimizer: Optimizer, inputs: dict[str, t
     loss.backward()
     optimizer.step()
     largest = (ratios.detach() - 1).abs().max().item()
-    return {"reward": rewards.mean().item(), "ratio": largest, "divergence": divergence(sampled, trained)}
+    return {
+        "reward": rewards.mean().item(),
+        "ratio": largest,
+        "divergence": divergence(sampled, trained),
+    }
 
 
 def train(is_exact: bool, args: argparse.Namespace) -> list[Result]:
     """All updates of one run; both runs begin with the same weights and the same seed."""
     model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
     prompts = [prompt for prompt in PROMPTS for _ in range(args.group)]
-    inputs = dict(tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(args.device))
+    inputs = dict(
+        tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(args.device)
+    )
     attach(model.train())
     optimizer = Optimizer(model, args.learning_rate)
     torch.manual_seed(args.seed)
     results = []
     with exact(model) if is_exact else nullcontext():
         for number in range(1, args.updates + 1):
-            results.append({"exact": is_exact, "update": number, **update(model, tokenizer, optimizer, inputs, args)})
+            results.append(
+                {
+                    "exact": is_exact,
+                    "update": number,
+                    **update(model, tokenizer, optimizer, inputs, args),
+                }
+            )
             print(row(results[-1]), flush=True)
     return results
 
 
-HEAD = "| `exact` | update | reward | largest \\|ratio - 1\\| | largest divergence |\n" + "|---" * 5 + "|"
+HEAD = (
+    "| `exact` | update | reward | largest \\|ratio - 1\\| | largest divergence |\n"
+    + "|---" * 5
+    + "|"
+)
 
 
 def row(result: Result) -> str:
-    numbers = " | ".join("0" if value == 0 else f"{value:.1e}" for value in (result["ratio"], result["divergence"]))
+    numbers = " | ".join(
+        "0" if value == 0 else f"{value:.1e}" for value in (result["ratio"], result["divergence"])
+    )
     return f"| {'inside' if result['exact'] else 'without'} | {result['update']} | {result['reward']:.2f} | {numbers} |"
 
 
 def summary(results: list[Result]) -> str:
-    """Of both runs: the reward at the beginning and at the end, and the largest |ratio - 1| of all."""
+    """Of both runs:
+
+    the reward at the beginning and at the end, and the largest |ratio - 1| of all.
+    """
     lines = []
     for is_exact, side in SIDES.items():
         own = [r for r in results if r["exact"] == is_exact]
         ratio = max(r["ratio"] for r in own)
         rewards = f"reward {own[0]['reward']:.2f} -> {own[-1]['reward']:.2f}"
-        lines.append(f"{side}: {rewards}, largest |ratio - 1| of all updates {'0' if ratio == 0 else f'{ratio:.1e}'}")
+        lines.append(
+            f"{side}: {rewards}, largest |ratio - 1| of all updates "
+            f"{'0' if ratio == 0 else f'{ratio:.1e}'}"
+        )
     return "\n".join(lines)
 
 
@@ -163,7 +198,9 @@ def draw(results: list[Result], args: argparse.Namespace) -> None:
     ratios.set_yscale("symlog", linthresh=decade)
     ratios.set_ylim(-decade / 5, 20 * max(positive))
     ratios.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=decade))
-    ratios.yaxis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value == 0 else f"{value:.0e}"))
+    ratios.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: "0" if value == 0 else f"{value:.0e}")
+    )
     ratios.set(xlabel="update", title=f"largest |ratio - 1| over the sampled tokens, {args.dtype}")
     rewards.set(
         xlabel="update",
@@ -180,16 +217,27 @@ def draw(results: list[Result], args: argparse.Namespace) -> None:
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MINIATURES, default="llama", help="default: %(default)s")
     parser.add_argument("--letter", default="e", help="default: %(default)s")
     parser.add_argument("--updates", type=int, default=30, help="default: %(default)s")
-    parser.add_argument("--group", type=int, default=8, help="completions of each of 4 prompts; default: %(default)s")
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=8,
+        help="completions of each of 4 prompts; default: %(default)s",
+    )
     parser.add_argument("--max-new-tokens", type=int, default=24, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=5e-4, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="default: bfloat16 on a GPU, float32 on a CPU")
+    parser.add_argument(
+        "--dtype",
+        choices=["float32", "bfloat16"],
+        help="default: bfloat16 on a GPU, float32 on a CPU",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="draw the ratios and the rewards here")
     args = parser.parse_args(argv)
@@ -200,7 +248,9 @@ def parse_args(argv: list[str] | None) -> argparse.Namespace:
 def check(args: argparse.Namespace) -> None:
     for name, least in (("updates", 1), ("group", 2), ("max_new_tokens", 2)):
         if getattr(args, name) < least:
-            raise BadArgument(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+            raise BadArgument(
+                f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}"
+            )
     if len(args.letter) != 1 or not args.letter.islower():
         raise BadArgument(f"--letter must be one small letter, got {args.letter!r}")
 

@@ -1,4 +1,5 @@
-"""A metric for `evaluate`, usable offline: do two runs give the same tokens, and if not, where do they first differ?
+"""A metric for `evaluate`, usable offline: do two runs give the same tokens, and if not, where do
+they first differ?
 
 >>> TokenAgreement().compute(predictions=[[5, 6, 7], [1, 2]], references=[[5, 6, 8], [1, 2]])
 {'exact_match': 0.5, 'common_prefix': [2, 2]}
@@ -17,7 +18,10 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 
 class TokenAgreement(evaluate.Metric):
-    """`exact_match`: the share of equal runs; `common_prefix`: for each run, tokens before the first difference."""
+    """`exact_match`:
+
+    the share of equal runs; `common_prefix`: for each run, tokens before the first difference.
+    """
 
     def _info(self) -> evaluate.MetricInfo:
         tokens = datasets.Sequence(datasets.Value("int64"))

@@ -1,13 +1,15 @@
-"""Train the miniatures under examples/models/ from scratch: Llama, Qwen3 and Gemma 3, 1.3 million parameters each.
+"""Train the miniatures under examples/models/ from scratch: Llama, Qwen3 and Gemma 3, 1.3 million
+parameters each.
 
     python examples/train_miniatures.py                 # all three; minutes on a GPU, an hour or two on a CPU
     python examples/train_miniatures.py --model gemma3 --steps 50 --out /tmp/models
 
-The text is examples/data/tinyshakespeare.txt; its last tenth is held out. Each model is saved as an ordinary model
-folder: config, generation config, tokenizer, float32 safetensors. A stopped run resumes from `checkpoint.pt` in that
-folder, which is removed at the end. `training.json` and `training.png` in --out record the held-out loss beside that of
-bz2 and xz after the same training text. The held-out text also selects the step whose weights are kept, and selected
-the default settings: its score is a validation score, not a test score.
+The text is examples/data/tinyshakespeare.txt; its last tenth is held out. Each model is saved as an
+ordinary model folder: config, generation config, tokenizer, float32 safetensors. A stopped run
+resumes from `checkpoint.pt` in that folder, which is removed at the end. `training.json` and
+`training.png` in --out record the held-out loss beside that of bz2 and xz after the same training
+text. The held-out text also selects the step whose weights are kept, and selected the default
+settings: its score is a validation score, not a test score.
 """
 
 from __future__ import annotations
@@ -24,7 +26,12 @@ import torch
 from common import environment
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 HERE = Path(__file__).parent
@@ -46,12 +53,15 @@ COMMON = {
     "eos_token_id": 0,
     "pad_token_id": 0,
 }
-# Qwen3 norms its queries and keys. Gemma 3 has five sliding layers to one full layer, one KV head, and a window far
-# shorter than its context.
+# Qwen3 norms its queries and keys. Gemma 3 has five sliding layers to one full layer, one KV head,
+# and a window far shorter than its context.
 MINIATURES = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
-    "gemma3": ("gemma3_text", {"num_key_value_heads": 1, "sliding_window": 32, "query_pre_attn_scalar": 32}),
+    "gemma3": (
+        "gemma3_text",
+        {"num_key_value_heads": 1, "sliding_window": 32, "query_pre_attn_scalar": 32},
+    ),
 }
 
 
@@ -75,15 +85,23 @@ def train_tokenizer(text: str) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
         [text],
-        trainers.BpeTrainer(vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
+        trainers.BpeTrainer(
+            vocab_size=VOCAB, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END, eos_token=END, pad_token=END, model_max_length=CONTEXT
+        tokenizer_object=tokenizer,
+        bos_token=END,
+        eos_token=END,
+        pad_token=END,
+        model_max_length=CONTEXT,
     )
 
 
 def compressor_bits_per_byte(train: str, held_out: str) -> dict[str, float]:
-    """Bits per byte that a compressor needs for the held-out text after it has compressed the training text."""
+    """Bits per byte that a compressor needs for the held-out text after it has compressed the
+    training text.
+    """
     compressors = {
         "bz2": lambda b: bz2.compress(b, 9),
         "xz": lambda b: lzma.compress(b, preset=9 | lzma.PRESET_EXTREME),
@@ -97,7 +115,10 @@ def compressor_bits_per_byte(train: str, held_out: str) -> dict[str, float]:
 
 @torch.no_grad()
 def bits_per_byte(model: PreTrainedModel, ids: torch.Tensor, num_bytes: int) -> float:
-    """Bits per byte of a text. Every token but the first is scored once, after at least half a context."""
+    """Bits per byte of a text.
+
+    Every token but the first is scored once, after at least half a context.
+    """
     half = CONTEXT // 2
     windows = ids.unfold(0, CONTEXT + 1, half)  # [windows, CONTEXT + 1]
     last = len(ids) - CONTEXT - 1  # start of one more window, for the end of the text
@@ -108,7 +129,9 @@ def bits_per_byte(model: PreTrainedModel, ids: torch.Tensor, num_bytes: int) -> 
     for window, count in scored:
         logits = model(window[:, :-1], use_cache=False).logits[:, -count:].float()
         targets = window[:, -count:]
-        nats += torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum").item()
+        nats += torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), reduction="sum"
+        ).item()
     return nats / math.log(2) / num_bytes
 
 
@@ -123,19 +146,25 @@ def learning_rate(step: int, args: argparse.Namespace) -> float:
 class Run:
     """The training of one model. A checkpoint holds all that a resumed run needs."""
 
-    def __init__(self, name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(
+        self, name: str, args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast
+    ) -> None:
         self.name, self.args, self.folder = name, args, args.out / name
         self.checkpoint = self.folder / "checkpoint.pt"
         train, held_out = split_text()
         self.train_ids, self.held_out_ids = (
-            torch.tensor(tokenizer(text)["input_ids"], device=args.device) for text in (train, held_out)
+            torch.tensor(tokenizer(text)["input_ids"], device=args.device)
+            for text in (train, held_out)
         )
         self.held_out_bytes = len(held_out.encode())
         torch.manual_seed(args.seed)
         self.model = AutoModelForCausalLM.from_config(build_config(name)).to(args.device)
         decay = [p for p in self.model.parameters() if p.ndim >= 2]
         rest = [p for p in self.model.parameters() if p.ndim < 2]
-        groups = [{"params": decay, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+        groups = [
+            {"params": decay, "weight_decay": args.weight_decay},
+            {"params": rest, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.99))
         self.generator = torch.Generator().manual_seed(args.seed)
         self.step, self.seconds = 0, 0.0
@@ -144,7 +173,11 @@ class Run:
 
     def save_checkpoint(self) -> None:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        state |= {"generator": self.generator.get_state(), "best": self.best, "history": self.history}
+        state |= {
+            "generator": self.generator.get_state(),
+            "best": self.best,
+            "history": self.history,
+        }
         torch.save({**state, "step": self.step, "seconds": self.seconds}, self.checkpoint)
 
     def resume(self) -> None:
@@ -158,12 +191,18 @@ class Run:
         self.best, self.history = state["best"], state["history"]
 
     def train_step(self) -> float:
-        starts = torch.randint(len(self.train_ids) - CONTEXT - 1, (self.args.batch_size,), generator=self.generator)
-        batch = torch.stack([self.train_ids[start : start + CONTEXT + 1] for start in starts.tolist()])
+        starts = torch.randint(
+            len(self.train_ids) - CONTEXT - 1, (self.args.batch_size,), generator=self.generator
+        )
+        batch = torch.stack(
+            [self.train_ids[start : start + CONTEXT + 1] for start in starts.tolist()]
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.args)
         logits = self.model(batch[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), batch[:, 1:].flatten()
+        )
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -179,7 +218,9 @@ class Run:
         self.history["train"].append([self.step, loss])
         self.history["held_out"].append([self.step, score])
         if score < self.best["bits_per_byte"]:
-            weights = {key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()}
+            weights = {
+                key: value.detach().cpu().clone() for key, value in self.model.state_dict().items()
+            }
             self.best = {"bits_per_byte": score, "step": self.step, "weights": weights}
 
     def train(self) -> None:
@@ -194,7 +235,10 @@ class Run:
                     self.evaluate(loss)
                     self.seconds = time.perf_counter() - began
                     self.save_checkpoint()
-                    bar.set_postfix(loss=f"{loss:.3f}", held_out=f"{self.history['held_out'][-1][1]:.3f} bits/byte")
+                    bar.set_postfix(
+                        loss=f"{loss:.3f}",
+                        held_out=f"{self.history['held_out'][-1][1]:.3f} bits/byte",
+                    )
         self.model.load_state_dict(self.best["weights"])
 
     def save(self, tokenizer: PreTrainedTokenizerFast) -> dict:
@@ -220,18 +264,31 @@ def plot(record: dict, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(8, 4.5), constrained_layout=True)
     for name, model in record["models"].items():
         steps, scores = zip(*model["history"]["held_out"], strict=True)
-        axis.plot(steps, scores, label=f"{name}: {model['bits_per_byte']:.2f} at step {model['best_step']}")
+        axis.plot(
+            steps,
+            scores,
+            label=f"{name}: {model['bits_per_byte']:.2f} at step {model['best_step']}",
+        )
     for name, bits in record["baselines"].items():
         axis.axhline(bits, linestyle="--", color="grey", linewidth=1)
-        axis.text(axis.get_xlim()[1], bits, f"{name} {bits:.2f} ", ha="right", va="bottom", color="grey")
-    axis.set(title="Held-out loss of the miniatures", xlabel="training step", ylabel="bits per byte", ylim=(None, 3.2))
+        axis.text(
+            axis.get_xlim()[1], bits, f"{name} {bits:.2f} ", ha="right", va="bottom", color="grey"
+        )
+    axis.set(
+        title="Held-out loss of the miniatures",
+        xlabel="training step",
+        ylabel="bits per byte",
+        ylim=(None, 3.2),
+    )
     axis.legend()
     axis.grid(alpha=0.3)
     figure.savefig(path, dpi=130)
 
 
 def parse_args(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=MINIATURES, nargs="+", default=list(MINIATURES))
     parser.add_argument("--out", type=Path, default=HERE / "models")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -254,7 +311,12 @@ def main(argv: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     settings = {key: value for key, value in vars(args).items() if key not in ("out", "model")}
     baselines = compressor_bits_per_byte(train, held_out)
-    record = {**environment(args.device), "settings": settings, "baselines": baselines, "models": {}}
+    record = {
+        **environment(args.device),
+        "settings": settings,
+        "baselines": baselines,
+        "models": {},
+    }
     for name in args.model:
         run = Run(name, args, tokenizer)
         run.train()

@@ -1,4 +1,6 @@
-"""One contiguous, preallocated KV cache for `model.generate`, and a decode loop that replays one captured step."""
+"""One contiguous, preallocated KV cache for `model.generate`, and a decode loop that replays one
+captured step.
+"""
 
 from hf_static_kv.attaching import Attachment, attach, attached, attachment, detach
 from hf_static_kv.cache.cache import StaticContiguousCache
@@ -14,7 +16,8 @@ from hf_static_kv.inspection.step_recorder import StepRecorder
 
 __version__ = "0.2.0"
 __all__ = [
-    "Attachment", "CacheFile", "GraphDecoder", "PrefixStore", "StaticContiguousCache", "StaticContiguousLayer",
+    "Attachment", "CacheFile", "GraphDecoder", "PrefixStore", "StaticContiguousCache",
+    "StaticContiguousLayer",
     "StepRecorder", "__version__", "attach", "attached", "attachment", "cache_bytes", "detach", "exact",
     "full_attention", "selected_logprobs", "token_logprobs", "trace_attention",
 ]  # fmt: skip

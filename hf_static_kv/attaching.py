@@ -1,12 +1,14 @@
-"""`attach(model)`: every later `generate` uses a cache from the model's pool and, on a GPU, the captured step.
+"""`attach(model)`: every later `generate` uses a cache from the model's pool and, on a GPU, the
+captured step.
 
     attach(model)                                          # from here on: model.generate(...), pipelines, trainers
     model.generate(**inputs, max_new_tokens=200)
     attachment(model)                                      # what it holds, and why a call fell back
     detach(model)
 
-The model's class is replaced by a subclass of the same name, as torch's parametrizations and FSDP do. Nothing is stored
-on the model: copies, pickles and checkpoints are those of the model without it.
+The model's class is replaced by a subclass of the same name, as torch's parametrizations and FSDP
+do. Nothing is stored on the model: copies, pickles and checkpoints are those of the model without
+it.
 """
 
 import logging
@@ -37,7 +39,13 @@ from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
 from hf_static_kv.cache.request import Request, running_request
 from hf_static_kv.cache.states import continuation_of
 from hf_static_kv.cache.storage import is_out_of_memory
-from hf_static_kv.decoding.call import Call, kind_of, random_state, repeatable_state, set_random_state
+from hf_static_kv.decoding.call import (
+    Call,
+    kind_of,
+    random_state,
+    repeatable_state,
+    set_random_state,
+)
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import attention_of, unwrapped
@@ -46,14 +54,26 @@ logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
 _CALL: ContextVar["_Call | None"] = ContextVar("call", default=None)
 _Function = Callable[..., Any]
-# On a CPU our cache takes 0.89 to 1.00 of DynamicCache's time from this prompt on, and up to 1.05 of it before
-# (2 to 30 layers, batch 1 and 4, float32, four threads of the H200's host, 2026-11).
+# On a CPU our cache takes 0.89 to 1.00 of DynamicCache's time from this prompt on, and up to 1.05
+# of it before (2 to 30 layers, batch 1 and 4, float32, four threads of the H200's host, 2026-11).
 _MIN_PROMPT_ON_CPU = 512
 _DECODER_DEVICES = ("cuda",)  # on others there is no graph to replay
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-_LOOP_ONLY = {"assistant_tokenizer", "streamer", "synced_gpus", "tokenizer"}  # the decoder reads them from the request
+_LOOP_ONLY = {
+    "assistant_tokenizer",
+    "streamer",
+    "synced_gpus",
+    "tokenizer",
+}  # the decoder reads them from the request
 # What may come with the ids of a prompt without changing the states of its tokens.
-_IDS_ALONE = {"attention_mask", "cache_position", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
+_IDS_ALONE = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 
 
 @dataclass(frozen=True)
@@ -91,9 +111,9 @@ class _Call:
 class Attachment:
     """The caches and captured steps of an attached model, and what became of its calls.
 
-    `calls` counts calls that brought no cache of their own, `hits` those that were given a cache of an earlier call,
-    `reused_tokens` the tokens of prompts that were not computed again. `fallback_reason` says why the last call did not
-    run as a captured step; None when it did.
+    `calls` counts calls that brought no cache of their own, `hits` those that were given a cache of
+    an earlier call, `reused_tokens` the tokens of prompts that were not computed again.
+    `fallback_reason` says why the last call did not run as a captured step; None when it did.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -102,8 +122,12 @@ class Attachment:
         self.fallback_reason: str | None = None
         self.decoder = GraphDecoder()
         self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
-        self.pool = self.decoder.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
-        self._one_at_a_time = RLock() if settings.exact else nullcontext()  # exact changes the model
+        self.pool = self.decoder.pool = CachePool(
+            settings.max_cache_len, settings.max_bytes, settings.store
+        )
+        self._one_at_a_time = (
+            RLock() if settings.exact else nullcontext()
+        )  # exact changes the model
         self._is_short_of_memory = False
         self._state: State | None = None  # of the model in the last call
         self.why_unserved: str | None = None  # found in a call; a later `attach` forgets it
@@ -131,28 +155,37 @@ class Attachment:
         return self.decoder.num_steps
 
     def __repr__(self) -> str:
-        caches = ", ".join(f"{cache.batch_size} x {cache.max_cache_len} tokens" for cache in self.caches)
+        caches = ", ".join(
+            f"{cache.batch_size} x {cache.max_cache_len} tokens" for cache in self.caches
+        )
         counts = f"calls={self.calls}, hits={self.hits}, reused_tokens={self.reused_tokens}"
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reason = f", fallback_reason={self.fallback_reason!r}" if self.fallback_reason else ""
         return f"Attachment({figures}, captured_steps={self.captured_steps}{reason})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
-        """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes too.
+        """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes
+        too.
 
-        The prefix is all that the last call has kept, or as much of `input_ids` [B, n] (or [n]: one row) as the cache
-        of some call holds. A call with padding, `inputs_embeds`, beams or `return_dict_in_generate` keeps nothing.
+        The prefix is all that the last call has kept, or as much of `input_ids` [B, n] (or [n]: one
+        row) as the cache of some call holds. A call with padding, `inputs_embeds`, beams or
+        `return_dict_in_generate` keeps nothing.
         """
         model = next((model for model, own in _ATTACHMENTS.items() if own is self), None)
         if model is None:
-            raise ValueError("The model is detached, and nothing is kept of it: call attach, and generate, again.")
+            raise ValueError(
+                "The model is detached, and nothing is kept of it: call attach, and generate, "
+                "again."
+            )
         with self._one_at_a_time, self._exact(model):
             return self.pool.save(model, content_state(model), input_ids)
 
     # --- a call
 
     def generate(self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
-        """The call, and the same call with transformers' own cache if ours ran out of memory or cannot serve it."""
+        """The call, and the same call with transformers' own cache if ours ran out of memory or
+        cannot serve it.
+        """
         device, call = compute_device(model), _Call(self, ExitStack())
         before = random_state(device)
         try:
@@ -192,7 +225,11 @@ class Attachment:
         self.fallback_reason = None
         self.pool.last = None
         if type(made) is not DynamicCache:
-            instead = "the call uses no cache" if made is None else f"`generate` makes {kind_of(made)} for this model"
+            instead = (
+                "the call uses no cache"
+                if made is None
+                else f"`generate` makes {kind_of(made)} for this model"
+            )
             self.fallback_reason = _unserved(model) or instead
             return
         if request.prompt_length == 0:
@@ -202,7 +239,9 @@ class Attachment:
             self.fallback_reason = self.why_unserved
             return
         if not self._pays(request):
-            self.fallback_reason = f"on a {compute_device(model).type} our cache is no faster for a prompt this short"
+            self.fallback_reason = (
+                f"on a {compute_device(model).type} our cache is no faster for a prompt this short"
+            )
             return
         try:
             content = self._content(request)
@@ -231,9 +270,15 @@ class Attachment:
         return call.run_eagerly()
 
     def _pays(self, request: Request) -> bool:
-        """Whether our cache is no slower than transformers' own, or is needed for what was asked for."""
+        """Whether our cache is no slower than transformers' own, or is needed for what was asked
+        for.
+        """
         is_wanted = bool(self.settings.reuse_prefix) or self.settings.exact
-        return is_wanted or compute_device(request.model).type == "cuda" or request.prompt_length >= _MIN_PROMPT_ON_CPU
+        return (
+            is_wanted
+            or compute_device(request.model).type == "cuda"
+            or request.prompt_length >= _MIN_PROMPT_ON_CPU
+        )
 
     def _exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
@@ -242,8 +287,8 @@ class Attachment:
     def _content(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None if that is not known.
 
-        It is as the last call found it: `Call` looks again while the device computes the prompt. A loop of the model's
-        own does not.
+        It is as the last call found it: `Call` looks again while the device computes the prompt. A
+        loop of the model's own does not.
         """
         if not (self.settings.reuse_prefix and _is_ids_alone(request)):
             return None
@@ -260,15 +305,17 @@ class Attachment:
         self.fallback_reason = reason
         if self.why_unserved is None:
             self.why_unserved = reason
-            logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
+            logger.warning(
+                "attach: calls of this model run with transformers' own cache. %s", reason
+            )
 
     def _warn_of_memory(self) -> None:
         self.fallback_reason = "out of memory"
         if not self._is_short_of_memory:
             self._is_short_of_memory = True
             logger.warning(
-                "attach: out of memory. The pool is emptied, and the call runs with transformers' own cache. "
-                "A smaller max_bytes leaves more for the model."
+                "attach: out of memory. The pool is emptied, and the call runs with "
+                "transformers' own cache. A smaller max_bytes leaves more for the model."
             )
 
 
@@ -278,7 +325,11 @@ class _Hooks:
     @staticmethod
     def generate(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         attachment = _ATTACHMENTS.get(model)
-        return original(*args, **kwargs) if attachment is None else attachment.generate(model, original, args, kwargs)
+        return (
+            original(*args, **kwargs)
+            if attachment is None
+            else attachment.generate(model, original, args, kwargs)
+        )
 
     @staticmethod
     def cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
@@ -290,7 +341,12 @@ class _Hooks:
     def loop(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         call = _CALL.get()
         cache = None if call is None else call.cache
-        if call is None or call.is_in_loop or cache is None or kwargs.get("past_key_values") is not cache:
+        if (
+            call is None
+            or call.is_in_loop
+            or cache is None
+            or kwargs.get("past_key_values") is not cache
+        ):
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
         lease = call.attachment.pool.lease_of(cache)
@@ -317,7 +373,11 @@ def _is_ids_alone(request: Request) -> bool:
     positions = request.model_kwargs.get("position_ids")
     if positions is not None:
         expected = torch.arange(ids.shape[1], device=positions.device)
-        if positions.ndim != 2 or positions.shape[1] != len(expected) or bool((positions != expected).any()):
+        if (
+            positions.ndim != 2
+            or positions.shape[1] != len(expected)
+            or bool((positions != expected).any())
+        ):
             return False
     return mask is None or bool((mask == 1).all())
 
@@ -329,7 +389,11 @@ def _unserved(model: PreTrainedModel) -> str | None:
     except ValueError as reason:
         return str(reason)
     # Its prompts are a few tokens long: there our cache alone is no faster.
-    return "There is no captured step for an encoder-decoder." if model.config.is_encoder_decoder else None
+    return (
+        "There is no captured step for an encoder-decoder."
+        if model.config.is_encoder_decoder
+        else None
+    )
 
 
 def attach(
@@ -342,16 +406,17 @@ def attach(
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
-    A call that brings its own `past_key_values`, `custom_generate` or `cache_implementation` is not touched. Calls that
-    the decoder does not serve (beam search, an assistant model, prompt lookup) run in transformers' loop on our cache.
-    A second `attach` replaces the settings of the first.
+    A call that brings its own `past_key_values`, `custom_generate` or `cache_implementation` is not
+    touched. Calls that the decoder does not serve (beam search, an assistant model, prompt lookup)
+    run in transformers' loop on our cache. A second `attach` replaces the settings of the first.
 
-    `max_cache_len` is the least capacity of a cache: calls of up to that many tokens share one. `max_bytes` bounds the
-    caches of the model together, by default half of the free memory of its GPU (a quarter of the memory of the host).
-    `reuse_prefix=True` keeps the tokens of earlier calls: a prompt that begins with them computes the rest only, as in
-    a chat; in bf16 this may round differently. With a folder (or a `PrefixStore`) the prefixes that
-    `attachment(model).save()` wrote there are found as well, by every process. None is False. `exact=True` runs every
-    call inside `exact(model)`.
+    `max_cache_len` is the least capacity of a cache: calls of up to that many tokens share one.
+    `max_bytes` bounds the caches of the model together, by default half of the free memory of its
+    GPU (a quarter of the memory of the host). `reuse_prefix=True` keeps the tokens of earlier
+    calls: a prompt that begins with them computes the rest only, as in a chat; in bf16 this may
+    round differently. With a folder (or a `PrefixStore`) the prefixes that
+    `attachment(model).save()` wrote there are found as well, by every process. None is False.
+    `exact=True` runs every call inside `exact(model)`.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]])
@@ -365,7 +430,10 @@ def attach(
     """
     inner = unwrapped(model, "attach")
     if not inner.can_generate():
-        raise ValueError(f"{type(inner).__name__} has no `generate`: attach a model with a language modeling head.")
+        raise ValueError(
+            f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
+            "head."
+        )
     settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
@@ -387,16 +455,23 @@ def _hook(model: PreTrainedModel, attachment: Attachment) -> Attachment:
 
 
 def detach(model: Any) -> None:
-    """Undo `attach`: the model has its own class again, and its pool is freed. Without `attach` before: nothing."""
+    """Undo `attach`:
+
+    the model has its own class again, and its pool is freed. Without `attach` before: nothing.
+    """
     inner = unwrapped(model, "detach")
     _ATTACHMENTS.pop(inner, None)
-    if compat.Hooked in type(inner).__bases__:  # else another class is on top, and the hooks do nothing
+    if (
+        compat.Hooked in type(inner).__bases__
+    ):  # else another class is on top, and the hooks do nothing
         inner.__class__ = type(inner).__bases__[0]
 
 
 @contextmanager
 def attached(model: Any, **settings: Any) -> Iterator[Attachment]:
-    """A model that is attached inside the context, with the arguments of `attach`, and as before after it."""
+    """A model that is attached inside the context, with the arguments of `attach`, and as before
+    after it.
+    """
     inner = unwrapped(model, "attached")
     before = _ATTACHMENTS.get(inner)
     try:

@@ -2,8 +2,9 @@
 
     model.set_attn_implementation("static_contiguous")
 
-A prompt runs in SDPA without cuDNN, which would build a plan for every new length. One new token on a GPU runs in the
-decode kernel, over the cache's own memory. Where neither can (a soft cap or sinks over a prompt), plain PyTorch runs.
+A prompt runs in SDPA without cuDNN, which would build a plan for every new length. One new token on
+a GPU runs in the decode kernel, over the cache's own memory. Where neither can (a soft cap or sinks
+over a prompt), plain PyTorch runs.
 """
 
 from collections.abc import Mapping
@@ -28,7 +29,8 @@ TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_tr
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 _READ = {"position_bias", "s_aux", "scaling", "softcap"}
-# Tensors that a model's own keywords bring to every attention function, and that neither 'sdpa' nor ours needs.
+# Tensors that a model's own keywords bring to every attention function, and that neither 'sdpa' nor
+# ours needs.
 _UNUSED = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "mm_token_type_ids",
     "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids",
@@ -36,20 +38,26 @@ _UNUSED = {
 
 
 class StepLayer:
-    """One layer in a captured step, in place of the `layer_idx` of its modules: slot and spans at fixed addresses.
+    """One layer in a captured step, in place of the `layer_idx` of its modules: slot and spans at
+    fixed addresses.
 
     Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
     """
 
     def __init__(self, index: int, cache_position: Tensor, slot: Tensor, spans: Tensor) -> None:
         self.index = index
-        self.cache_position, self.slot = cache_position, slot  # [1] each, of the newest token; alike in a full layer
+        self.cache_position, self.slot = (
+            cache_position,
+            slot,
+        )  # [1] each, of the newest token; alike in a full layer
         self.spans = spans  # [B, 3], in slots
 
     def __index__(self) -> int:
         return self.index
 
-    def __add__(self, number: int) -> "StepLayer":  # modules that run several times store each time elsewhere (HRM)
+    def __add__(
+        self, number: int
+    ) -> "StepLayer":  # modules that run several times store each time elsewhere (HRM)
         return StepLayer(self.index + number, self.cache_position, self.slot, self.spans)
 
     def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
@@ -63,18 +71,24 @@ class StepLayer:
 
 
 def step_layer(module: torch.nn.Module) -> StepLayer | None:
-    """The layer of a captured step that this attention module belongs to; None outside of captured steps."""
+    """The layer of a captured step that this attention module belongs to; None outside of captured
+    steps.
+    """
     layer = getattr(module, "layer_idx", None)
     return layer if isinstance(layer, StepLayer) else None
 
 
 def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
-    """How scores are computed, from the keywords of an attention function. Refuses tensors that are not known."""
+    """How scores are computed, from the keywords of an attention function.
+
+    Refuses tensors that are not known.
+    """
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and name not in _READ | _UNUSED:
             raise ValueError(
-                f"This model controls its attention by `{name}`, a tensor that ours does not read. It may tell 'sdpa' "
-                "and 'eager' the same by a mask: call `model.set_attn_implementation('sdpa')`."
+                f"This model controls its attention by `{name}`, a tensor that ours does not "
+                "read. It may tell 'sdpa' and 'eager' the same by a mask: call "
+                "`model.set_attn_implementation('sdpa')`."
             )
     scaling = kwargs.get("scaling")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -82,7 +96,12 @@ def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
 
 
 def static_contiguous_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
 
@@ -98,13 +117,20 @@ def static_contiguous_attention(
         return one_token_attention(query, key, value, attention_mask, scoring), None
     if softcap is not None or sinks is not None:
         return plain_attention(query, key, value, attention_mask, scoring)[0], None
-    with nullcontext() if torch.compiler.is_compiling() else without_cudnn():  # dynamo cannot trace the context
-        output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **{**kwargs, "scaling": scale})
+    with (
+        nullcontext() if torch.compiler.is_compiling() else without_cudnn()
+    ):  # dynamo cannot trace the context
+        output, _ = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **{**kwargs, "scaling": scale}
+        )
     return output, None
 
 
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the decode kernel can run: one new token on a GPU, no gradients, one mask for all heads."""
+    """Whether the decode kernel can run:
+
+    one new token on a GPU, no gradients, one mask for all heads.
+    """
     return (
         query.is_cuda
         and query.shape[2] == 1
@@ -118,13 +144,22 @@ def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 
 
 def one_token_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring, weights: Tensor | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scoring: Scoring,
+    weights: Tensor | None = None,
 ) -> Tensor:
-    """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n] where given."""
+    """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n]
+    where given.
+    """
     spans = _whole_spans(query.shape[0], key.shape[2], query.device)
     seen = None if mask is None else mask[:, 0, 0]
     scale, softcap, sinks = scoring
-    return decode_attention(query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights)
+    return decode_attention(
+        query, key, value, spans, seen, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+    )
 
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
@@ -135,7 +170,9 @@ def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the kernel computes."""
+    """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the
+    kernel computes.
+    """
     scale, softcap, sinks = scoring
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -143,33 +180,56 @@ def plain_attention(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if mask is None and query.shape[2] > 1:  # transformers leaves out the mask of a whole causal pass
+    if (
+        mask is None and query.shape[2] > 1
+    ):  # transformers leaves out the mask of a whole causal pass
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
+        scores = (
+            scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+            if mask.dtype == torch.bool
+            else scores + mask
+        )
     if sinks is not None:
-        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1)
+        column = (
+            sinks.to(scores.dtype)
+            .reshape(1, -1, 1, 1)
+            .expand(scores.shape[0], -1, scores.shape[2], 1)
+        )
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
 
 
 def exact_attention(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
     layer, (scale, softcap, sinks) = step_layer(module), scoring_of(query, kwargs)
-    is_packed = attention_mask is not None and attention_mask.dtype == torch.int64  # other masks are bool or floating
+    is_packed = (
+        attention_mask is not None and attention_mask.dtype == torch.int64
+    )  # other masks are bool or floating
     if kwargs.get("position_bias") is not None or (layer is None and not is_packed):
-        raise ValueError("Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask or bias.")
+        raise ValueError(
+            "Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask "
+            "or bias."
+        )
     if layer is not None and query.is_cuda:
         window = kwargs.get("sliding_window") or key.shape[2]
-        return attend(query, key, value, layer.spans, scale, window, softcap, sinks, in_order=True), None
+        return attend(
+            query, key, value, layer.spans, scale, window, softcap, sinks, in_order=True
+        ), None
     packed: Any = attention_mask  # [B, 3, q, 1]
     spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans[:, None]  # [B, q, 3]
     if kwargs.get("dropout"):
         raise ValueError(
-            f"exact has no dropout, and attention drops out {kwargs['dropout']}: set attention_dropout to 0."
+            f"exact has no dropout, and attention drops out {kwargs['dropout']}: set "
+            "attention_dropout to 0."
         )
 
     def operation(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
@@ -181,12 +241,19 @@ def exact_attention(
     return differentiable(operation, plain, query, key, value, sinks), None
 
 
-def attention_over_spans(query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring) -> Tensor:
-    """`invariant_attention` in torch's own operations, for its gradients: SDPA where it computes the scores."""
+def attention_over_spans(
+    query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring
+) -> Tensor:
+    """`invariant_attention` in torch's own operations, for its gradients:
+
+    SDPA where it computes the scores.
+    """
     scale, softcap, sinks = scoring
     _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]
     positions, is_empty = torch.arange(key.shape[2], device=key.device), first >= end
-    mask = (positions >= first) & (positions < end) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
+    mask = (positions >= first) & (
+        positions < end
+    ) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
     if softcap is None and sinks is None:
         causal = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
         is_causal = torch.equal(mask, causal.expand_as(mask))  # flash attention takes no mask
@@ -200,7 +267,9 @@ def attention_over_spans(query: Tensor, key: Tensor, value: Tensor, spans: Tenso
     return output.masked_fill(is_empty.transpose(1, 2), 0)
 
 
-def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+def exact_mask(
+    *, kv_offset: int = 0, attention_mask: Tensor | None = None, **kwargs: Any
+) -> Tensor:
     """The span of every query in the form of a mask, [B, 3, q, 1].
 
     Positions count from the first key of the cache's view, so `seq_start` may be negative.
@@ -209,9 +278,14 @@ def exact_mask(*, kv_offset: int = 0, attention_mask: Tensor | None = None, **kw
     mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **kwargs)
     seen = mask[:, 0]  # [B, q, n]
     count, keys = seen.sum(dim=-1), seen.shape[-1]
-    first, end = seen.to(torch.uint8).argmax(dim=-1), keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1)
+    first, end = (
+        seen.to(torch.uint8).argmax(dim=-1),
+        keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1),
+    )
     if not bool(((count == end - first) | (count == 0)).all()):
-        raise ValueError("Inside exact a query must attend to consecutive keys, and this mask has holes.")
+        raise ValueError(
+            "Inside exact a query must attend to consecutive keys, and this mask has holes."
+        )
     left_padding = torch.zeros_like(count[:, 0])
     if attention_mask is not None:
         left_padding = attention_mask.to(torch.uint8).argmax(dim=-1).expand(len(count))

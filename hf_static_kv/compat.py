@@ -1,10 +1,12 @@
-"""Every private name of transformers, torch and Triton that this package uses, in one file and in this order.
+"""Every private name of transformers, torch and Triton that this package uses, in one file and in
+this order.
 
-Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up when they are used, so
-the package imports without them. Each function says what happens when its name is gone.
+Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up
+when they are used, so the package imports without them. Each function says what happens when its
+name is gone.
 
-One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/sequences.py checks the call.
-Without it: as for `generate_locals`.
+One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/sequences.py
+checks the call. Without it: as for `generate_locals`.
 """
 
 import copy
@@ -25,19 +27,30 @@ from transformers import GenerationConfig, GenerationMixin, cache_utils
 
 
 def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
-    """A function that reads an attribute of its argument; where there is none, it returns the default."""
+    """A function that reads an attribute of its argument; where there is none, it returns the
+    default.
+    """
     return lambda thing: getattr(thing, name, default)
 
 
-mask_length = _reader("_mask_length", -1)  # of a mask of ones that `generate` has left out. Without it: not known
+mask_length = _reader(
+    "_mask_length", -1
+)  # of a mask of ones that `generate` has left out. Without it: not known
 prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
-next_model_kwargs = _reader("_update_model_kwargs_for_generation")  # the method with what a pass changes. As above
-attention_name = _reader("_attn_implementation")  # of a config. Without it: None, and `can_set_attention` is False
-is_compiled_in_place = _reader("_compiled_call_impl")  # true after `module.compile()`. Without it: not seen
+next_model_kwargs = _reader(
+    "_update_model_kwargs_for_generation"
+)  # the method with what a pass changes. As above
+attention_name = _reader(
+    "_attn_implementation"
+)  # of a config. Without it: None, and `can_set_attention` is False
+is_compiled_in_place = _reader(
+    "_compiled_call_impl"
+)  # true after `module.compile()`. Without it: not seen
 
 
 def kept_by(layer_type: str) -> tuple[bool, bool]:
-    """Whether a type of layer keeps keys and values, and a recurrent state; neither for one that is not known.
+    """Whether a type of layer keeps keys and values, and a recurrent state; neither for one that is
+    not known.
 
     Without `DYNAMIC_LAYER_TYPE_MAPPING`: only types that are attention by name are known.
     """
@@ -49,18 +62,27 @@ def kept_by(layer_type: str) -> tuple[bool, bool]:
 
 
 def has_index(layer_type: str) -> bool:
-    """Whether a type of layer keeps index keys beside keys and values. Without `DynamicIndexedLayer`: none does."""
+    """Whether a type of layer keeps index keys beside keys and values.
+
+    Without `DynamicIndexedLayer`: none does.
+    """
     return _layer_class(layer_type) is getattr(cache_utils, "DynamicIndexedLayer", None)
 
 
 def index_keeps_positions() -> bool:
-    """Whether positions for an index are kept in its layer. Before transformers 5.21: as an attribute of the cache."""
+    """Whether positions for an index are kept in its layer.
+
+    Before transformers 5.21: as an attribute of the cache.
+    """
     layer = getattr(cache_utils, "DynamicIndexedLayer", object)()
     return hasattr(layer, "indexer_position_ids")
 
 
 def keeps_latents(layer_type: str) -> bool:
-    """Whether latent attention caches latents in such a layer. In transformers 5.17 one type keeps their expansion."""
+    """Whether latent attention caches latents in such a layer.
+
+    In transformers 5.17 one type keeps their expansion.
+    """
     return layer_type != "deepseek_sparse_attention"
 
 
@@ -74,8 +96,13 @@ def makes_masks(frame: FrameType) -> bool:
 
 
 def generate_locals() -> dict[str, Any] | None:
-    """The local variables of the innermost `generate` of this thread. Without it: calls are checked pass by pass."""
-    code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)  # below `torch.no_grad`
+    """The local variables of the innermost `generate` of this thread.
+
+    Without it: calls are checked pass by pass.
+    """
+    code = getattr(
+        inspect.unwrap(GenerationMixin.generate), "__code__", None
+    )  # below `torch.no_grad`
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -89,7 +116,10 @@ def pad_token(config: GenerationConfig) -> Tensor | None:
 
 
 def is_callers(cache: Any) -> bool:
-    """Whether `generate` was given this cache by its caller. Without it: no cache counts as the caller's."""
+    """Whether `generate` was given this cache by its caller.
+
+    Without it: no cache counts as the caller's.
+    """
     return bool(getattr(cache, "_is_user_defined", False))
 
 
@@ -98,13 +128,14 @@ class Hooked:
 
 
 def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
-    """A subclass of a model's class, under its name, whose `generate` and two of its parts go through `hooks`.
+    """A subclass of a model's class, under its name, whose `generate` and two of its parts go
+    through `hooks`.
 
-    `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in the place of `generate` and of its loop
-    for greedy decoding and sampling; `hooks.cache(model, model_kwargs)` runs when `generate` has made a cache for a
-    call that brings none. Without these private names: `generate` does not call the hooks, and is as without them.
-    Copies and pickles of the model are of the class itself. No `super()` in a call: another thread may detach the model
-    meanwhile.
+    `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in the place of
+    `generate` and of its loop for greedy decoding and sampling; `hooks.cache(model, model_kwargs)`
+    runs when `generate` has made a cache for a call that brings none. Without these private names:
+    `generate` does not call the hooks, and is as without them. Copies and pickles of the model are
+    of the class itself. No `super()` in a call: another thread may detach the model meanwhile.
     """
 
     class HookedModel(base, Hooked):  # type: ignore[misc]
@@ -116,15 +147,23 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
             self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
         ) -> Any:
             is_callers = model_kwargs.get("past_key_values") is not None
-            result = base._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs)
-            if not is_callers and generation_config.cache_implementation is None and not generation_config.is_assistant:
+            result = base._prepare_cache_for_generation(
+                self, generation_config, model_kwargs, *args, **kwargs
+            )
+            if (
+                not is_callers
+                and generation_config.cache_implementation is None
+                and not generation_config.is_assistant
+            ):
                 hooks.cache(self, model_kwargs)
             return result
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
             own_loop = partial(base._sample, self)
             is_common = base._sample is GenerationMixin._sample  # a model may have another
-            return hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
+            return (
+                hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
+            )
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, *state = super().__reduce_ex__(protocol)
@@ -136,7 +175,9 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
 
 
 class _WithPrefill:
-    """A model as the loop of `generate` sees it, but with another function in the place of its prefill."""
+    """A model as the loop of `generate` sees it, but with another function in the place of its
+    prefill.
+    """
 
     def __init__(self, model: Any, prefill: Callable[..., Any]) -> None:
         self._model, self._prefill = model, prefill
@@ -146,19 +187,31 @@ class _WithPrefill:
 
 
 def has_common_loop(model: Any) -> bool:
-    """Whether greedy decoding and sampling run in the loop that all models share. Without it: no."""
-    kinds = (kind for kind in type(model).__mro__ if "_sample" in vars(kind) and not issubclass(kind, Hooked))
+    """Whether greedy decoding and sampling run in the loop that all models share.
+
+    Without it: no.
+    """
+    kinds = (
+        kind
+        for kind in type(model).__mro__
+        if "_sample" in vars(kind) and not issubclass(kind, Hooked)
+    )
     own = getattr(next(kinds, None), "_sample", None)
     return own is not None and own is getattr(GenerationMixin, "_sample", None)
 
 
 def sampling_loop(model: Any, prefill: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The loop of `generate` for greedy decoding and sampling, with `prefill` in the place of the model's own.
+    """The loop of `generate` for greedy decoding and sampling, with `prefill` in the place of the
+    model's own.
 
-    A model with a loop of its own keeps its own prefill. Without the loop: an error that names the remedy.
+    A model with a loop of its own keeps its own prefill. Without the loop: an error that names the
+    remedy.
     """
     if not hasattr(model, "_sample"):
-        raise RuntimeError("GraphDecoder cannot run this call with this version of transformers: omit custom_generate.")
+        raise RuntimeError(
+            "GraphDecoder cannot run this call with this version of transformers: omit "
+            "custom_generate."
+        )
     if prefill is None or not has_common_loop(model):
         return model._sample  # type: ignore[no-any-return]
     return partial(GenerationMixin._sample, _WithPrefill(model, prefill))
@@ -170,23 +223,40 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether attention can be chosen by name. Without these names: GraphDecoder falls back, exact refuses."""
+    """Whether attention can be chosen by name.
+
+    Without these names: GraphDecoder falls back, exact refuses.
+    """
     is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
 
 def clear_attention_name(config: Any) -> None:
-    """Name no attention, as in the config of a part that has none. Without it: nothing reads what this sets."""
+    """Name no attention, as in the config of a part that has none.
+
+    Without it: nothing reads what this sets.
+    """
     config._attn_implementation = None
 
 
-CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"  # of a module whose parts are computed again in a backward pass
+CHECKPOINT_FUNCTION = (
+    "_gradient_checkpointing_func"  # of a module whose parts are computed again in a backward pass
+)
 
 
 def checkpoint_functions(model: Module) -> dict[Module, Callable[..., Any]]:
-    """The functions for gradient checkpointing where it is on. Without them: what is computed again is not exact."""
-    modules = (module for module in all_modules(model) if getattr(module, "gradient_checkpointing", False))
-    return {module: getattr(module, CHECKPOINT_FUNCTION) for module in modules if hasattr(module, CHECKPOINT_FUNCTION)}
+    """The functions for gradient checkpointing where it is on.
+
+    Without them: what is computed again is not exact.
+    """
+    modules = (
+        module for module in all_modules(model) if getattr(module, "gradient_checkpointing", False)
+    )
+    return {
+        module: getattr(module, CHECKPOINT_FUNCTION)
+        for module in modules
+        if hasattr(module, CHECKPOINT_FUNCTION)
+    }
 
 
 def is_expert_parallel(module: Any) -> bool:
@@ -195,20 +265,30 @@ def is_expert_parallel(module: Any) -> bool:
 
 
 def apply_gate(module: Any, states: Tensor) -> Tensor:
-    """The activation of the gate times up, [M, 2 N] to [M, N], as the experts of a model compute it."""
+    """The activation of the gate times up, [M, 2 N] to [M, N], as the experts of a model compute
+    it.
+    """
     return module._apply_gate(states)  # type: ignore[no-any-return]
 
 
 def planned_device(module: Module) -> torch.device | None:
-    """Where accelerate's hook has the module compute. Without it: the device of the parameters counts."""
+    """Where accelerate's hook has the module compute.
+
+    Without it: the device of the parameters counts.
+    """
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return None if device is None else torch.device(device)
 
 
 def own_parts(module: Module, kind: str) -> list[Any]:
-    """The "modules", "parameters" or "buffers" of a module itself. Without its dicts: by the slower public methods."""
+    """The "modules", "parameters" or "buffers" of a module itself.
+
+    Without its dicts: by the slower public methods.
+    """
     if (store := getattr(module, f"_{kind}", None)) is None:
-        return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
+        return list(
+            module.children() if kind == "modules" else getattr(module, kind)(recurse=False)
+        )
     return [part for part in store.values() if part is not None]
 
 
@@ -216,7 +296,12 @@ def own_tensors(module: Module) -> list[Tensor]:
     """The parameters and buffers of a module itself. Without its dicts: as `own_parts`."""
     if not hasattr(module, "_parameters") or not hasattr(module, "_buffers"):
         return [*own_parts(module, "parameters"), *own_parts(module, "buffers")]
-    return [t for store in (module._parameters, module._buffers) for t in store.values() if t is not None]
+    return [
+        t
+        for store in (module._parameters, module._buffers)
+        for t in store.values()
+        if t is not None
+    ]
 
 
 def all_modules(model: Module) -> list[Module]:
@@ -228,7 +313,10 @@ def all_modules(model: Module) -> list[Module]:
 
 
 def copy_with_submodules(module: Module, **parts: Module) -> Module:
-    """A shallow copy of a module with other submodules of these names. Without `_modules`: a deep copy."""
+    """A shallow copy of a module with other submodules of these names.
+
+    Without `_modules`: a deep copy.
+    """
     if hasattr(module, "_modules"):
         clone = copy.copy(module)
         clone._modules = {**module._modules, **parts}
@@ -240,17 +328,26 @@ def copy_with_submodules(module: Module, **parts: Module) -> Module:
 
 
 def has_plain_stores(module: Module) -> bool:
-    """Whether it keeps its submodules in a dict, unlike a scripted module. Without `_modules`: no module is copied."""
+    """Whether it keeps its submodules in a dict, unlike a scripted module.
+
+    Without `_modules`: no module is copied.
+    """
     return isinstance(vars(module).get("_modules"), dict)
 
 
 def shared_stores(module: Module) -> dict[str, Any]:
-    """The dict of parameters, which FSDP writes into in each pass. Without its name: it is copied."""
+    """The dict of parameters, which FSDP writes into in each pass.
+
+    Without its name: it is copied.
+    """
     return {"_parameters": module._parameters} if "_parameters" in vars(module) else {}
 
 
 def copied_stores(module: Module) -> dict[str, Any]:
-    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they are shared."""
+    """Copies of torch's dicts of a module, by attribute:
+
+    buffers, hooks. Without their names: they are shared.
+    """
     attributes = vars(module)
     return {name: attributes[name].copy() for name in _stores() if name in attributes}
 
@@ -268,28 +365,42 @@ def forward_hooks(module: Module) -> list[Any]:
 
 
 def has_hooks(modules: Iterable[Module]) -> bool:
-    """Whether a pass calls hooks, of these modules or of all modules. Without these names: none are seen."""
-    # transformers leaves hooks behind that collect outputs. Without their module: they count, GraphDecoder falls back.
+    """Whether a pass calls hooks, of these modules or of all modules.
+
+    Without these names: none are seen.
+    """
+    # transformers leaves hooks behind that collect outputs. Without their module: they count,
+    # GraphDecoder falls back.
     harmless = "transformers.utils.output_capturing"
     hooks = (hook for module in modules for hook in forward_hooks(module))
-    has_global = any(getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks"))
+    has_global = any(
+        getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks")
+    )
     return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)
 
 
 def write_count(tensor: Tensor) -> int | object:
-    """How often a tensor was written in place, 0 in inference mode. Without it: an object equal to no earlier count."""
+    """How often a tensor was written in place, 0 in inference mode.
+
+    Without it: an object equal to no earlier count.
+    """
     return 0 if tensor.is_inference() else getattr(tensor, "_version", object())
 
 
 def storage_users(tensor: Tensor) -> int | None:
-    """How many tensors share the memory of this one, itself included. Without it: None, and a pool keeps nothing."""
+    """How many tensors share the memory of this one, itself included.
+
+    Without it: None, and a pool keeps nothing.
+    """
     count = getattr(torch._C, "_storage_Use_Count", None)
     handle = getattr(tensor.untyped_storage(), "_cdata", None)
     return None if count is None or handle is None else int(count(handle))
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The tensors inside a wrapper subclass (a quantised weight); None without `__tensor_flatten__`."""
+    """The tensors inside a wrapper subclass (a quantised weight); None without
+    `__tensor_flatten__`.
+    """
     if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
         return None
     parts = (getattr(tensor, name) for name in flatten()[0])
@@ -304,37 +415,57 @@ try:
 
         @classmethod
         def _should_skip_dynamo(cls) -> bool:
-            return False  # dynamo is disabled for the whole pass; torch would disable it again in every operation
+            # dynamo is disabled for the whole pass; torch would disable it again in every operation
+            return False
 
 except ImportError:
 
     class DispatchMode:  # type: ignore[no-redef]
         def __init__(self) -> None:
-            raise RuntimeError("exact needs TorchDispatchMode, which this version of torch does not have.")
+            raise RuntimeError(
+                "exact needs TorchDispatchMode, which this version of torch does not have."
+            )
 
 
 def schema(operation: Any) -> Any:
-    """Arguments and results of an operation. Without it: an error, and exact refuses the operation."""
+    """Arguments and results of an operation.
+
+    Without it: an error, and exact refuses the operation.
+    """
     if not hasattr(operation, "_schema"):
-        raise RuntimeError(f"This version of torch does not describe {operation}: it cannot run inside exact.")
+        raise RuntimeError(
+            f"This version of torch does not describe {operation}: it cannot run inside exact."
+        )
     return operation._schema
 
 
 def inside_compiled(module: Any) -> Any:
-    """The module inside the wrapper of `torch.compile`; None for any other. Without it: wrappers are refused."""
-    return module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
+    """The module inside the wrapper of `torch.compile`; None for any other.
+
+    Without it: wrappers are refused.
+    """
+    return (
+        module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
+    )
 
 
 def is_fullgraph(wrapper: Any) -> bool:
-    """Whether a compiled module makes a graph break an error. Without it: torch raises its own error."""
+    """Whether a compiled module makes a graph break an error.
+
+    Without it: torch raises its own error.
+    """
     return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
 
 
-# --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again when it is used.
+# --- Triton. What preload.py calls may raise: it drops errors, and the compiler raises them again
+# when it is used.
 
 
 def pdl_instructions() -> tuple[Any, Any]:
-    """Device functions (wait for the previous kernel, launch the next). Without them: (None, None) and no PDL."""
+    """Device functions (wait for the previous kernel, launch the next).
+
+    Without them: (None, None) and no PDL.
+    """
     with suppress(ImportError):
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -354,11 +485,14 @@ def parallel_compiling(pool: Any) -> Iterator[None]:
         with AsyncCompileMode(pool):
             yield
     finally:
-        active_mode.set(None)  # Triton leaves it set where a kernel failed, and could then compile no other
+        active_mode.set(
+            None
+        )  # Triton leaves it set where a kernel failed, and could then compile no other
 
 
 def build_launcher(compilation: Any) -> None:
-    """Build the C launcher of a kernel that `parallel_compiling` submits. Without it: built after its compilation.
+    """Build the C launcher of a kernel that `parallel_compiling` submits. Without it: built after
+    its compilation.
 
     Triton 3.6 runs a C compiler for 0.3 to 0.5 s. Later versions have one launcher for all kernels.
     """
@@ -378,10 +512,16 @@ def load_triton_driver() -> None:
 
 
 def hash_triton() -> None:
-    """Hash Triton's sources, as every kernel is stored under that hash. Without it: the first compilation does so."""
+    """Hash Triton's sources, as every kernel is stored under that hash.
+
+    Without it: the first compilation does so.
+    """
     import_module("triton.runtime.cache").triton_key()
 
 
 def load_gluon() -> None:
-    """Import Triton's second language. Without it: nothing; versions that have it import it at the first launch."""
+    """Import Triton's second language.
+
+    Without it: nothing; versions that have it import it at the first launch.
+    """
     import_module("triton.experimental.gluon")

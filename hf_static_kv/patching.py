@@ -1,4 +1,6 @@
-"""What is changed inside a context and put back on exit, on a model or around its passes; and unwrapping."""
+"""What is changed inside a context and put back on exit, on a model or around its passes; and
+unwrapping.
+"""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +19,13 @@ from hf_static_kv import compat
 _LOCK = Lock()  # of the two below
 # Changes that are in effect, the oldest first, by the `id` of a module and the attribute.
 _CHANGES: dict[tuple[int, str], list["_Change"]] = {}
-_ORIGINALS: dict[tuple[str, str], tuple[Any, list[Any]]] = {}  # (module, name): function, what replaces it
+_ORIGINALS: dict[
+    tuple[str, str], tuple[Any, list[Any]]
+] = {}  # (module, name): function, what replaces it
 _ABSENT = object()
 _CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
-# Whether passes of a model verify a captured step. They belong to no sequence: a trace does not record them.
+# Whether passes of a model verify a captured step. They belong to no sequence: a trace does not
+# record them.
 IS_VERIFICATION: ContextVar[bool] = ContextVar("is_verification", default=False)
 
 
@@ -33,7 +38,8 @@ class _Change:
 
 @contextmanager
 def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
-    """Modules with another value of an attribute. A value that was assigned by someone else meanwhile stays.
+    """Modules with another value of an attribute. A value that was assigned by someone else
+    meanwhile stays.
 
     Contexts may overlap, as in two threads, and end in any order.
     """
@@ -81,13 +87,17 @@ def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> I
         _change_functions(name, modules, list.remove)
 
 
-def _change_functions(name: str, modules: Mapping[str, Any], change: Callable[[list[Any], Any], None]) -> None:
+def _change_functions(
+    name: str, modules: Mapping[str, Any], change: Callable[[list[Any], Any], None]
+) -> None:
     with _LOCK:
         for module, function in modules.items():
             home = sys.modules[module]
             original, functions = _ORIGINALS.setdefault((module, name), (getattr(home, name), []))
             change(functions, function)
-            setattr(home, name, reduce(lambda inner, outer: partial(outer, inner), functions, original))
+            setattr(
+                home, name, reduce(lambda inner, outer: partial(outer, inner), functions, original)
+            )
             if not functions:
                 del _ORIGINALS[module, name]
 
@@ -100,25 +110,41 @@ def original_function(module: str, name: str) -> Any:
 
 
 def is_unmodified(module: Module) -> bool:
-    """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate puts one there)."""
+    """Whether a module computes what its class says:
+
+    no hook, no `forward` of its own (accelerate puts one there).
+    """
     return "forward" not in module.__dict__ and not compat.forward_hooks(module)
 
 
 def pass_context(model: Module) -> AbstractContextManager[object]:
-    """What the operations of a pass run in, which `exact` sets on the `forward` that it replaces; else nothing."""
+    """What the operations of a pass run in, which `exact` sets on the `forward` that it replaces;
+    else nothing.
+    """
     context: Any = getattr(model.__dict__.get("forward"), "pass_context", nullcontext)
     return context()  # type: ignore[no-any-return]
 
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
-    """The attention implementation of the model ("") and of its parts by name; None for a part that has none."""
-    configs = {"": model.config, **{key: getattr(model.config, key) for key in model.config.sub_configs}}
-    return {key: compat.attention_name(config) for key, config in configs.items() if config is not None}
+    """The attention implementation of the model ("") and of its parts by name; None for a part that
+    has none.
+    """
+    configs = {
+        "": model.config,
+        **{key: getattr(model.config, key) for key in model.config.sub_configs},
+    }
+    return {
+        key: compat.attention_name(config) for key, config in configs.items() if config is not None
+    }
 
 
 @contextmanager
-def attention_implementation(model: PreTrainedModel, names: str | Mapping[str, str | None]) -> Iterator[None]:
-    """The model with this attention implementation, or with one for each part as `attention_of` gives them."""
+def attention_implementation(
+    model: PreTrainedModel, names: str | Mapping[str, str | None]
+) -> Iterator[None]:
+    """The model with this attention implementation, or with one for each part as `attention_of`
+    gives them.
+    """
     before = attention_of(model)
     try:
         _set_attention(model, names)
@@ -151,11 +177,15 @@ def experts_implementation(model: Any, name: str) -> Iterator[None]:
 def require_attention_interface(model: PreTrainedModel, remedy: str) -> None:
     """Raise for a model that computes attention by itself."""
     if not compat.can_set_attention(model):
-        raise ValueError(f"{type(model).__name__} does not use transformers' attention interface. {remedy}")
+        raise ValueError(
+            f"{type(model).__name__} does not use transformers' attention interface. {remedy}"
+        )
 
 
 def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
-    """The transformers model inside `torch.compile` or a PEFT adapter; any other wrapper is refused by its type."""
+    """The transformers model inside `torch.compile` or a PEFT adapter; any other wrapper is refused
+    by its type.
+    """
     if (inner := compat.inside_compiled(model)) is not None:
         return unwrapped(inner, used_by)
     if isinstance(model, PreTrainedModel):
@@ -164,23 +194,30 @@ def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
     if peft is None or not isinstance(model, peft.PeftModel):
         load = "load the model first, with AutoModelForCausalLM.from_pretrained(...)"
         remedy = load if isinstance(model, str) else "pass the model it wraps"
-        raise TypeError(f"{used_by} takes a transformers model, got {type(model).__name__}: {remedy}.")
+        raise TypeError(
+            f"{used_by} takes a transformers model, got {type(model).__name__}: {remedy}."
+        )
     config = model.active_peft_config
     kind = getattr(config.peft_type, "value", config.peft_type)
     if config.is_prompt_learning or kind == "XLORA":
         raise ValueError(
-            f"{used_by} changes the model alone, and PEFT's {kind} computes outside of the model that it wraps. "
-            "Adapters inside the model, such as LoRA, are served."
+            f"{used_by} changes the model alone, and PEFT's {kind} computes outside of the model "
+            "that it wraps. Adapters inside the model, such as LoRA, are served."
         )
     return unwrapped(model.get_base_model(), used_by)
 
 
 @contextmanager
 def without_cudnn() -> Iterator[None]:
-    """SDPA without cuDNN's implementation. The switch is process-wide: overlapping threads share one change of it."""
+    """SDPA without cuDNN's implementation.
+
+    The switch is process-wide: overlapping threads share one change of it.
+    """
     global _cudnn_users, _cudnn_before
     cuda: Any = torch.backends.cuda
-    if not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()):
+    if not (
+        cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.math_sdp_enabled()
+    ):
         yield  # the user allows cuDNN only
         return
     with _CUDNN_LOCK:

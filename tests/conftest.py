@@ -56,7 +56,9 @@ def small_spare(monkeypatch):
 # Longer than every window of a toy; eos off, so that lengths are full.
 NEW_TOKENS = 14
 PROMPT = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5, 64, 77]])
-BATCH = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93], [9, 9, 31, 60, 12, 101, 3, 55, 8, 71]])
+BATCH = torch.tensor(
+    [[17, 93, 5, 64, 5, 88, 121, 40, 17, 93], [9, 9, 31, 60, 12, 101, 3, 55, 8, 71]]
+)
 COMMON = {"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False}
 
 
@@ -76,7 +78,10 @@ class Collect(BaseStreamer):
 
 
 def calls_in(function):
-    """How many functions of Python it calls: the host's time, without a clock. The least of three, so nothing once."""
+    """How many functions of Python it calls:
+
+    the host's time, without a clock. The least of three, so nothing once.
+    """
     counts = []
 
     def note(frame, event, argument):
@@ -93,12 +98,16 @@ def calls_in(function):
 
 
 def triton_module(name):
-    """One of our kernel files. Only a missing Triton is a reason to skip; a file that is not there is an error."""
+    """One of our kernel files.
+
+    Only a missing Triton is a reason to skip; a file that is not there is an error.
+    """
     pytest.importorskip("triton", reason="triton is not installed")
     return importlib.import_module(name)
 
 
-# --- toy models of the architectures in the generate matrix; windows and chunks are shorter than every prompt
+# --- toy models of the architectures in the generate matrix; windows and chunks are shorter than
+# every prompt
 
 WINDOW = 8
 TOY_SIZES = {
@@ -113,11 +122,17 @@ TOY_SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
-    # Untied and far above the usual 0.02, so that attention moves the logits and a wrong key shows in the tokens.
+    # Untied and far above the usual 0.02, so that attention moves the logits and a wrong key shows
+    # in the tokens.
     "initializer_range": 0.4,
     "tie_word_embeddings": False,
 }
-_MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MOE = {
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 
 # name: (model_type, what differs from TOY_SIZES)
 ARCHITECTURES: dict[str, tuple[str, dict]] = {
@@ -126,11 +141,19 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     # Two sliding layers and a full one.
     "gemma3": (
         "gemma3_text",
-        {"num_hidden_layers": 3, "sliding_window_pattern": 3, "sliding_window": WINDOW, "num_key_value_heads": 1},
+        {
+            "num_hidden_layers": 3,
+            "sliding_window_pattern": 3,
+            "sliding_window": WINDOW,
+            "num_key_value_heads": 1,
+        },
     ),
     "gemma2": ("gemma2", {"sliding_window": WINDOW, "query_pre_attn_scalar": 16}),
     "mistral": ("mistral", {"sliding_window": WINDOW}),
-    "qwen2": ("qwen2", {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}),
+    "qwen2": (
+        "qwen2",
+        {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
     "gpt2": ("gpt2", {}),
     "phi3": ("phi3", {"head_dim": 12}),
     "gpt_neox": ("gpt_neox", {}),
@@ -141,10 +164,19 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
     "gpt_oss": ("gpt_oss", {**_MOE, "sliding_window": WINDOW}),
     "llama4": (
         "llama4_text",
-        {**_MOE, "attention_chunk_size": WINDOW, "num_hidden_layers": 4, "intermediate_size_mlp": 64},
+        {
+            **_MOE,
+            "attention_chunk_size": WINDOW,
+            "num_hidden_layers": 4,
+            "intermediate_size_mlp": 64,
+        },
     ),
 }
-_GPT2_NAMES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+}
 _NOT_IN = {
     "gpt2": {"intermediate_size", "num_key_value_heads", "head_dim"},
     "gpt_neox": {"num_key_value_heads", "head_dim"},
@@ -169,7 +201,9 @@ def _built_once(name: str, attn: str, seed: int) -> PreTrainedModel:
 
 def toy_model(name: str, attn: str = "sdpa", seed: int = 0, **overrides) -> PreTrainedModel:
     if not overrides:
-        return copy.deepcopy(_built_once(name, attn, seed))  # a copy takes half the time of another model
+        return copy.deepcopy(
+            _built_once(name, attn, seed)
+        )  # a copy takes half the time of another model
     return random_model(toy_config(name, **overrides), seed=seed, attn_implementation=attn)
 
 

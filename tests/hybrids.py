@@ -1,4 +1,7 @@
-"""Small hybrid models: attention beside layers with a recurrent state, of every family that transformers builds."""
+"""Small hybrid models:
+
+attention beside layers with a recurrent state, of every family that transformers builds.
+"""
 
 from transformers import PreTrainedModel
 
@@ -18,7 +21,8 @@ _MAMBA = {
     "mamba_chunk_size": 8,
 }  # fmt: skip
 _LATENT = {
-    "num_hidden_layers": 4, "layer_types": _PAIRS, "num_key_value_heads": 4, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+    "num_hidden_layers": 4, "layer_types": _PAIRS, "num_key_value_heads": 4, "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "linear_head_dim": 16,
     "linear_num_heads": 4, "first_k_dense_replace": 1,
 }  # fmt: skip
@@ -30,22 +34,26 @@ FAMILIES = {
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "olmo_hybrid": _DELTA,
     "lfm2": {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]},
-    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1, **_EXPERTS},
+    "lfm2_moe": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"],
+    "num_dense_layers": 1, **_EXPERTS},
     "jamba": {
         "num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2,
-        "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8, "use_mamba_kernels": False,
+        "expert_layer_offset": 1, "num_experts": 4, "mamba_d_state": 8, "mamba_dt_rank": 8,
+        "use_mamba_kernels": False,
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [1, 3]},
     "granitemoehybrid": {**_MAMBA, "layer_types": _PAIRS, **_EXPERTS},
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 128},
     "nemotron_h": {
         "layer_types": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention"],
-        "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 1,
+        "num_hidden_layers": 5, "mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16,
+        "n_groups": 1,
         "chunk_size": 8, "moe_shared_expert_intermediate_size": 32, "n_group": 1, "topk_group": 1, **_EXPERTS,
     },
     "zamba": {
         "num_hidden_layers": 6, "layer_types": ["linear_attention", "linear_attention", "hybrid"] * 2,
-        "attn_layer_period": 3, "attn_layer_offset": 2, "n_mamba_heads": 2, "mamba_d_state": 8, "mamba_dt_rank": 8,
+        "attn_layer_period": 3, "attn_layer_offset": 2, "n_mamba_heads": 2, "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
         "use_mamba_kernels": False,
     },
     "zamba2": {

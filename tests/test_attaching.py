@@ -1,4 +1,7 @@
-"""`attach(model)`: the tokens of `generate` as it was, in every mode; what it keeps, bounds, and puts back."""
+"""`attach(model)`:
+
+the tokens of `generate` as it was, in every mode; what it keeps, bounds, and puts back.
+"""
 
 import copy
 import gc
@@ -13,7 +16,16 @@ import transformers
 from transformers import DynamicCache, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 import hf_static_kv
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attached, attaching, attachment, detach, exact
+from hf_static_kv import (
+    GraphDecoder,
+    StaticContiguousCache,
+    attach,
+    attached,
+    attaching,
+    attachment,
+    detach,
+    exact,
+)
 from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
@@ -54,7 +66,12 @@ ON_EVERY_ARCHITECTURE = ("greedy", "sampled", "padded", "beams")
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [(n, m) for n in ARCHITECTURES for m in MODES if m in ON_EVERY_ARCHITECTURE or n in ("llama", "gemma3")],
+    [
+        (n, m)
+        for n in ARCHITECTURES
+        for m in MODES
+        if m in ON_EVERY_ARCHITECTURE or n in ("llama", "gemma3")
+    ],
 )
 def test_the_tokens_are_those_of_generate(name, mode):
     model = shared_toy_model(name, OWN_ATTENTION[name], DEVICE)
@@ -84,7 +101,9 @@ def model():
 # --- what passes untouched
 
 
-@pytest.mark.parametrize("own", ["past_key_values", "custom_generate", "cache_implementation", "use_cache"])
+@pytest.mark.parametrize(
+    "own", ["past_key_values", "custom_generate", "cache_implementation", "use_cache"]
+)
 def test_a_call_with_its_own_way_is_not_touched(model, own):
     value = {
         "past_key_values": DynamicCache(config=model.config),
@@ -154,7 +173,10 @@ def test_attached_after_to_another_dtype(model):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 takes another way
 def test_a_forward_of_another_dtype(model):
-    """As accelerate's mixed precision: the dtype of the states changes, and that of the model does not."""
+    """As accelerate's mixed precision:
+
+    the dtype of the states changes, and that of the model does not.
+    """
     info, own = attach(model), model.forward
     generate(model)
     model.forward = torch.autocast(DEVICE, torch.bfloat16)(own)
@@ -219,7 +241,9 @@ def test_a_class_on_top_of_ours_is_left_alone(model):
 
 
 def test_bad_arguments(model):
-    with pytest.raises(TypeError, match=r"got str: load the model first, with AutoModelForCausalLM\.from_"):
+    with pytest.raises(
+        TypeError, match=r"got str: load the model first, with AutoModelForCausalLM\.from_"
+    ):
         attach("gpt2")
     with pytest.raises(ValueError, match="max_bytes must be a positive int, got 0"):
         attach(model, max_bytes=0)
@@ -292,7 +316,9 @@ def test_a_cache_that_is_returned_leaves_the_pool(model):
     longer = torch.cat([output.sequences, PROMPT], dim=1)
     detach(model)
     expected = generate(model, longer, max_new_tokens=300)
-    assert torch.equal(generate(model, longer, max_new_tokens=300, past_key_values=cache), expected)  # it grows
+    assert torch.equal(
+        generate(model, longer, max_new_tokens=300, past_key_values=cache), expected
+    )  # it grows
     assert cache.max_cache_len > 256
 
 
@@ -300,7 +326,9 @@ RETURNED = {"return_dict_in_generate": True}
 
 
 @pytest.mark.usefixtures("either_loop")
-@pytest.mark.parametrize("how", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampled", "beams"])
+@pytest.mark.parametrize(
+    "how", [{}, {"do_sample": True}, {"num_beams": 2}], ids=["greedy", "sampled", "beams"]
+)
 def test_a_returned_cache_that_is_dropped_serves_the_next_call(model, how):
     expected, info = generate(model, **how), attach(model)
     for _ in range(5):
@@ -376,7 +404,9 @@ def filled(model, ids):
 
 
 def test_returned_caches_are_bounded(model):
-    """Those of callers count as long as the pool remembers them; beyond the bound they are the callers' alone."""
+    """Those of callers count as long as the pool remembers them; beyond the bound they are the
+    callers' alone.
+    """
     max_bytes = 600 * hf_static_kv.cache_bytes(model.config, 1)
     info, outputs = attach(model, max_bytes=max_bytes), []
     for shift in range(4):
@@ -401,7 +431,9 @@ class Interrupt(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("boom"), KeyboardInterrupt()], ids=["error", "interrupt"]
+)
 def test_an_exception_returns_the_cache_clean(model, error):
     expected = generate(model)
     info = attach(model, reuse_prefix=True)
@@ -421,7 +453,10 @@ def test_a_call_inside_a_call_has_its_own_cache(model):
 
     wanted = model.generate(BATCH, **COMMON)
     attach(model)
-    assert torch.equal(generate(model, max_new_tokens=3, logits_processor=LogitsProcessorList([ask])), expected[:, :16])
+    assert torch.equal(
+        generate(model, max_new_tokens=3, logits_processor=LogitsProcessorList([ask])),
+        expected[:, :16],
+    )
     assert all(torch.equal(tokens, wanted) for tokens in inner)
     assert len(inner) == 3
 
@@ -449,8 +484,15 @@ def test_two_threads_have_a_cache_each(model):
 
 def test_calls_of_like_size_share_a_cache(model):
     info = attach(model)
-    for new_tokens in (5, 100, 200, 240):  # room for so many, though the first token ends the answer
-        generate(model, max_new_tokens=new_tokens, eos_token_id=list(range(model.config.vocab_size)))
+    for new_tokens in (
+        5,
+        100,
+        200,
+        240,
+    ):  # room for so many, though the first token ends the answer
+        generate(
+            model, max_new_tokens=new_tokens, eos_token_id=list(range(model.config.vocab_size))
+        )
     assert (info.calls, info.hits) == (4, 3)
     assert [cache.max_cache_len for cache in info.caches] == [256]
 
@@ -516,7 +558,10 @@ def test_out_of_memory_on_a_host_runs_with_transformers_cache(model, monkeypatch
     def fail(*args, **kwargs):
         if kind == "numpy":
             raise MemoryError("Unable to allocate 3.1 GiB")
-        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.")
+        raise RuntimeError(
+            "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 "
+            "bytes."
+        )
 
     if kind == "storage of the cache":
         monkeypatch.setattr(storage, "_zeros", lambda size, dtype, device: fail())
@@ -569,7 +614,9 @@ def test_a_model_that_skips_a_layer_runs_with_transformers_cache(mode, caplog):
             assert call() == expected
             assert "ayers [1] of 3 " in info.fallback_reason
         assert (info.hits, info.reused_tokens) == (0, 0)
-        assert caplog.text.count("attach: calls of this model run with transformers' own cache") == 1
+        assert (
+            caplog.text.count("attach: calls of this model run with transformers' own cache") == 1
+        )
         del model.model.layers[1].forward
         again = attach(model, reuse_prefix=True)  # forgets why
         call()
@@ -580,7 +627,9 @@ def add_noise(module, args, output):
     return output + 0.01 * torch.randn_like(output)
 
 
-@pytest.mark.skipif(ON_GPU, reason="the decoder falls back: a step that changes from pass to pass is not captured")
+@pytest.mark.skipif(
+    ON_GPU, reason="the decoder falls back: a step that changes from pass to pass is not captured"
+)
 def test_a_model_that_skips_a_layer_of_some_tokens(model):
     """Seen when tokens were selected: the call is made again, unless they were streamed."""
     layer = model.model.layers[1]
@@ -604,9 +653,13 @@ def test_a_model_that_skips_a_layer_of_some_tokens(model):
 # --- where the model computes
 
 
-@pytest.mark.filterwarnings("ignore:You are calling .generate")  # with ids on a device, and a model on none
+@pytest.mark.filterwarnings(
+    "ignore:You are calling .generate"
+)  # with ids on a device, and a model on none
 @pytest.mark.parametrize("place", ["cpu_offload", "disk_offload"])
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"])
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"]
+)
 def test_a_model_whose_weights_are_all_offloaded(model, place, how, tmp_path):
     """Its own device is "meta"; it computes where accelerate's hooks have it compute."""
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
@@ -657,7 +710,8 @@ def test_a_chat_computes_new_tokens_only(name):
     with attached(model, reuse_prefix=True) as info:
         got = turns(model)
     assert all(map(torch.equal, got, expected))
-    # Of each turn but the first, all tokens of the turn before except its last one, which is not in the cache.
+    # Of each turn but the first, all tokens of the turn before except its last one, which is not in
+    # the cache.
     assert info.reused_tokens == sum(answer.shape[1] - 1 for answer in expected[:-1])
 
 
@@ -674,7 +728,10 @@ def test_reuse_keeps_the_common_part_only(model):
 
 
 def test_two_chats_in_turn_keep_a_cache_each(model):
-    first, second = PROMPT, torch.cat([PROMPT[:, :2], PROMPT + 1], dim=1)  # a common beginning of two tokens
+    first, second = (
+        PROMPT,
+        torch.cat([PROMPT[:, :2], PROMPT + 1], dim=1),
+    )  # a common beginning of two tokens
     info = attach(model, reuse_prefix=True)
     for _ in range(3):
         first, second = generate(model, first), generate(model, second)
@@ -693,7 +750,9 @@ def change_weights(model):
 
 
 def flip_values(model):
-    model.model.layers[1].self_attn.v_proj.register_forward_hook(lambda module, args, values: -values)
+    model.model.layers[1].self_attn.v_proj.register_forward_hook(
+        lambda module, args, values: -values
+    )
 
 
 CHANGES = {
@@ -701,7 +760,10 @@ CHANGES = {
     "a hook": (flip_values, {}),
     "a tensor": (lambda model: model.model.layers[0].vector.add_(1), {}),
     "a buffer": (lambda model: model.model.layers[0].shift.add_(1), {}),
-    "a written weight": (lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight), {}),
+    "a written weight": (
+        lambda model: torch.nn.init.zeros_(model.model.layers[0].self_attn.v_proj.weight),
+        {},
+    ),
     "a setting": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 0.5), {}),
     "a mask": (None, {"attention_mask": torch.tensor([[0, 0] + [1] * 11], device=DEVICE)}),
     "positions": (None, {"position_ids": torch.arange(3, 16, device=DEVICE)[None]}),
@@ -765,7 +827,10 @@ def test_no_reuse_where_the_length_moves_the_angles_of_earlier_tokens():
     how = {"rope_parameters": ROTARY_BY_LENGTH, "max_position_embeddings": 16}
     model, plain = toy_model("llama", **how), toy_model("llama", **how)
     with attached(model, reuse_prefix=True) as info:
-        for ids, new_tokens in ((PROMPT, 2), (torch.cat([PROMPT, PROMPT + 1, PROMPT + 2], dim=1), 14)):
+        for ids, new_tokens in (
+            (PROMPT, 2),
+            (torch.cat([PROMPT, PROMPT + 1, PROMPT + 2], dim=1), 14),
+        ):
             got = generate(model, ids, max_new_tokens=new_tokens)
             assert torch.equal(got, generate(plain, ids, max_new_tokens=new_tokens))
     assert info.reused_tokens == 0

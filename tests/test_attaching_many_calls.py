@@ -14,7 +14,8 @@ from tests.fuzz.models import at_least
 
 ROWS_TIMES_TOKENS = 2500  # of max_bytes: fewer than most pairs of calls need, more than any call
 MODES = (
-    "greedy", "greedy", "chat", "chat", "sampled", "padded", "beams", "several", "lookup", "chunks", "embeds", "stream",
+    "greedy", "greedy", "chat", "chat", "sampled", "padded", "beams", "several", "lookup",
+    "chunks", "embeds", "stream",
     "kept", "no cache", "assisted", "fails",
 )  # fmt: skip
 
@@ -41,12 +42,17 @@ class Caller:
         self.modes = [mode for mode in MODES if has_crop or mode not in ("assisted", "lookup")]
 
     def draw(self):
-        """The ids, and a function that makes the arguments: each model needs its own streamer and so on."""
+        """The ids, and a function that makes the arguments:
+
+        each model needs its own streamer and so on.
+        """
         rng = self.rng
         mode = rng.choice(self.modes)
         rows = 1 if mode in ("lookup", "assisted", "chat") else rng.choice([1, 1, 2, 4])
         length = rng.choice([1, 3, 10, 20, 60])
-        ids = torch.tensor([[rng.randrange(3, 128) for _ in range(length)] for _ in range(rows)], device=DEVICE)
+        ids = torch.tensor(
+            [[rng.randrange(3, 128) for _ in range(length)] for _ in range(rows)], device=DEVICE
+        )
         if mode == "chat" and self.text is not None and self.text.shape[1] < 200:
             ids = torch.cat([self.text[:, : rng.randrange(1, self.text.shape[1] + 1)], ids], dim=1)
         new_tokens = 300 if rng.random() < 0.01 else rng.choice([1, 2, 5, 9, 30])
@@ -102,9 +108,16 @@ def live_tensors():
     gc.collect()
     if DEVICE == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # kept for each stream that was ever used
-    kinds = (torch.Tensor, torch.nn.Parameter)  # no others: those that compilers leave behind have no memory
-    tensors = [thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == DEVICE]
-    stores = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    kinds = (
+        torch.Tensor,
+        torch.nn.Parameter,
+    )  # no others: those that compilers leave behind have no memory
+    tensors = [
+        thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == DEVICE
+    ]
+    stores = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors
+    }
     return len(tensors), torch.cuda.memory_allocated() if DEVICE == "cuda" else sum(stores.values())
 
 
@@ -113,8 +126,12 @@ def live_tensors():
 def test_many_calls(name, reuse_prefix, number):
     caller = Caller(name, seed=number)
     max_bytes = cache_bytes(caller.plain.config, ROWS_TIMES_TOKENS, dtype=torch.float32)
-    with attached(caller.model):  # what libraries keep once for a process, such as workspaces, is not counted
-        caller.model.generate(torch.full((1, 20), 7, device=DEVICE), max_new_tokens=20, do_sample=False)
+    with attached(
+        caller.model
+    ):  # what libraries keep once for a process, such as workspaces, is not counted
+        caller.model.generate(
+            torch.full((1, 20), 7, device=DEVICE), max_new_tokens=20, do_sample=False
+        )
     before = live_tensors()
     info = attach(caller.model, max_bytes=max_bytes, reuse_prefix=reuse_prefix)
     for _ in range(number):
@@ -124,9 +141,13 @@ def test_many_calls(name, reuse_prefix, number):
     assert info.hits > number / 4
     assert info.reused_tokens > 0 or not reuse_prefix
     _, num_bytes = live_tensors()
-    assert num_bytes - before[1] < max_bytes + 2**20 or DEVICE == "cuda"  # where captured steps have memory, too
+    assert (
+        num_bytes - before[1] < max_bytes + 2**20 or DEVICE == "cuda"
+    )  # where captured steps have memory, too
     info.pool.clear()
-    assert live_tensors()[0] - before[0] < 20  # what transformers leaves in its configs, and the last call's text
+    assert (
+        live_tensors()[0] - before[0] < 20
+    )  # what transformers leaves in its configs, and the last call's text
     detach(caller.model)
     del info
     caller.text = None

@@ -1,6 +1,8 @@
-"""The scenarios of transformers' own tests of `generate`, and misuse: an attached model does what a plain one does.
+"""The scenarios of transformers' own tests of `generate`, and misuse: an attached model does what a
+plain one does.
 
-Compared in full: every field of the output, the error, the warnings, the random state, and what is left on the model.
+Compared in full: every field of the output, the error, the warnings, the random state, and what is
+left on the model.
 """
 
 import copy
@@ -32,7 +34,14 @@ from tests.fuzz.models import at_least
 
 NEW_TOKENS = 5
 EVERYTHING = dict.fromkeys(
-    ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states", "output_attentions"), True
+    (
+        "return_dict_in_generate",
+        "output_scores",
+        "output_logits",
+        "output_hidden_states",
+        "output_attentions",
+    ),
+    True,
 )
 KEPT = {"return_dict_in_generate": True}
 
@@ -44,7 +53,9 @@ def _prompts_of_any_length(monkeypatch):
 
 def call(model, ids=PROMPT, **how):
     torch.manual_seed(0)
-    return model.generate(ids, **{"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False, **how})
+    return model.generate(
+        ids, **{"max_new_tokens": NEW_TOKENS, "eos_token_id": None, "do_sample": False, **how}
+    )
 
 
 # --- scenarios
@@ -59,7 +70,10 @@ def embedded(model, ids=PROMPT):
 
 
 def continuing(model, ids=BATCH, **how):
-    """Continue from a returned cache: with the whole sequence, with the rest alone, and from a copy."""
+    """Continue from a returned cache:
+
+    with the whole sequence, with the rest alone, and from a copy.
+    """
     first = call(model, ids, **KEPT, **how)
     cache, longer = first.past_key_values, torch.cat([first.sequences, ids], dim=1)
     copied, third = copy.deepcopy(cache), copy.deepcopy(cache)
@@ -73,11 +87,16 @@ def continuing_from_embeds(model):
     embeds = embedded(model)
     first = call(model, None, inputs_embeds=embeds, **KEPT)
     longer = torch.cat([embeds, embedded(model, first.sequences)], dim=1)
-    return first, call(model, None, inputs_embeds=longer, past_key_values=first.past_key_values, **KEPT)
+    return first, call(
+        model, None, inputs_embeds=longer, past_key_values=first.past_key_values, **KEPT
+    )
 
 
 def forward_on_a_returned_cache(model):
-    """Fewer rows, more rows than the call had, and a pass: what a caller may do with a cache of its own."""
+    """Fewer rows, more rows than the call had, and a pass:
+
+    what a caller may do with a cache of its own.
+    """
     cache = call(model, BATCH, **KEPT).past_key_values
     cache.batch_select_indices(torch.tensor([1], device=DEVICE))
     cache.batch_repeat_interleave(5)
@@ -86,14 +105,18 @@ def forward_on_a_returned_cache(model):
 
 
 def from_a_config(model):
-    config = GenerationConfig(max_new_tokens=NEW_TOKENS, do_sample=True, top_k=10, return_dict_in_generate=True)
+    config = GenerationConfig(
+        max_new_tokens=NEW_TOKENS, do_sample=True, top_k=10, return_dict_in_generate=True
+    )
     before = config.to_dict()
     torch.manual_seed(0)
     return model.generate(PROMPT, generation_config=config), config.to_dict() == before
 
 
 def from_the_models_config(model):
-    model.generation_config.update(max_new_tokens=4, do_sample=True, num_beams=2, num_return_sequences=2)
+    model.generation_config.update(
+        max_new_tokens=4, do_sample=True, num_beams=2, num_return_sequences=2
+    )
     torch.manual_seed(0)
     return model.generate(BATCH)
 
@@ -108,7 +131,9 @@ def other_assistant(model):
 
 
 def sampled_assistant(model):
-    return call(model, PROMPT, assistant_model=copy.deepcopy(model), do_sample=True, num_assistant_tokens=3)
+    return call(
+        model, PROMPT, assistant_model=copy.deepcopy(model), do_sample=True, num_assistant_tokens=3
+    )
 
 
 def own_processors(model):
@@ -121,7 +146,10 @@ def own_processors(model):
     def stop(ids, scores, **kwargs):
         return torch.full((len(ids),), ids.shape[1] >= PROMPT.shape[1] + 4, device=ids.device)
 
-    how = {"logits_processor": LogitsProcessorList([note]), "stopping_criteria": StoppingCriteriaList([stop])}
+    how = {
+        "logits_processor": LogitsProcessorList([note]),
+        "stopping_criteria": StoppingCriteriaList([stop]),
+    }
     return call(model, **how, **KEPT, output_scores=True), seen
 
 
@@ -134,7 +162,10 @@ def trained(model, ids=PROMPT, checkpointing=False, **how):
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable()
-    outputs = call(model, ids, **how), call(model, ids, **how)  # twice: the second has other draws of its own
+    outputs = (
+        call(model, ids, **how),
+        call(model, ids, **how),
+    )  # twice: the second has other draws of its own
     loss = model(ids, labels=ids).loss
     loss.backward()
     gradient = model.get_input_embeddings().weight.grad.clone()
@@ -156,7 +187,9 @@ def autocast():
 
 
 def logits_of(ids):
-    """Without the cache, whose values have the dtype of the keys under autocast where it is a DynamicCache."""
+    """Without the cache, whose values have the dtype of the keys under autocast where it is a
+    DynamicCache.
+    """
     return lambda model: call(model, ids, **KEPT, output_logits=True).logits
 
 
@@ -197,13 +230,23 @@ SCENARIOS = {
     "greedy": calling(**EVERYTHING),
     "sampled": calling(BATCH, do_sample=True, **EVERYTHING),
     "beams": calling(BATCH, num_beams=3, **EVERYTHING),
-    "beams, several returned": calling(num_beams=3, num_return_sequences=2, length_penalty=2.0, early_stopping=True),
+    "beams, several returned": calling(
+        num_beams=3, num_return_sequences=2, length_penalty=2.0, early_stopping=True
+    ),
     "beams, sampled": calling(BATCH, num_beams=2, do_sample=True, **EVERYTHING),
     "return sequences": calling(BATCH, do_sample=True, num_return_sequences=2, **EVERYTHING),
-    "left padding": calling(padded()["ids"], attention_mask=padded()["attention_mask"], **EVERYTHING),
-    "a mask with holes": calling(attention_mask=torch.tensor([[1, 1, 0, 1, 1, 0, 0] + [1] * 6], device=DEVICE)),
-    "end tokens": calling(BATCH, eos_token_id=list(range(0, 128, 3)), pad_token_id=0, **KEPT, output_scores=True),
-    "no more than one token": several(calling(max_new_tokens=1, **EVERYTHING), calling(BATCH, max_new_tokens=1)),
+    "left padding": calling(
+        padded()["ids"], attention_mask=padded()["attention_mask"], **EVERYTHING
+    ),
+    "a mask with holes": calling(
+        attention_mask=torch.tensor([[1, 1, 0, 1, 1, 0, 0] + [1] * 6], device=DEVICE)
+    ),
+    "end tokens": calling(
+        BATCH, eos_token_id=list(range(0, 128, 3)), pad_token_id=0, **KEPT, output_scores=True
+    ),
+    "no more than one token": several(
+        calling(max_new_tokens=1, **EVERYTHING), calling(BATCH, max_new_tokens=1)
+    ),
     "min_length": calling(eos_token_id=list(range(100)), pad_token_id=0, min_new_tokens=4),
     "its own assistant": lambda model: call(model, assistant_model=model, **KEPT),
     "another assistant": other_assistant,
@@ -213,13 +256,20 @@ SCENARIOS = {
     "guidance": calling(guidance_scale=1.5, negative_prompt_ids=PROMPT[:, :4]),
     "embeds alone": lambda model: call(model, None, inputs_embeds=embedded(model), **EVERYTHING),
     "embeds with ids": lambda model: call(model, inputs_embeds=embedded(model), **KEPT),
-    "embeds with other ids": lambda model: (call(model), call(model, inputs_embeds=embedded(model, PROMPT + 1))),
-    "embeds, sampled beams": lambda m: call(m, None, inputs_embeds=embedded(m), num_beams=2, do_sample=True),
+    "embeds with other ids": lambda model: (
+        call(model),
+        call(model, inputs_embeds=embedded(model, PROMPT + 1)),
+    ),
+    "embeds, sampled beams": lambda m: call(
+        m, None, inputs_embeds=embedded(m), num_beams=2, do_sample=True
+    ),
     "continue": continuing,
     "continue, sampled": lambda model: continuing(model, do_sample=True),
     "continue from embeds": continuing_from_embeds,
     "continue by forward": forward_on_a_returned_cache,
-    "a cache of one's own": lambda m: call(m, past_key_values=DynamicCache(config=m.config), **KEPT),
+    "a cache of one's own": lambda m: call(
+        m, past_key_values=DynamicCache(config=m.config), **KEPT
+    ),
     "positions": calling(position_ids=torch.arange(3, 16, device=DEVICE)[None]),
     "a generation config": from_a_config,
     "the model's generation config": from_the_models_config,
@@ -229,9 +279,15 @@ SCENARIOS = {
     "all logits": calling(logits_to_keep=0, **KEPT, output_logits=True),
     "chunked prefill": calling(prefill_chunk_size=5, **KEPT, output_logits=True),
     "processors and criteria": own_processors,
-    "more processors": calling(BATCH, repetition_penalty=1.3, no_repeat_ngram_size=2, bad_words_ids=[[5], [7, 8]]),
-    "a constraint by prefix": calling(prefix_allowed_tokens_fn=lambda row, ids: [3, 4, len(ids)], num_beams=2),
-    "a watermark": calling(watermarking_config={"bias": 2.0, "seeding_scheme": "lefthash"}, do_sample=True),
+    "more processors": calling(
+        BATCH, repetition_penalty=1.3, no_repeat_ngram_size=2, bad_words_ids=[[5], [7, 8]]
+    ),
+    "a constraint by prefix": calling(
+        prefix_allowed_tokens_fn=lambda row, ids: [3, 4, len(ids)], num_beams=2
+    ),
+    "a watermark": calling(
+        watermarking_config={"bias": 2.0, "seeding_scheme": "lefthash"}, do_sample=True
+    ),
     "a streamer": streamed,
     "no cache": calling(use_cache=False, **EVERYTHING),
     "synced_gpus off": calling(synced_gpus=False),
@@ -239,13 +295,19 @@ SCENARIOS = {
     "train mode": trained,
     "gradient checkpointing": lambda model: trained(model, checkpointing=True),
     "autocast": within(autocast, logits_of(PROMPT), calling(BATCH)),
-    "inference mode": within(torch.inference_mode, calling(**EVERYTHING), calling(BATCH, num_beams=2)),
+    "inference mode": within(
+        torch.inference_mode, calling(**EVERYTHING), calling(BATCH, num_beams=2)
+    ),
     "with grad": within(torch.enable_grad, calling(**EVERYTHING)),
     "float64": converted(torch.float64),
     "bf16": converted(torch.bfloat16),
     "other weights": edited,
     "a chat": chat,
-    "other attention": lambda model: (call(model), model.set_attn_implementation("sdpa"), call(model)),
+    "other attention": lambda model: (
+        call(model),
+        model.set_attn_implementation("sdpa"),
+        call(model),
+    ),
 }
 PASSED_ON = {
     name: calling(cache_implementation=name, **KEPT)
@@ -259,12 +321,18 @@ MISUSE = {
     "an unknown argument": calling(nonsense=1),
     "greedy sequences": calling(num_return_sequences=2),
     "a tuple as cache": calling(past_key_values=((PROMPT, PROMPT),)),
-    "two caches": lambda m: call(m, past_key_values=DynamicCache(config=m.config), cache_implementation="static"),
+    "two caches": lambda m: call(
+        m, past_key_values=DynamicCache(config=m.config), cache_implementation="static"
+    ),
     "a mask of three dimensions": calling(attention_mask=torch.ones(1, 13, 13, device=DEVICE)),
     "a short mask": calling(attention_mask=torch.ones(1, 9, dtype=torch.long, device=DEVICE)),
     "a long mask": calling(attention_mask=torch.ones(1, 20, dtype=torch.long, device=DEVICE)),
-    "right padding": calling(padded()["ids"].flip(1), attention_mask=padded()["attention_mask"].flip(1)),
-    "a masked row": calling(BATCH, attention_mask=torch.tensor([[1] * 10, [0] * 10], device=DEVICE)),
+    "right padding": calling(
+        padded()["ids"].flip(1), attention_mask=padded()["attention_mask"].flip(1)
+    ),
+    "a masked row": calling(
+        BATCH, attention_mask=torch.tensor([[1] * 10, [0] * 10], device=DEVICE)
+    ),
     "assisted batch": lambda model: call(model, BATCH, assistant_model=model),
     "assisted without cache": lambda model: call(model, assistant_model=model, use_cache=False),
     "streamed beams": calling(streamer=Collect(), num_beams=2),
@@ -284,7 +352,10 @@ if DEVICE == "cpu":  # on a GPU such an error ends the process's use of it
 
 
 class Run:
-    """What a scenario gives on a model: output or error, warnings, the random state, and the model's attributes."""
+    """What a scenario gives on a model:
+
+    output or error, warnings, the random state, and the model's attributes.
+    """
 
     def __init__(self, model, scenario):
         self.output = self.error = None
@@ -295,7 +366,12 @@ class Run:
             except Exception as error:
                 self.error = f"{type(error).__name__}: {error}"
         self.random_state = torch.get_rng_state()
-        self.attributes = set(model.__dict__), model.training, str(model.config), str(model.generation_config)
+        self.attributes = (
+            set(model.__dict__),
+            model.training,
+            str(model.config),
+            str(model.generation_config),
+        )
 
 
 @contextmanager
@@ -313,7 +389,11 @@ def recorded_warnings():
             warnings.simplefilter("always")
             yield texts
         # Torch's C++ code warns once in a process, so in the first run only.
-        texts += [text for text in (str(warning.message) for warning in caught) if "Triggered internally" not in text]
+        texts += [
+            text
+            for text in (str(warning.message) for warning in caught)
+            if "Triggered internally" not in text
+        ]
     finally:
         [logger.removeHandler(handler) for logger in loggers]
         transformers.logging.set_verbosity_error()
@@ -343,7 +423,9 @@ def difference(one, other, where="output"):
 
 
 def tensor_difference(one, other, where):
-    kinds = [(tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in (one, other)]
+    kinds = [
+        (tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad) for tensor in (one, other)
+    ]
     if kinds[0] != kinds[1]:
         return f"{where}: {kinds[0]} and {kinds[1]}"
     if not one.dtype.is_floating_point:
@@ -359,7 +441,10 @@ def cache_difference(one, other, where):
     """Lengths, rows and states. A sliding layer of ours keeps the tokens before its window, too."""
     if isinstance(one, EncoderDecoderCache):
         parts = ("self_attention_cache", "cross_attention_cache")
-        found = (difference(getattr(one, part), getattr(other, part), f"{where}.{part}") for part in parts)
+        found = (
+            difference(getattr(one, part), getattr(other, part), f"{where}.{part}")
+            for part in parts
+        )
         return next(filter(None, found), None)
     has_length = any(hasattr(layer, "get_seq_length") for layer in one.layers)
     sizes = [(len(cache), cache.get_seq_length() if has_length else None) for cache in (one, other)]
@@ -376,7 +461,10 @@ def cache_difference(one, other, where):
 
 
 def check(make_model, scenario, **settings):
-    """A plain model and an attached one. Both run the scenario twice: the second time with the caches of the first."""
+    """A plain model and an attached one.
+
+    Both run the scenario twice: the second time with the caches of the first.
+    """
     plain, model = make_model(), make_model()
     expected = [Run(plain, scenario) for _ in range(2)]
     with attached(model, **settings) as info:
@@ -390,9 +478,11 @@ def check(make_model, scenario, **settings):
     return expected[0], info
 
 
-# A DynamicCache of transformers 5.17 cannot be cropped after a window is full, so these fail without us, too.
+# A DynamicCache of transformers 5.17 cannot be cropped after a window is full, so these fail
+# without us, too.
 NOT_BEFORE_5_22 = (
-    "its own assistant", "another assistant", "a sampled assistant", "an early exit", "prompt lookup", "assisted batch",
+    "its own assistant", "another assistant", "a sampled assistant", "an early exit",
+    "prompt lookup", "assisted batch",
 )  # fmt: skip
 # How a model is attached: with prefixes kept, and with so few bytes that every cache grows.
 MODELS = {
@@ -412,7 +502,9 @@ def test_a_scenario_of_generate(name, scenario):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests show it there")
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name not in ("bf16", "autocast")])  # it rounds
+@pytest.mark.parametrize(
+    "scenario", [name for name in SCENARIOS if name not in ("bf16", "autocast")]
+)  # it rounds
 def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
     """What a GPU runs, without the graphs; of a model with dropout."""
     monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu",))
@@ -425,7 +517,10 @@ def test_another_cache_is_left_alone(scenario):
     if scenario == "offloaded_static" and DEVICE == "cuda":
         pytest.skip("torch 2.11 crashes when it compiles transformers' own loop with this cache")
     if scenario == "offloaded" and DEVICE == "cuda":
-        pytest.skip("beside other work on the GPU, transformers' own offloaded cache gives other tokens each time")
+        pytest.skip(
+            "beside other work on the GPU, transformers' own offloaded cache gives other tokens "
+            "each time"
+        )
     _, info = check(lambda: toy_model("llama"), PASSED_ON[scenario], reuse_prefix=True)
     assert info.calls == 0
 
@@ -439,7 +534,9 @@ def test_misuse_is_refused_as_before(name, scenario):
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU such an error ends the process's use of it")
 def test_a_call_beyond_the_table_of_positions_fails_as_before():
-    plain, _ = check(lambda: toy_model("gpt2", max_position_embeddings=32), calling(max_new_tokens=30))
+    plain, _ = check(
+        lambda: toy_model("gpt2", max_position_embeddings=32), calling(max_new_tokens=30)
+    )
     assert plain.error.startswith("IndexError")
 
 
@@ -477,10 +574,17 @@ ENCODER_DECODER = {
     "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
     "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "decoder_start_token_id": 2,
 }  # fmt: skip
-SPEECH = {"num_mel_bins": 8, "max_source_positions": 12, "max_target_positions": 40, "pad_token_id": 0}
+SPEECH = {
+    "num_mel_bins": 8,
+    "max_source_positions": 12,
+    "max_target_positions": 40,
+    "pad_token_id": 0,
+}
 UNSERVED = {
     "mamba": made_as("mamba", state_size=4),
-    "mamba2": made_as("mamba2", state_size=4, num_heads=8, head_dim=16, expand=2, n_groups=1, chunk_size=8),
+    "mamba2": made_as(
+        "mamba2", state_size=4, num_heads=8, head_dim=16, expand=2, n_groups=1, chunk_size=8
+    ),
     "xlnet": made_as("xlnet"),
     "openai-gpt": made_as("openai-gpt"),
     "bert": made_as("bert"),
@@ -493,7 +597,11 @@ UNSERVED = {
 def some_modes(model):
     """Greedy, sampled and beams; of speech where the model hears."""
     if model.config.model_type == "whisper":
-        inputs = {"input_features": torch.randn(1, 8, 24, generator=torch.Generator().manual_seed(0)).to(DEVICE)}
+        inputs = {
+            "input_features": torch.randn(1, 8, 24, generator=torch.Generator().manual_seed(0)).to(
+                DEVICE
+            )
+        }
     else:
         inputs = {"inputs": PROMPT}
     outputs = []

@@ -18,23 +18,38 @@ def test_the_attention_name_serves_generate_by_itself():
         model = toy_model(name, OWN_ATTENTION[name])
         expected = [run(model, **few), run(model, **padded(), **few)]
         model.set_attn_implementation(ATTENTION_NAME)
-        for make in (lambda m: StaticContiguousCache(m.config, CAPACITY), lambda m: DynamicCache(config=m.config)):
+        for make in (
+            lambda m: StaticContiguousCache(m.config, CAPACITY),
+            lambda m: DynamicCache(config=m.config),
+        ):
             plain = model.generate(PROMPT, past_key_values=make(model), **COMMON | few)
             ids, mask = padded().values()
-            batch = model.generate(ids, attention_mask=mask, past_key_values=make(model), **COMMON | few)
+            batch = model.generate(
+                ids, attention_mask=mask, past_key_values=make(model), **COMMON | few
+            )
             assert torch.equal(plain, expected[0]), name
             assert torch.equal(batch, expected[1]), name
 
 
 class TestKeywordsOfTheModel:
-    """A tensor that ours does not read may select keys: MiniMax M3 gives 'sdpa' a mask, and others `block_indices`."""
+    """A tensor that ours does not read may select keys:
 
-    MESSAGE = r"by `block_indices`, a tensor that ours does not read.*set_attn_implementation\('sdpa'\)"
+    MiniMax M3 gives 'sdpa' a mask, and others `block_indices`.
+    """
+
+    MESSAGE = (
+        r"by `block_indices`, a tensor that ours does not read.*set_attn_implementation\('sdpa'\)"
+    )
 
     @pytest.fixture
     def sparse(self):
         types = ["full_attention", "minimax_m3_sparse"]
-        sizes = {"index_block_size": 2, "index_topk_blocks": 2, "index_n_heads": 2, "index_head_dim": 16}
+        sizes = {
+            "index_block_size": 2,
+            "index_topk_blocks": 2,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+        }
         return tiny_model("minimax_m3_vl_text", num_hidden_layers=2, layer_types=types, **sizes)
 
     def test_our_name_refuses_it(self, sparse):

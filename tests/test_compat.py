@@ -1,4 +1,7 @@
-"""Every private name of another package: the package works or says what is missing when it is gone."""
+"""Every private name of another package:
+
+the package works or says what is missing when it is gone.
+"""
 
 import importlib.util
 import logging
@@ -32,7 +35,9 @@ def decode(model):
 
 
 def reason_without(monkeypatch, name, replacement):
-    """Why a call falls back when a function of compat finds nothing; its tokens are right all the same."""
+    """Why a call falls back when a function of compat finds nothing; its tokens are right all the
+    same.
+    """
     model = toy_model("llama")
     expected = generate(model, use_cache=False)
     monkeypatch.setattr(compat, name, replacement)
@@ -62,7 +67,9 @@ class TestGenerate:
 
     def test_without_the_context_around_decoding(self, monkeypatch):
         assert isinstance(compat.optimized_for_decode(BARE), nullcontext)
-        assert reason_without(monkeypatch, "optimized_for_decode", lambda model: nullcontext()) is None
+        assert (
+            reason_without(monkeypatch, "optimized_for_decode", lambda model: nullcontext()) is None
+        )
 
     def test_without_settings_that_it_leaves_on_the_config(self):
         assert compat.mask_length(BARE) == -1
@@ -83,7 +90,9 @@ class TestModules:
     def test_without_the_dicts_of_a_module_its_methods_serve(self):
         linear = torch.nn.Linear(2, 2)
         linear.register_buffer("buffer", torch.zeros(1))
-        public = SimpleNamespace(children=linear.children, parameters=linear.parameters, buffers=linear.buffers)
+        public = SimpleNamespace(
+            children=linear.children, parameters=linear.parameters, buffers=linear.buffers
+        )
         for kind, expected in {
             "modules": [],
             "parameters": [linear.weight, linear.bias],
@@ -156,7 +165,9 @@ class TestTriton:
         assert entered
 
     def test_a_launcher_is_built_before_its_kernel_is_compiled(self, monkeypatch):
-        """From the source that Triton's compilation holds; what fails after that is left to the loading."""
+        """From the source that Triton's compilation holds; what fails after that is left to the
+        loading.
+        """
         built = []
 
         class Launcher:
@@ -198,7 +209,9 @@ for name in ("triton.language.extra.cuda", "triton.runtime._async_compile", "tri
     sys.modules[name] = None
 import hf_static_kv
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 

@@ -1,4 +1,7 @@
-"""The dev models' true shapes, and finding weights: what is there is found, what is not is said in one line."""
+"""The dev models' true shapes, and finding weights:
+
+what is there is found, what is not is said in one line.
+"""
 
 import pytest
 import torch
@@ -48,7 +51,10 @@ def test_a_part_has_fewer_layers_and_experts_and_nothing_else():
 
 
 def test_rotary_settings():
-    llama, gemma = dev_config("llama-3.2-1b").rope_parameters, dev_config("gemma-3-1b").rope_parameters
+    llama, gemma = (
+        dev_config("llama-3.2-1b").rope_parameters,
+        dev_config("gemma-3-1b").rope_parameters,
+    )
     assert (llama["rope_type"], llama["factor"], llama["rope_theta"]) == ("llama3", 32.0, 500_000.0)
     assert gemma["full_attention"]["rope_theta"] == 1_000_000.0
     assert gemma["sliding_attention"]["rope_theta"] == 10_000.0

@@ -1,4 +1,7 @@
-"""README.md, CONTRIBUTING.md and docs/: code is true, links lead somewhere, listed messages exist, pages stay short."""
+"""README.md, CONTRIBUTING.md and docs/:
+
+code is true, links lead somewhere, listed messages exist, pages stay short.
+"""
 
 import ast
 import inspect
@@ -23,7 +26,9 @@ def code_blocks(page):
 
 
 def run_blocks(page, blocks):
-    """Run the blocks in order in one namespace, with a trained miniature for the hub id and at most 8 new tokens."""
+    """Run the blocks in order in one namespace, with a trained miniature for the hub id and at most
+    8 new tokens.
+    """
     names = {}
     for block in blocks:
         code = re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", block.replace(HUB_ID, MINIATURE))
@@ -32,7 +37,9 @@ def run_blocks(page, blocks):
         yield names
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES[1:] if code_blocks(page)], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES[1:] if code_blocks(page)], ids=lambda page: page.name
+)
 def test_the_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # some write files
     blocks = code_blocks(page)
@@ -45,10 +52,16 @@ class TestReadme:
         assert "`make test`" in README.read_text()
 
     def test_the_lines_that_users_copy(self):
-        """At most eight; attach, the objects and exact give the same tokens: a miniature in float32, greedily."""
+        """At most eight; attach, the objects and exact give the same tokens:
+
+        a miniature in float32, greedily.
+        """
         first, *others = code_blocks(README)
         assert len([line for line in first.splitlines() if line]) <= 8
-        tokens = [names["tokens"] for names in run_blocks(README, [first, *others[0].split("\n\n"), *others[1:]])]
+        tokens = [
+            names["tokens"]
+            for names in run_blocks(README, [first, *others[0].split("\n\n"), *others[1:]])
+        ]
         assert len(tokens) == 3
         assert all(torch.equal(one, tokens[0]) for one in tokens)
 
@@ -82,13 +95,17 @@ def test_the_glossary_is_short():
     assert 0 < len(rows) <= 15
 
 
-@pytest.mark.parametrize("page", [*PAGES, CONTRIBUTING, ROOT / "benchmarks" / "RESULTS.md"], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page", [*PAGES, CONTRIBUTING, ROOT / "benchmarks" / "RESULTS.md"], ids=lambda page: page.name
+)
 def test_links_lead_somewhere(page):
     for link, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
         target = page.parent / link if link else page
         assert target.exists(), link
         headings = re.findall(r"^#+ (.*)", target.read_text(), re.MULTILINE) if anchor else []
-        anchors = [re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings]
+        anchors = [
+            re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings
+        ]
         assert not anchor or anchor in anchors, f"{link}#{anchor}"
 
 
@@ -99,13 +116,19 @@ def package_messages():
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
             elif isinstance(node, ast.JoinedStr):
-                yield "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in node.values)
+                yield "".join(
+                    part.value if isinstance(part, ast.Constant) else "\0" for part in node.values
+                )
 
 
 def listed_messages():
-    """The first column of the guide's tables of errors and reasons, '...' where a message has a value."""
+    """The first column of the guide's tables of errors and reasons, '...' where a message has a
+    value.
+    """
     text = (ROOT / "docs" / "guide.md").read_text()
-    for table in re.findall(r"^\| the (?:message|reason) begins with .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE):
+    for table in re.findall(
+        r"^\| the (?:message|reason) begins with .*\n\|---.*\n((?:\|.*\n)+)", text, re.MULTILINE
+    ):
         yield from re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
 
 

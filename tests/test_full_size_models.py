@@ -1,9 +1,11 @@
-"""The dev models at full size: real weights where they are at hand, true shapes with random weights on a GPU.
+"""The dev models at full size: real weights where they are at hand, true shapes with random weights
+on a GPU.
 
     make test-gpu                                    # or: pytest -m "slow or gpu" -rs tests
     HF_STATIC_KV_QWEN3_1_7B=/models/qwen3 make test-gpu
 
-Real weights are looked for in the folder that the variable names, then in the local cache of the hub.
+Real weights are looked for in the folder that the variable names, then in the local cache of the
+hub.
 """
 
 import os
@@ -15,7 +17,14 @@ from huggingface_hub import try_to_load_from_cache
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.testing import DEV_MODELS, dev_config, find_source, load_model, random_model, weights_variable
+from hf_static_kv.testing import (
+    DEV_MODELS,
+    dev_config,
+    find_source,
+    load_model,
+    random_model,
+    weights_variable,
+)
 
 pytestmark = pytest.mark.slow
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -27,8 +36,9 @@ GREEDY, SAMPLED = {"do_sample": False}, {"do_sample": True, "temperature": 0.7}
 def full_float32():
     """Float32 that is float32: no TF32, which keeps 10 bits, and the plain attention kernel.
 
-    With the kernel that torch 2.11 chooses by itself, a whole pass over exactly 513 tokens of the Gemma shape (float32,
-    H200) gave logits that are off by 3.9; with the plain one it agrees with float64 to 1e-5, as all other lengths do.
+    With the kernel that torch 2.11 chooses by itself, a whole pass over exactly 513 tokens of the
+    Gemma shape (float32, H200) gave logits that are off by 3.9; with the plain one it agrees with
+    float64 to 1e-5, as all other lengths do.
     """
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
@@ -43,7 +53,13 @@ def generate(model, ids, cache, new_tokens, **mode):
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
     mask = torch.ones_like(ids)
     return model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, eos_token_id=None, pad_token_id=0, **how, **mode
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        **how,
+        **mode,
     )
 
 
@@ -84,10 +100,12 @@ def test_true_shapes_are_exact_across_the_window(true_shape, full_float32):
 @needs_gpu
 @pytest.mark.gpu
 def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
-    """After a prompt of 2048 tokens, warmed up; the first token, which both compute alike, is in both times.
+    """After a prompt of 2048 tokens, warmed up; the first token, which both compute alike, is in
+    both times.
 
-    Shorter prompts measure the host: an eager step of Gemma's 26 layers takes it 30 ms, whatever the GPU has to do.
-    After 1024 tokens Gemma was only 1.7 times as fast (6.6 s against 4.0 s, H200), and this test would fail.
+    Shorter prompts measure the host: an eager step of Gemma's 26 layers takes it 30 ms, whatever
+    the GPU has to do. After 1024 tokens Gemma was only 1.7 times as fast (6.6 s against 4.0 s,
+    H200), and this test would fail.
     """
     ids = torch.randint(10, 100_000, (1, 2048), device="cuda")
     seconds = {}
@@ -99,7 +117,10 @@ def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
             generate(true_shape, ids, cache, new_tokens, **GREEDY)
             torch.cuda.synchronize()
             seconds[name] = time.perf_counter() - start
-    print(f"\n{true_shape.config.model_type}: uncached {seconds['uncached']:.2f} s, cached {seconds['cached']:.2f} s")
+    print(
+        f"\n{true_shape.config.model_type}: uncached {seconds['uncached']:.2f} s, cached "
+        f"{seconds['cached']:.2f} s"
+    )
     assert seconds["uncached"] >= 2 * seconds["cached"]
 
 
@@ -107,10 +128,14 @@ def test_128_tokens_at_least_twice_as_fast_as_uncached(true_shape):
 def test_real_weights_are_exact(name, full_float32):
     folder = os.environ.get(weights_variable(name))
     if not folder and not isinstance(try_to_load_from_cache(DEV_MODELS[name], "config.json"), str):
-        pytest.skip(f"no weights of {DEV_MODELS[name]}: set {weights_variable(name)} or download them")
+        pytest.skip(
+            f"no weights of {DEV_MODELS[name]}: set {weights_variable(name)} or download them"
+        )
     model, tokenizer = load_model(name, device="cuda" if torch.cuda.is_available() else "cpu")
     messages = [{"role": "user", "content": "Count to ten."}]
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    ids = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     assert_exact(model, ids["input_ids"].to(model.device))
 
 

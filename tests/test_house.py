@@ -28,7 +28,11 @@ READING_ORDER = {
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__"],
 }  # fmt: skip
-ORDER = [f"{folder.strip('.')}/{name}".lstrip("/") for folder, names in READING_ORDER.items() for name in names]
+ORDER = [
+    f"{folder.strip('.')}/{name}".lstrip("/")
+    for folder, names in READING_ORDER.items()
+    for name in names
+]
 
 
 def imports_of(source):
@@ -60,11 +64,17 @@ def test_imports_run_downward(path):
 def test_an_upward_import_would_be_seen():
     source = "def f():\n    from hf_static_kv.cache.cache import StaticContiguousCache"
     assert upward_imports("cache/layer", source) == ["cache/cache"]
-    assert upward_imports("cache/layer", "from hf_static_kv.cache import cache, storage") == ["cache/cache"]
+    assert upward_imports("cache/layer", "from hf_static_kv.cache import cache, storage") == [
+        "cache/cache"
+    ]
 
 
 def long_functions(source):
-    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+    functions = (
+        n
+        for n in ast.walk(ast.parse(source))
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
     return [f.name for f in functions if f.end_lineno - f.lineno + 1 > 60]
 
 
@@ -90,20 +100,24 @@ def test_storage_and_kernels_know_no_transformers(path):
 def test_the_core_imports_without_the_extras():
     """A fresh interpreter in which none of the optional packages can be found."""
     code = (
-        "import sys\n"
-        "for name in ('datasets', 'evaluate', 'triton', 'matplotlib'):\n"
-        "    sys.modules[name] = None\n"
-        "import hf_static_kv\n"
-        "assert hf_static_kv.__all__ and all(hasattr(hf_static_kv, name) for name in hf_static_kv.__all__)\n"
+        "import sys\nfor name in ('datasets', 'evaluate', 'triton', 'matplotlib'):\n    "
+        "sys.modules[name] = None\nimport hf_static_kv\nassert hf_static_kv.__all__ and "
+        "all(hasattr(hf_static_kv, name) for name in hf_static_kv.__all__)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, cwd=PACKAGE.parent, timeout=120)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, cwd=PACKAGE.parent, timeout=120
+    )
     assert result.returncode == 0, result.stderr
 
 
 def test_every_folder_is_in_the_package():
     """An editable install would not notice one that is left out."""
-    configuration = pytest.importorskip("setuptools.config.pyprojecttoml", reason="setuptools is not installed")
-    settings = configuration.read_configuration(PACKAGE.parent / "pyproject.toml")["tool"]["setuptools"]
+    configuration = pytest.importorskip(
+        "setuptools.config.pyprojecttoml", reason="setuptools is not installed"
+    )
+    settings = configuration.read_configuration(PACKAGE.parent / "pyproject.toml")["tool"][
+        "setuptools"
+    ]
     folders = {path.parent.relative_to(PACKAGE.parent) for path in PACKAGE.rglob("*.py")}
     assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders}
 
@@ -112,26 +126,52 @@ def private_names(source):
     """Attributes and modules of other packages whose names begin with an underscore."""
     nodes = list(ast.walk(ast.parse(source)))
     for node in nodes:
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+        if (
+            isinstance(node, ast.Attribute)
+            and node.attr.startswith("_")
+            and not node.attr.startswith("__")
+        ):
             yield node.attr
         if isinstance(node, ast.ImportFrom) and node.module:
-            yield from (part for part in node.module.split(".") if part.startswith("_") and part != "__future__")
+            yield from (
+                part
+                for part in node.module.split(".")
+                if part.startswith("_") and part != "__future__"
+            )
 
 
 def own_names():
-    """Names that the package defines itself: functions, classes, variables, attributes of `self`."""
+    """Names that the package defines itself:
+
+    functions, classes, variables, attributes of `self`.
+    """
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 yield node.name
             elif isinstance(node, ast.Name):
                 yield node.id
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and path.stem != "compat":
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and path.stem != "compat"
+            ):
                 yield node.attr
 
 
 def test_private_names_of_other_packages_are_in_compat_alone():
-    allowed = {*own_names(), "_getframe", "_current_frames", "_fields", "_replace"}  # the last four are Python's
-    assert set(private_names("import torch\ntorch._dynamo\nfrom torch.utils._pytree import tree_map")) - allowed
-    found = {path.name: set(private_names(path.read_text())) - allowed for path in PACKAGE.rglob("*.py")}
+    allowed = {
+        *own_names(),
+        "_getframe",
+        "_current_frames",
+        "_fields",
+        "_replace",
+    }  # the last four are Python's
+    assert (
+        set(private_names("import torch\ntorch._dynamo\nfrom torch.utils._pytree import tree_map"))
+        - allowed
+    )
+    found = {
+        path.name: set(private_names(path.read_text())) - allowed for path in PACKAGE.rglob("*.py")
+    }
     assert {name: names for name, names in found.items() if names and name != "compat.py"} == {}

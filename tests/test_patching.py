@@ -31,7 +31,9 @@ class TestWithoutCudnn:
             cuda.cudnn_sdp_enabled(),
         ]
 
-    @pytest.mark.parametrize("backends", [[SDPBackend.MATH], [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]], ids=str)
+    @pytest.mark.parametrize(
+        "backends", [[SDPBackend.MATH], [SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH]], ids=str
+    )
     def test_what_the_caller_allows_stays(self, backends):
         with sdpa_kernel(backends):
             before = self.allowed()
@@ -60,7 +62,9 @@ def test_the_attention_of_every_part_is_restored():
     before = [c._attn_implementation for c in (config, config.text_config, config.vision_config)]
     with attention_implementation(model, ATTENTION_NAME):
         assert config.text_config._attn_implementation == ATTENTION_NAME
-    assert [c._attn_implementation for c in (config, config.text_config, config.vision_config)] == before
+    assert [
+        c._attn_implementation for c in (config, config.text_config, config.vision_config)
+    ] == before
 
 
 def test_a_part_without_attention_is_left_without():

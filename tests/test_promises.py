@@ -1,4 +1,7 @@
-"""docs/promises.md: every promise names a test, every test is there, and every page has its promises."""
+"""docs/promises.md:
+
+every promise names a test, every test is there, and every page has its promises.
+"""
 
 import ast
 import re
@@ -14,7 +17,10 @@ ROW = re.compile(r"^\| (?!---|promise \|)(?P<promise>.+?) \|(?P<tests>.*)\|$", r
 LINK = re.compile(r"\[`([^`]+)`\]\(\.\./tests/([^)]+)\)")
 
 # (promise, tests), each test as path and link
-ROWS = [(row["promise"], LINK.findall(row["tests"])) for row in ROW.finditer(re.sub(r"\|---.*", "", PAGE.read_text()))]
+ROWS = [
+    (row["promise"], LINK.findall(row["tests"]))
+    for row in ROW.finditer(re.sub(r"\|---.*", "", PAGE.read_text()))
+]
 
 
 @cache
@@ -53,7 +59,10 @@ def test_every_page_has_promises():
 
 
 def test_a_row_without_a_test_would_be_seen():
-    rows = ROW.findall("| promise | test |\n| It is fast. |  |\n| It is right. | [`a.py::test_b`](../tests/a.py) |\n")
+    rows = ROW.findall(
+        "| promise | test |\n| It is fast. |  |\n| It is right. | "
+        "[`a.py::test_b`](../tests/a.py) |\n"
+    )
     assert [LINK.findall(tests) for _, tests in rows] == [[], [("a.py::test_b", "a.py")]]
     assert "test_a_row_without_a_test_would_be_seen" in names_in("test_promises.py")
     assert "test_another" not in names_in("test_promises.py")

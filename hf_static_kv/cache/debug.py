@@ -27,7 +27,9 @@ def log_step(start: int, new: int, rows: int, capacity: int) -> None:
     """One complete step."""
     if logger.isEnabledFor(logging.DEBUG):
         what = f"{new} new token{'s' * (new != 1)} in {rows} row{'s' * (rows != 1)}"
-        logger.debug("step at %d: %s, %d of %d positions filled", start, what, start + new, capacity)
+        logger.debug(
+            "step at %d: %s, %d of %d positions filled", start, what, start + new, capacity
+        )
 
 
 if os.environ.get("HF_STATIC_KV_DEBUG") == "1":

@@ -8,9 +8,11 @@ keys.0     [L, B, H, n, Dk]      group 0: L layers of one shape and dtype, B bat
 values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 ```
 
-A group of compact layers has the positions from `first` on: n - `first` of them, and checksums of 0 before.
+A group of compact layers has the positions from `first` on: n - `first` of them, and checksums of 0
+before.
 
-`digest` covers every byte of the header, and the checksums; a checksum covers what one tensor has for one position.
+`digest` covers every byte of the header, and the checksums; a checksum covers what one tensor has
+for one position.
 """
 
 import json
@@ -30,7 +32,12 @@ FORMAT, VERSION = "hf_static_kv", 1
 MAX_HEADER_BYTES = 32 << 20  # about four million token ids
 MAX_CHECKSUM_BYTES = 512 << 20  # two million token ids in 16 groups
 CHECKSUM_BYTES = 8
-DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # torch's name, that of safetensors
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+}  # torch's name, that of safetensors
 _WORDS = (torch.int32, torch.int16, torch.int8)
 _SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
@@ -57,14 +64,26 @@ class FileGroup:
 
     @classmethod
     def parse(cls, values: Any) -> "FileGroup":
-        _check(isinstance(values, dict) and set(values) == {field.name for field in fields(cls)}, "a group")
-        shape, layers, dtypes, first = values["shape"], values["layers"], values["dtypes"], values["first"]
+        _check(
+            isinstance(values, dict) and set(values) == {field.name for field in fields(cls)},
+            "a group",
+        )
+        shape, layers, dtypes, first = (
+            values["shape"],
+            values["layers"],
+            values["dtypes"],
+            values["first"],
+        )
         _check(isinstance(shape, dict) and set(shape) == set(_SHAPE), "a shape")
         _check(
-            _are_ints([*shape.values()], 1) and _are_ints(layers, 0) and _are_ints([first], 0), "the numbers of a group"
+            _are_ints([*shape.values()], 1) and _are_ints(layers, 0) and _are_ints([first], 0),
+            "the numbers of a group",
         )
         # Not `name in DTYPES`: a list in the place of a name has no hash.
-        _check(isinstance(dtypes, list) and len(dtypes) == 2 and all(n in [*DTYPES] for n in dtypes), "the dtypes")
+        _check(
+            isinstance(dtypes, list) and len(dtypes) == 2 and all(n in [*DTYPES] for n in dtypes),
+            "the dtypes",
+        )
         return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,7 +93,10 @@ class FileGroup:
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that a file says but its states. Values that `parse` would refuse are refused here: none is saved."""
+    """Everything that a file says but its states.
+
+    Values that `parse` would refuse are refused here: none is saved.
+    """
 
     tokens: list[list[int]]  # [B, n], left padding included
     left_padding: list[int]  # positions before the first token of each batch row
@@ -86,11 +108,20 @@ class Header:
 
     def __post_init__(self) -> None:
         tokens, padding, windows = self.tokens, self.left_padding, self.sliding_windows
-        _check(isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens), "the tokens")
-        _check(len({len(row) for row in tokens}) == 1 and max(map(max, tokens)) < 1 << 63, "the tokens")
+        _check(
+            isinstance(tokens, list) and bool(tokens) and all(_are_ints(row, 0) for row in tokens),
+            "the tokens",
+        )
+        _check(
+            len({len(row) for row in tokens}) == 1 and max(map(max, tokens)) < 1 << 63, "the tokens"
+        )
         _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
         _check(max(padding) < len(tokens[0]), "the left padding")
-        _check(isinstance(windows, list) and _are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
+        _check(
+            isinstance(windows, list)
+            and _are_ints([w for w in windows if w is not None] or [1], 1),
+            "the windows",
+        )
         layers = [layer for group in self.groups for layer in group.layers]
         _check(bool(layers) and sorted(layers) == list(range(len(windows))), "the layers")
         for group in self.groups:
@@ -98,14 +129,15 @@ class Header:
             whole = [layer for layer in group.layers if windows[layer] is None]
             if group.first and whole:
                 raise ValueError(
-                    f"its layer {whole[0]} begins at position {group.first} and has no sliding window: the positions "
-                    "before that are missing"
+                    f"its layer {whole[0]} begins at position {group.first} and has no sliding "
+                    "window: the positions before that are missing"
                 )
         _check(self.min_tokens <= self.num_tokens, "the first position of a group")
         if self.checksum_bytes > MAX_CHECKSUM_BYTES:
             raise ValueError(
-                f"checksums of {self.checksum_bytes:,} bytes are more than the {MAX_CHECKSUM_BYTES:,} that a file may "
-                f"have. Save fewer than {self.num_tokens:,} tokens"
+                f"checksums of {self.checksum_bytes:,} bytes are more than the "
+                f"{MAX_CHECKSUM_BYTES:,} that a file may have. Save fewer than "
+                f"{self.num_tokens:,} tokens"
             )
 
     @property
@@ -119,7 +151,9 @@ class Header:
     @property
     def min_tokens(self) -> int:
         """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
-        layers = ((group.first, self.sliding_windows[i]) for group in self.groups for i in group.layers)
+        layers = (
+            (group.first, self.sliding_windows[i]) for group in self.groups for i in group.layers
+        )
         return max((first + (window or 1) - 1 for first, window in layers if first), default=1)
 
     def is_in(self, dtype: torch.dtype) -> bool:
@@ -128,7 +162,15 @@ class Header:
 
     def entries(self) -> list[Entry]:
         """The tensors in the order of the file."""
-        found = [Entry("checksums", torch.int64, [2 * len(self.groups), self.num_tokens], 0, self.checksum_bytes)]
+        found = [
+            Entry(
+                "checksums",
+                torch.int64,
+                [2 * len(self.groups), self.num_tokens],
+                0,
+                self.checksum_bytes,
+            )
+        ]
         for number, group in enumerate(self.groups):
             dims = (group.shape.key_head_dim, group.shape.value_head_dim)
             for name, dim, dtype_name in zip(("keys", "values"), dims, group.dtypes, strict=True):
@@ -136,7 +178,9 @@ class Header:
                 shape = [len(group.layers), self.num_rows, group.shape.num_kv_heads, length, dim]
                 dtype, offset = getattr(torch, dtype_name), found[-1].offset + found[-1].num_bytes
                 num_bytes = prod(shape) * dtype.itemsize
-                found.append(Entry(f"{name}.{number}", dtype, shape, offset, num_bytes, group.first))
+                found.append(
+                    Entry(f"{name}.{number}", dtype, shape, offset, num_bytes, group.first)
+                )
         return found
 
     def pairs(self) -> list[list[Entry]]:
@@ -163,18 +207,29 @@ class Header:
         return last.offset + last.num_bytes
 
     def encode(self, checksums: bytes | bytearray) -> bytes:
-        """The start of a file, up to its first tensor. Its length does not depend on the checksums."""
-        own = {"tokens": self.tokens, "left_padding": self.left_padding, "sliding_windows": self.sliding_windows}
+        """The start of a file, up to its first tensor.
+
+        Its length does not depend on the checksums.
+        """
+        own = {
+            "tokens": self.tokens,
+            "left_padding": self.left_padding,
+            "sliding_windows": self.sliding_windows,
+        }
         own["groups"] = [group.as_dict() for group in self.groups]
         metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
         metadata |= {name: json.dumps(value) for name, value in own.items()} | asdict(self.model)
-        metadata |= {"library_version": self.library_version, "transformers_version": self.transformers_version}
+        metadata |= {
+            "library_version": self.library_version,
+            "transformers_version": self.transformers_version,
+        }
         content = {"__metadata__": metadata, **self._table()}
         encoded = _signed(json.dumps(content, separators=(",", ":")).encode(), checksums)
         if (length := len(encoded) - 8) > MAX_HEADER_BYTES:
             raise ValueError(
-                f"A header of {length:,} bytes is more than the {MAX_HEADER_BYTES:,} that a file may have: it has "
-                f"{self.num_rows:,} rows of {self.num_tokens:,} tokens. Save fewer tokens or fewer rows."
+                f"A header of {length:,} bytes is more than the {MAX_HEADER_BYTES:,} that a file "
+                f"may have: it has {self.num_rows:,} rows of {self.num_tokens:,} tokens. Save "
+                "fewer tokens or fewer rows."
             )
         return encoded
 
@@ -195,17 +250,30 @@ class Header:
         """The header of a file; a `ValueError` names what is wrong with it."""
         content = json.loads(text)
         metadata = _metadata(content)
-        windows, padding = (json.loads(metadata[name]) for name in ("sliding_windows", "left_padding"))
+        windows, padding = (
+            json.loads(metadata[name]) for name in ("sliding_windows", "left_padding")
+        )
         tokens, groups = (json.loads(metadata[name]) for name in ("tokens", "groups"))
         _check(isinstance(groups, list) and bool(groups), "the groups")
-        identity = ModelIdentity(**{f.name: metadata[f.name] for f in fields(ModelIdentity) if f.name in metadata})
+        identity = ModelIdentity(
+            **{f.name: metadata[f.name] for f in fields(ModelIdentity) if f.name in metadata}
+        )
         for name in ("config", "settings"):
             _check(isinstance(json.loads(getattr(identity, name)), dict), f"the {name}")
         versions = metadata["library_version"], metadata["transformers_version"]
-        return cls(tokens, padding, windows, [FileGroup.parse(group) for group in groups], identity, *versions)
+        return cls(
+            tokens,
+            padding,
+            windows,
+            [FileGroup.parse(group) for group in groups],
+            identity,
+            *versions,
+        )
 
     def is_told_by(self, text: bytes, checksums: bytes | bytearray) -> bool:
-        """Whether no byte of the text or of the checksums has changed, and its tensors are those of this header."""
+        """Whether no byte of the text or of the checksums has changed, and its tensors are those of
+        this header.
+        """
         digest = _metadata(content := json.loads(text))["digest"]
         unsigned = text.rstrip(b" ").replace(_digest(digest), _digest(""), 1)
         told = {name: content[name] for name in content if name != "__metadata__"}
@@ -226,7 +294,10 @@ def _digest(digest: str) -> bytes:
 
 
 def _metadata(content: Any) -> dict[str, str]:
-    """The strings of a header. A format of a later version is named before anything else is looked at."""
+    """The strings of a header.
+
+    A format of a later version is named before anything else is looked at.
+    """
     metadata = content.get("__metadata__") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError("it is no file of `StaticContiguousCache.save`")
@@ -234,11 +305,25 @@ def _metadata(content: Any) -> dict[str, str]:
     if version != str(VERSION):
         written = f"hf_static_kv {metadata.get('library_version')}"
         raise ValueError(
-            f"its format is {version}, of {written}; this one reads format {VERSION}. Install a newer hf_static_kv"
+            f"its format is {version}, of {written}; this one reads format {VERSION}. Install a "
+            "newer hf_static_kv"
         )
-    names = {"digest", "tokens", "left_padding", "sliding_windows", "groups", "library_version", "transformers_version"}
-    names |= {field.name for field in fields(ModelIdentity)} - {"settings"}  # which older files do not have
-    _check(names <= metadata.keys() and all(isinstance(value, str) for value in metadata.values()), "the strings")
+    names = {
+        "digest",
+        "tokens",
+        "left_padding",
+        "sliding_windows",
+        "groups",
+        "library_version",
+        "transformers_version",
+    }
+    names |= {field.name for field in fields(ModelIdentity)} - {
+        "settings"
+    }  # which older files do not have
+    _check(
+        names <= metadata.keys() and all(isinstance(value, str) for value in metadata.values()),
+        "the strings",
+    )
     return metadata
 
 
@@ -256,7 +341,10 @@ def _check(is_right: bool, what: str) -> None:
 
 
 def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
-    """Odd numbers [B, H, W] below 2^32 for the W words of states [B, H, n, D]: from SHAKE-128 of the layer's name."""
+    """Odd numbers [B, H, W] below 2^32 for the W words of states [B, H, n, D]:
+
+    from SHAKE-128 of the layer's name.
+    """
     rows, heads, _, dim = states.shape
     words = dim * states.dtype.itemsize // _word(states).itemsize
     drawn = shake_128(f"{name} {layer_idx}".encode()).digest(4 * rows * heads * words)
@@ -265,10 +353,12 @@ def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
 
 
 def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
-    """Sum of the words [H, n, W] of states [H, n, D] times their weights [H, W], modulo 2^64: int64 [n].
+    """Sum of the words [H, n, W] of states [H, n, D] times their weights [H, W], modulo 2^64: int64
+    [n].
 
-    A changed word changes the sum, for its weight is odd. Any other change is missed with a probability below 2^-30 at
-    each position that it touches. Sums of integers are the same on every device.
+    A changed word changes the sum, for its weight is odd. Any other change is missed with a
+    probability below 2^-30 at each position that it touches. Sums of integers are the same on every
+    device.
     """
     words = states.view(_word(states))
     if not words.is_cpu:

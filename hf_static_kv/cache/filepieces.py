@@ -1,4 +1,5 @@
-"""The layers of a cache file in pieces. fileformat.py draws the whole file; one tensor of it has this order:
+"""The layers of a cache file in pieces. fileformat.py draws the whole file; one tensor of it has
+this order:
 
 ```
 keys.0      | layer 0                                 | layer 1 ...       [L, B, H, n, D]
@@ -46,8 +47,13 @@ class LayerStates(NamedTuple):
         return self.entry.offset + position * dim * self.states.element_size()
 
     def checksums(self, pieces: Iterable[Piece]) -> Tensor:
-        """One for each position, int64 [n], on the device of the states. `pieces` are those of this layer."""
-        weights = checksum_weights(self.entry.name.partition(".")[0], self.layer_idx, self.states)  # [B, H, W]
+        """One for each position, int64 [n], on the device of the states.
+
+        `pieces` are those of this layer.
+        """
+        weights = checksum_weights(
+            self.entry.name.partition(".")[0], self.layer_idx, self.states
+        )  # [B, H, W]
         sums = torch.zeros(self._length, dtype=torch.int64, device=self.states.device)
         for row, head, first, states in pieces:
             own = weights[row, head : head + len(states)]
@@ -55,7 +61,10 @@ class LayerStates(NamedTuple):
         return sums
 
     def pieces(self) -> Iterator[Piece]:
-        """In the order of the file. What is skipped comes in scratch memory: it is read for the checksums alone."""
+        """In the order of the file.
+
+        What is skipped comes in scratch memory: it is read for the checksums alone.
+        """
         rows, heads, length, dim = self.states.shape
         num_heads, step = self._piece_shape
         scratch = self.states.new_empty(1, min(step, self.skipped), dim)
@@ -76,7 +85,9 @@ class LayerStates(NamedTuple):
         """Heads and positions of a piece."""
         head_bytes = self.states.shape[3] * self.states.dtype.itemsize  # of one position
         positions = max(1, min(self._length, PIECE_BYTES // head_bytes))
-        is_whole = self.skipped == 0 and self._length == self.entry.shape[3]  # else others are between two heads
+        is_whole = (
+            self.skipped == 0 and self._length == self.entry.shape[3]
+        )  # else others are between two heads
         bytes_of_a_head = max(1, self._length) * head_bytes  # a window of 1 may keep no position
         return max(1, PIECE_BYTES // bytes_of_a_head) if is_whole else 1, positions
 
@@ -86,9 +97,16 @@ class LayerStates(NamedTuple):
         return not self.states.is_cpu
 
     def on_cpu(self, piece: Piece, buffer: Tensor) -> Tensor:
-        """Where a file's bytes of a piece lie on the CPU: in place, or in the memory that `staging` made."""
+        """Where a file's bytes of a piece lie on the CPU:
+
+        in place, or in the memory that `staging` made.
+        """
         states = piece.states
-        return buffer[: states.nbytes].view(states.dtype).view(states.shape) if self.is_staged else states
+        return (
+            buffer[: states.nbytes].view(states.dtype).view(states.shape)
+            if self.is_staged
+            else states
+        )
 
 
 def staging(parts: Iterable[LayerStates]) -> Tensor:
@@ -99,6 +117,9 @@ def staging(parts: Iterable[LayerStates]) -> Tensor:
 
 
 def memories(states: Tensor) -> list[memoryview]:
-    """The memory of a piece on a CPU, in its order: one, or that of each head where they are apart."""
+    """The memory of a piece on a CPU, in its order:
+
+    one, or that of each head where they are apart.
+    """
     heads = [states] if states.is_contiguous() else states.unbind()
     return [memoryview(head.detach().view(torch.uint8).numpy()).cast("B") for head in heads]  # type: ignore[arg-type]

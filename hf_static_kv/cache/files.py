@@ -1,6 +1,8 @@
-"""Caches to files and back: checked before anything is changed, written beside the old file and renamed.
+"""Caches to files and back: checked before anything is changed, written beside the old file and
+renamed.
 
-A file is drawn in fileformat.py. A cache is saved and read layer by layer, in the pieces of filepieces.py.
+A file is drawn in fileformat.py. A cache is saved and read layer by layer, in the pieces of
+filepieces.py.
 """
 
 import os
@@ -32,7 +34,8 @@ _READERS = 4  # threads: one alone copies less from the page cache than a bus, o
 
 
 class CacheFile:
-    """A file of `StaticContiguousCache.save`, open, with its header checked; the states are checked as they are read.
+    """A file of `StaticContiguousCache.save`, open, with its header checked; the states are checked
+    as they are read.
 
     ```python
     with CacheFile("chat.safetensors") as file:
@@ -51,7 +54,9 @@ class CacheFile:
             self.close()
             if not isinstance(error, ValueError | RecursionError | MemoryError):
                 raise
-            raise ValueError(f"{self.path} cannot be loaded: {str(error) or type(error).__name__}.") from error
+            raise ValueError(
+                f"{self.path} cannot be loaded: {str(error) or type(error).__name__}."
+            ) from error
 
     def __enter__(self) -> "CacheFile":
         return self
@@ -79,16 +84,22 @@ class CacheFile:
         start = self._read_bytes(0, min(8, size))
         length = int.from_bytes(start, "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(f"it has {size} bytes, too few for its header: it is damaged or truncated")
+            raise ValueError(
+                f"it has {size} bytes, too few for its header: it is damaged or truncated"
+            )
         text = bytes(self._read_bytes(8, length))
         self.header = Header.parse(text)
         self._start, wanted = 8 + length, 8 + length + self.header.num_bytes
         if size != wanted:
-            raise ValueError(f"it has {size} bytes and should have {wanted}: it is damaged or truncated")
+            raise ValueError(
+                f"it has {size} bytes and should have {wanted}: it is damaged or truncated"
+            )
         checksums = self._read_bytes(self._start, self.header.checksum_bytes)
         if not self.header.is_told_by(text, checksums):
             raise ValueError("its header is damaged")
-        self._checksums = torch.frombuffer(checksums, dtype=torch.int64).view(-1, self.header.num_tokens)
+        self._checksums = torch.frombuffer(checksums, dtype=torch.int64).view(
+            -1, self.header.num_tokens
+        )
 
     def _read_bytes(self, offset: int, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
@@ -114,9 +125,10 @@ class CacheFile:
         """Refuse states of another model."""
         if (difference := identity.difference(self.header.model)) is not None:
             raise ValueError(
-                f"{self.path} cannot be loaded: {difference}. It belongs to the model that computed it "
-                f"(saved with transformers {self.header.transformers_version}, hf_static_kv "
-                f"{self.header.library_version}). Load that model, or read the text again and save it."
+                f"{self.path} cannot be loaded: {difference}. It belongs to the model that "
+                f"computed it (saved with transformers {self.header.transformers_version}, "
+                f"hf_static_kv {self.header.library_version}). Load that model, or read the text "
+                "again and save it."
             )
 
     def check_length(self, tokens: int | None, max_cache_len: int | None) -> int:
@@ -125,21 +137,26 @@ class CacheFile:
         length = held if tokens is None else tokens
         layout.check_positive(tokens=length)
         if length > held:
-            raise ValueError(f"tokens={length}: {self.path} holds {held}. Ask for at most that many.")
+            raise ValueError(
+                f"tokens={length}: {self.path} holds {held}. Ask for at most that many."
+            )
         if length < (fewest := self.header.min_tokens):
             raise ValueError(
-                f"tokens={length}: {self.path} was saved from a compact cache, whose layers with a window keep the "
-                f"last positions only. Load at least {fewest} of its {held} tokens."
+                f"tokens={length}: {self.path} was saved from a compact cache, whose layers with "
+                f"a window keep the last positions only. Load at least {fewest} of its {held} "
+                "tokens."
             )
         if max_cache_len is not None and length > max_cache_len:
             raise ValueError(
-                f"{self.path} holds {held} tokens, and max_cache_len={max_cache_len} is too short for {length}. Use "
-                f"max_cache_len >= {length} (and what will be generated), or load a part: tokens={max_cache_len}."
+                f"{self.path} holds {held} tokens, and max_cache_len={max_cache_len} is too short "
+                f"for {length}. Use max_cache_len >= {length} (and what will be generated), or "
+                f"load a part: tokens={max_cache_len}."
             )
         return length
 
     def allocate(self, cache: AllocatedCache, model: PreTrainedModel, batch_size: int) -> None:
-        """Storage for layers that have none, in the dtypes of the file, each where the model computes it.
+        """Storage for layers that have none, in the dtypes of the file, each where the model
+        computes it.
 
         Layers of another number, window, shape or dtype than those of the file are refused.
         """
@@ -152,43 +169,60 @@ class CacheFile:
                     place = cache.planned_shape(layer_idx, group.shape), devices[layer_idx]
                     missing.setdefault(group.dtypes, {})[layer_idx] = place
         for (key_dtype, value_dtype), places in missing.items():
-            cache.allocate_places(dict(sorted(places.items())), batch_size, (_dtype(key_dtype), _dtype(value_dtype)))
+            cache.allocate_places(
+                dict(sorted(places.items())), batch_size, (_dtype(key_dtype), _dtype(value_dtype))
+            )
 
     def _check_layers(self, cache: AllocatedCache) -> None:
         _check_kinds(cache, "loaded")
         windows = [layer.sliding_window for layer in cache.layers]
         if windows != self.header.sliding_windows:
             raise ValueError(
-                f"{self.path} cannot be loaded: the sliding windows of its layers are {self.header.sliding_windows}, "
-                f"and those of this model {windows}. Load the model that it was saved from."
+                f"{self.path} cannot be loaded: the sliding windows of its layers are "
+                f"{self.header.sliding_windows}, and those of this model {windows}. Load the "
+                "model that it was saved from."
             )
         for group in self.header.groups:
             for layer_idx in group.layers:
                 planned = cache.planned_shape(layer_idx, group.shape).of_a_token
                 layer = cache.layers[layer_idx]
-                dtypes = (_name(layer.dtype), _name(layer.value_dtype)) if layer.is_initialized else group.dtypes
+                dtypes = (
+                    (_name(layer.dtype), _name(layer.value_dtype))
+                    if layer.is_initialized
+                    else group.dtypes
+                )
                 if (planned, dtypes) != (group.shape, group.dtypes):
                     raise ValueError(
-                        f"{self.path} cannot be loaded: its layer {layer_idx} has {group.shape} in {group.dtypes}, and "
-                        f"that of this model {planned} in {dtypes}. Load the model it was saved from."
+                        f"{self.path} cannot be loaded: its layer {layer_idx} has {group.shape} "
+                        f"in {group.dtypes}, and that of this model {planned} in {dtypes}. Load "
+                        "the model it was saved from."
                     )
 
     # --- states
 
     @torch.no_grad()
     def read_into(self, cache: AllocatedCache, length: int, repeat: int = 1) -> None:
-        """Put the first tokens into an allocated, empty cache; each batch row becomes `repeat` rows in succession.
+        """Put the first tokens into an allocated, empty cache; each batch row becomes `repeat` rows
+        in succession.
 
-        The lengths move when all checksums are right: until then, and after an error, the cache is empty.
+        The lengths move when all checksums are right: until then, and after an error, the cache is
+        empty.
         """
         rows = self.header.num_rows * repeat
         parts = list(self._parts(cache, rows, length, repeat))
         # Threads begin on the default stream: pass on the one that has filled the storage.
-        jobs = [(p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None) for p in parts]
+        jobs = [
+            (p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None)
+            for p in parts
+        ]
         with ThreadPoolExecutor(_READERS) as pool:
-            sums = list(chain(*pool.map(self._read_parts, (jobs[i::_READERS] for i in range(_READERS)))))
+            sums = list(
+                chain(*pool.map(self._read_parts, (jobs[i::_READERS] for i in range(_READERS))))
+            )
         self._check_sums(sums, length)
-        kept = [(cache.layers[i], group.first) for group in self.header.groups for i in group.layers]
+        kept = [
+            (cache.layers[i], group.first) for group in self.header.groups for i in group.layers
+        ]
         kept = [(layer, layer.first_loaded(first, length)) for layer, first in kept]
         for layer, first in kept if repeat > 1 else ():
             for states in layer.free_views(rows, first, length):
@@ -197,12 +231,16 @@ class CacheFile:
         for layer, first in kept:
             layer.fill(rows, first, length)
 
-    def _parts(self, cache: AllocatedCache, rows: int, length: int, repeat: int) -> Iterator[LayerStates]:
+    def _parts(
+        self, cache: AllocatedCache, rows: int, length: int, repeat: int
+    ) -> Iterator[LayerStates]:
         for group, entries in zip(self.header.groups, self.header.pairs(), strict=True):
             for i, layer_idx in enumerate(group.layers):
                 layer = cache.layers[layer_idx]
                 first = layer.first_loaded(group.first, length)
-                for entry, states in zip(entries, layer.free_views(rows, first, length), strict=True):
+                for entry, states in zip(
+                    entries, layer.free_views(rows, first, length), strict=True
+                ):
                     yield LayerStates(entry, i, layer_idx, states[::repeat], first - group.first)
 
     def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
@@ -230,15 +268,18 @@ class CacheFile:
             tensor, position = wrong.nonzero()[0].tolist()
             name = self.header.entries()[1 + tensor].name
             raise ValueError(
-                f"{self.path} cannot be loaded: {name} does not have its checksum at position {position}. The file is "
-                "damaged: copy it again, or read the text again and save it."
+                f"{self.path} cannot be loaded: {name} does not have its checksum at position "
+                f"{position}. The file is damaged: copy it again, or read the text again and save "
+                "it."
             )
 
 
 # --- saving
 
 
-def header_of(cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None) -> Header:
+def header_of(
+    cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None
+) -> Header:
     """The header of a file with the first positions of a cache, as many as there are tokens [B, n]."""
     groups, padding = _file_groups(cache, tokens.shape[1]), _left_padding(tokens, mask)
     windows = [layer.sliding_window for layer in cache.layers]
@@ -252,12 +293,16 @@ def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Head
     path = Path(path)
     _check_place(path)
     parts = [
-        LayerStates(entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : entry.shape[3]])
+        LayerStates(
+            entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : entry.shape[3]]
+        )
         for group, entries in zip(header.groups, header.pairs(), strict=True)
         for entry, name in zip(entries, ("keys", "values"), strict=True)
         for i, layer_idx in enumerate(group.layers)
     ]
-    sums = header.add_up([(part.entry, part.checksums(part.pieces())) for part in parts], header.num_tokens)
+    sums = header.add_up(
+        [(part.entry, part.checksums(part.pieces())) for part in parts], header.num_tokens
+    )
     checksums = sums.numpy().tobytes()
     start = header.encode(checksums)
     with atomic_writer(path) as file:
@@ -275,13 +320,15 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
     if any(layer.was_assigned for layer in cache.layers):
         known = None
     if (ids := known if tokens is None else tokens) is None:
-        raise ValueError("The ids of the cached tokens are not known: pass them as tokens=... [batch, tokens].")
+        raise ValueError(
+            "The ids of the cached tokens are not known: pass them as tokens=... [batch, tokens]."
+        )
     ids = (ids[None] if ids.ndim == 1 else ids)[:, :length].cpu()
     is_integer = not (ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool)
     if ids.ndim != 2 or len(ids) != rows or not is_integer:
         raise ValueError(
-            f"tokens are {list(ids.shape)} {ids.dtype}, and the cache holds {rows} rows of {length} tokens. Pass the "
-            "ids that `generate` returned."
+            f"tokens are {list(ids.shape)} {ids.dtype}, and the cache holds {rows} rows of "
+            f"{length} tokens. Pass the ids that `generate` returned."
         )
     if ids.shape[1] == 0:
         raise ValueError("There are no tokens to save.")
@@ -289,32 +336,46 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
     if bool((ids < 0).any()):
         row, position = (ids < 0).nonzero()[0].tolist()
         raise ValueError(
-            f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. Ids are 0 or more: "
-            "pass those of a tokenizer. Left padding has any of them, and attention_mask tells where it is."
+            f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. "
+            "Ids are 0 or more: pass those of a tokenizer. Left padding has any of them, and "
+            "attention_mask tells where it is."
         )
     common = 0 if known is None else min(known.shape[1], ids.shape[1])
-    if known is not None and len(known) == rows and not torch.equal(ids[:, :common], known[:, :common].cpu()):
-        raise ValueError("The tokens are not those that the cache was computed from. Pass what `generate` returned.")
+    if (
+        known is not None
+        and len(known) == rows
+        and not torch.equal(ids[:, :common], known[:, :common].cpu())
+    ):
+        raise ValueError(
+            "The tokens are not those that the cache was computed from. Pass what `generate` "
+            "returned."
+        )
     return ids
 
 
 def _check_kinds(cache: AllocatedCache, what: str) -> None:
     for layer_idx, layer in enumerate(cache.layers):
         if type(layer) is not StaticContiguousLayer:
-            raise ValueError(f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be {what} yet.")
+            raise ValueError(
+                f"Layer {layer_idx} is a {type(layer).__name__}, which cannot be {what} yet."
+            )
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """The positions before the first token of each batch row, from a mask [B, m] of the prompt or of all tokens."""
+    """The positions before the first token of each batch row, from a mask [B, m] of the prompt or
+    of all tokens.
+    """
     if mask is None:
         return [0] * len(tokens)
     mask = mask[:, : tokens.shape[1]].cpu().bool()
     starts = (~mask).sum(1)
-    is_left = len(mask) == len(tokens) and torch.equal(mask, torch.arange(mask.shape[1]) >= starts[:, None])
+    is_left = len(mask) == len(tokens) and torch.equal(
+        mask, torch.arange(mask.shape[1]) >= starts[:, None]
+    )
     if not is_left or int(starts.max()) == tokens.shape[1]:
         raise ValueError(
-            f"attention_mask is {list(mask.shape)}, and the tokens are {list(tokens.shape)}: it must have their rows, "
-            "0 under left padding and 1 after it."
+            f"attention_mask is {list(mask.shape)}, and the tokens are {list(tokens.shape)}: it "
+            "must have their rows, 0 under left padding and 1 after it."
         )
     return [int(start) for start in starts]
 
@@ -323,19 +384,26 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
     """The groups of the cache as a file describes them, or a `ValueError` for what cannot be saved."""
     found: dict[tuple[int, int], tuple[StorageGroup, list[int]]] = {}
     for layer_idx, layer in enumerate(cache.layers):
-        if layer.group is None or layer.used() != [(cache.layers[0].batch_size, cache.layers[0].length)]:
-            raise ValueError(f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be saved.")
+        if layer.group is None or layer.used() != [
+            (cache.layers[0].batch_size, cache.layers[0].length)
+        ]:
+            raise ValueError(
+                f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be "
+                "saved."
+            )
         if (fewest := layer.length - layer.num_croppable) > length:
             raise ValueError(
-                f"Layer {layer_idx} keeps the positions from {layer.oldest} on, too few for the first {length} of "
-                f"{layer.length} tokens. Save at least {fewest}."
+                f"Layer {layer_idx} keeps the positions from {layer.oldest} on, too few for the "
+                f"first {length} of {layer.length} tokens. Save at least {fewest}."
             )
         found.setdefault((id(layer.group), layer.oldest), (layer.group, []))[1].append(layer_idx)
     groups = []
     for (_, first), (storage, layers) in found.items():
         dtypes = _name(storage.keys.dtype), _name(storage.values.dtype)
         if unknown := [name for name in dtypes if name not in DTYPES]:
-            raise ValueError(f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}.")
+            raise ValueError(
+                f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}."
+            )
         groups.append(FileGroup(layers, storage.shape.of_a_token, dtypes, first))
     return groups
 
@@ -354,13 +422,20 @@ def _check_place(path: Path) -> None:
         raise IsADirectoryError(f"{path} is a folder: give the name of a file in it.")
     if not path.parent.is_dir():
         folder = str(path.parent)
-        raise FileNotFoundError(f"There is no folder {folder}: make it first, with os.makedirs({folder!r}).")
+        raise FileNotFoundError(
+            f"There is no folder {folder}: make it first, with os.makedirs({folder!r})."
+        )
 
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block is done: at every moment there is the old one or the new."""
-    temporary = path.with_name(f".hf_static_kv.{secrets.token_hex(8)}.tmp")  # a longer one may not fit
+    """A file that takes the place of `path` when the block is done:
+
+    at every moment there is the old one or the new.
+    """
+    temporary = path.with_name(
+        f".hf_static_kv.{secrets.token_hex(8)}.tmp"
+    )  # a longer one may not fit
     try:
         opened = open(temporary, "xb")  # noqa: SIM115
     except OSError as error:
@@ -370,7 +445,9 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         with opened as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # before the name is there: a power cut would leave a name without its bytes
+            os.fsync(
+                file.fileno()
+            )  # before the name is there: a power cut would leave a name without its bytes
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)

@@ -1,7 +1,8 @@
 """A cache of two parts: keys and values by position, and the recurrent states of hybrid models.
 
-A step has ended when every layer has taken part. A state is changed in place and cannot go back, so a pass that failed
-on the way leaves states of two moments: the cache then refuses everything but `reset`.
+A step has ended when every layer has taken part. A state is changed in place and cannot go back, so
+a pass that failed on the way leaves states of two moments: the cache then refuses everything but
+`reset`.
 """
 
 import copy
@@ -26,11 +27,17 @@ Moment = tuple[int, States, list[list[Tensor]]]
 
 
 class UnfinishedPass(ValueError):
-    """A pass of `generate` in which some layers took no part, though nothing failed: the model skips them."""
+    """A pass of `generate` in which some layers took no part, though nothing failed:
+
+    the model skips them.
+    """
 
 
 class HybridCache(AllocatedCache):
-    """Knows which layers have taken part in a step, and what becomes of their states. See `StaticContiguousCache`."""
+    """Knows which layers have taken part in a step, and what becomes of their states.
+
+    See `StaticContiguousCache`.
+    """
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._written: set[int] = set()  # the layers that have written keys in the step in progress
@@ -48,14 +55,25 @@ class HybridCache(AllocatedCache):
 
     def _complete_if_all_took_part(self, layer_idx: int) -> None:
         parts = (self._written, self._indexed, self._moved)
-        is_complete = tuple(map(len, parts)) == (self._num_writers, self._num_indexes, self._num_movers)
+        is_complete = tuple(map(len, parts)) == (
+            self._num_writers,
+            self._num_indexes,
+            self._num_movers,
+        )
         self._last_layer = layer_idx if is_complete else None
         if is_complete:
             self._complete_step()
 
     def _take_part(self, layer_idx: int | None) -> None:
-        """A layer reads or changes its state. What the last layer of a step does next belongs to the same step."""
-        if layer_idx is None or layer_idx == self._last_layer or not self._plans[layer_idx].num_states:
+        """A layer reads or changes its state.
+
+        What the last layer of a step does next belongs to the same step.
+        """
+        if (
+            layer_idx is None
+            or layer_idx == self._last_layer
+            or not self._plans[layer_idx].num_states
+        ):
             return
         self._refuse_broken()
         self._moved.add(layer_idx)
@@ -69,12 +87,15 @@ class HybridCache(AllocatedCache):
     def unfinished_pass(self) -> UnfinishedPass:
         """The error that names the layers which the last pass left out."""
         missing = {i for i, plan in enumerate(self._plans) if plan.has_keys} - self._written
-        missing |= {i for i, plan in enumerate(self._plans) if plan.index_shape is not None} - self._indexed
+        missing |= {
+            i for i, plan in enumerate(self._plans) if plan.index_shape is not None
+        } - self._indexed
         missing |= {i for i, plan in enumerate(self._plans) if plan.num_states} - self._moved
         return UnfinishedPass(
-            f"Layers {sorted(missing)} of {len(self.layers)} did not run in the last forward pass, so its tokens are "
-            f"not in the cache, which holds {self.get_seq_length()}. A model that skips layers needs transformers' own "
-            "cache: leave `past_key_values` out, or pass DynamicCache(config=model.config)."
+            f"Layers {sorted(missing)} of {len(self.layers)} did not run in the last forward "
+            f"pass, so its tokens are not in the cache, which holds {self.get_seq_length()}. A "
+            "model that skips layers needs transformers' own cache: leave `past_key_values` out, "
+            "or pass DynamicCache(config=model.config)."
         )
 
     def refuse_unfinished(self) -> None:
@@ -92,8 +113,9 @@ class HybridCache(AllocatedCache):
     def _refuse_broken(self) -> None:
         if self._is_broken:
             raise RuntimeError(
-                "The last forward pass failed when some layers had changed their recurrent state, which cannot go "
-                "back: the cache holds no sequence that could go on. Call reset() and compute the sequence again."
+                "The last forward pass failed when some layers had changed their recurrent "
+                "state, which cannot go back: the cache holds no sequence that could go on. Call "
+                "reset() and compute the sequence again."
             )
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -104,7 +126,9 @@ class HybridCache(AllocatedCache):
             self._refuse_moved_states()
         return super().get_mask_sizes(query_length, layer_idx)
 
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+    def has_previous_state(
+        self, layer_idx: int | None = None, state_idx: int | None = None
+    ) -> bool:
         self._take_part(layer_idx)
         return super().has_previous_state(layer_idx, state_idx)
 
@@ -116,7 +140,9 @@ class HybridCache(AllocatedCache):
         self._take_part(layer_idx)
         return super().get_recurrent_state(layer_idx, state_idx)
 
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+    ) -> Tensor:
         self._take_part(layer_idx)
         forget_other_shapes(self.layers[layer_idx], state_idx, conv_states)
         with _as_storage():
@@ -130,7 +156,9 @@ class HybridCache(AllocatedCache):
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     def shared(self) -> Any:
-        """A cache of the same sequences in the same storage, with lengths and recurrent states of its own."""
+        """A cache of the same sequences in the same storage, with lengths and recurrent states of
+        its own.
+        """
         cache = type(self).__new__(type(self))
         groups = {id(group): group.shared() for group in self._groups}
         layers = [copy.copy(layer) for layer in self.layers]
@@ -144,7 +172,10 @@ class HybridCache(AllocatedCache):
         return cache
 
     def moment(self) -> Moment:
-        """What `return_to` needs to come back here: the length, and copies of what longer sequences overwrite."""
+        """What `return_to` needs to come back here:
+
+        the length, and copies of what longer sequences overwrite.
+        """
         newest = [layer.newest() for layer in self.kv_layers]
         return int(self.get_seq_length()), copies_of(self.stateful_layers), newest
 
@@ -158,7 +189,9 @@ class HybridCache(AllocatedCache):
         self._is_broken = False
 
     def _end_step(self, end: Any = StaticContiguousLayer.discard) -> None:
-        """Discard what the layers have written, or commit it, or reset them; no step is in progress then."""
+        """Discard what the layers have written, or commit it, or reset them; no step is in progress
+        then.
+        """
         for layer in self.kv_layers:
             end(layer)
         for took_part in (self._written, self._indexed, self._moved):
@@ -167,10 +200,13 @@ class HybridCache(AllocatedCache):
     def _crop_states(self, tokens_to_remove: int) -> None:
         moved = [layer for layer in self.stateful_layers if any(layer.has_previous_state.values())]
         recorded = [layer for layer in moved if layer.record_past]  # as assisted decoding asks for
-        if tokens_to_remove < 0 and not all(layer.record_past and layer.is_croppable for layer in moved):
+        if tokens_to_remove < 0 and not all(
+            layer.record_past and layer.is_croppable for layer in moved
+        ):
             raise ValueError(
-                f"crop({tokens_to_remove}): {len(moved)} of {len(self.layers)} layers keep a recurrent state, which "
-                "cannot go back to an earlier token. Call reset() and compute the shorter sequence."
+                f"crop({tokens_to_remove}): {len(moved)} of {len(self.layers)} layers keep a "
+                "recurrent state, which cannot go back to an earlier token. Call reset() and "
+                "compute the shorter sequence."
             )
         for layer in recorded:
             LinearAttentionLayer.crop(layer, tokens_to_remove)
@@ -182,5 +218,7 @@ class HybridCache(AllocatedCache):
 
 
 def _as_storage() -> Any:
-    """Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks."""
+    """Tensors made in inference mode cannot be written outside of it, and a cache outlives such
+    blocks.
+    """
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

@@ -1,4 +1,7 @@
-"""Layers of sparse attention: keys and values, and the keys of an index that selects the tokens to attend to."""
+"""Layers of sparse attention:
+
+keys and values, and the keys of an index that selects the tokens to attend to.
+"""
 
 import copy
 from typing import Any
@@ -9,9 +12,11 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 
 
 class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values, and the index keys of the same tokens in a layer of its own: of one head, without values.
+    """Keys and values, and the index keys of the same tokens in a layer of its own: of one head,
+    without values.
 
-    `StaticContiguousCache` treats both alike; a pass writes them in any order. Names as in transformers' own layer.
+    `StaticContiguousCache` treats both alike; a pass writes them in any order. Names as in
+    transformers' own layer.
     """
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
@@ -32,8 +37,14 @@ class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # i
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions [P, B, length] that a model keeps here for its index (Qwen4); None where there are none."""
-        return self._positions[..., : self.length] if self._positions is not None and self.length else None
+        """Positions [P, B, length] that a model keeps here for its index (Qwen4); None where there
+        are none.
+        """
+        return (
+            self._positions[..., : self.length]
+            if self._positions is not None and self.length
+            else None
+        )
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:

@@ -1,4 +1,7 @@
-"""One layer of the cache: checks new states, writes them after its tokens, returns views; crops, takes assignments."""
+"""One layer of the cache:
+
+checks new states, writes them after its tokens, returns views; crops, takes assignments.
+"""
 
 from typing import Any
 
@@ -12,11 +15,13 @@ from hf_static_kv.cache.storage import LayerShape, allocate_groups
 
 
 class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its storage.
+    """Keys and values of one layer, in the first `length` of `max_cache_len` positions of its
+    storage.
 
-    A `StaticContiguousCache` gives each layer a part of its shared storage and moves all lengths together when a step
-    is complete: `write` leaves the new tokens `pending`, `commit` appends them, `discard` drops them. In a layer that
-    is used alone, `update` does both. `LayerSlots` has the drawing of a compact layer.
+    A `StaticContiguousCache` gives each layer a part of its shared storage and moves all lengths
+    together when a step is complete: `write` leaves the new tokens `pending`, `commit` appends
+    them, `discard` drops them. In a layer that is used alone, `update` does both. `LayerSlots` has
+    the drawing of a compact layer.
 
     ```
     position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
@@ -28,12 +33,19 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     is_croppable = True
 
-    def __init__(self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False) -> None:
+    def __init__(
+        self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False
+    ) -> None:
         LayerSlots.__init__(self, max_cache_len, sliding_window, is_compact)
         self.pending = 0
-        self._tail: list[Tensor] = []  # keys and values that `commit` keeps of a step that is longer than the storage
-        self.was_assigned = self._had_grad = False  # since the last reset: keys or values; states that require grad
-        # After `layer.keys = ...` alone {"values": (batch, length)}, as values still are; after `values`, of keys.
+        self._tail: list[
+            Tensor
+        ] = []  # keys and values that `commit` keeps of a step that is longer than the storage
+        self.was_assigned = self._had_grad = (
+            False  # since the last reset: keys or values; states that require grad
+        )
+        # After `layer.keys = ...` alone {"values": (batch, length)}, as values still are; after
+        # `values`, of keys.
         self._old_half: dict[str, tuple[int, int]] = {}
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
 
@@ -43,17 +55,27 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate storage for this layer alone; the layers of a cache use shared storage instead."""
-        shape = LayerShape.of(key_states, value_states, self.sliding_window if self.is_compact else None)
+        shape = LayerShape.of(
+            key_states, value_states, self.sliding_window if self.is_compact else None
+        )
         members = (shape, key_states.device, [0])
         dtypes = key_states.dtype, value_states.dtype
-        self.use_storage(allocate_groups([members], self.max_cache_len, len(key_states), dtypes)[0], index=0)
+        self.use_storage(
+            allocate_groups([members], self.max_cache_len, len(key_states), dtypes)[0], index=0
+        )
 
     def used(self) -> list[tuple[int, int]]:
-        """(batch rows, slots at most) of the storage that hold tokens, pending tokens or half an assignment."""
+        """(batch rows, slots at most) of the storage that hold tokens, pending tokens or half an
+        assignment.
+        """
         return [(self.batch_size, self.length + self.pending), *self._old_half.values()]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Append the states and return the views that attention reads, for a layer that is used alone."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Append the states and return the views that attention reads, for a layer that is used
+        alone.
+        """
         self.check(key_states, value_states, has_storage=self.is_initialized)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -62,7 +84,9 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         return views
 
     def check(self, key_states: Tensor, value_states: Tensor, has_storage: bool = True) -> None:
-        """Refuse states that cannot be written; `has_storage=False` compares nothing with the storage."""
+        """Refuse states that cannot be written; `has_storage=False` compares nothing with the
+        storage.
+        """
         size, value_size = key_states.shape, value_states.shape
         if len(size) != 4 or len(value_size) != 4 or size[:3] != value_size[:3]:
             raise ValueError(
@@ -71,55 +95,79 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             )
         device = key_states.device
         if device != value_states.device:
-            raise ValueError(f"key_states are on {device} and value_states on {value_states.device}: move one of them.")
+            raise ValueError(
+                f"key_states are on {device} and value_states on {value_states.device}: move one "
+                "of them."
+            )
         batch_size, heads, tokens, head_dim = size
         if not 0 < tokens <= self.max_cache_len - self.length:
             self._refuse_tokens(tokens)
         if not has_storage:
             return
         shape = self.shape
-        if (heads, head_dim, value_size[3]) != (shape.num_kv_heads, shape.key_head_dim, shape.value_head_dim):
+        if (heads, head_dim, value_size[3]) != (
+            shape.num_kv_heads,
+            shape.key_head_dim,
+            shape.value_head_dim,
+        ):
             raise ValueError(
-                f"The states have {LayerShape.of(key_states, value_states)}, this layer was allocated for {shape}. "
-                "Build the cache with the config of the model that runs: "
+                f"The states have {LayerShape.of(key_states, value_states)}, this layer was "
+                f"allocated for {shape}. Build the cache with the config of the model that runs: "
                 "`StaticContiguousCache(model.config, max_cache_len)` learns the shape itself."
             )
-        if key_states.dtype != self.dtype or value_states.dtype != self.value_dtype or device != self.device:
+        if (
+            key_states.dtype != self.dtype
+            or value_states.dtype != self.value_dtype
+            or device != self.device
+        ):
             kinds = (key_states.dtype, value_states.dtype, device)
             raise ValueError(
-                f"The states (keys, values) are {kinds}, the storage is {(self.dtype, self.value_dtype, self.device)}: "
-                "nothing is cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes the dtype and "
-                "device of the states, under autocast too; `from_model` takes those of the model."
+                f"The states (keys, values) are {kinds}, the storage is "
+                f"{(self.dtype, self.value_dtype, self.device)}: nothing is cast silently. "
+                "`StaticContiguousCache(model.config, max_cache_len)` takes the dtype and device "
+                "of the states, under autocast too; `from_model` takes those of the model."
             )
         if self.length and batch_size != self.batch_size:
             raise ValueError(
-                f"The states have batch {batch_size}, the cached sequences have batch {self.batch_size}. Call "
-                "reset() to start new ones, or batch_select_indices / batch_repeat_interleave to change the batch."
+                f"The states have batch {batch_size}, the cached sequences have batch "
+                f"{self.batch_size}. Call reset() to start new ones, or batch_select_indices / "
+                "batch_repeat_interleave to change the batch."
             )
         if batch_size > self.max_batch_size:
             raise ValueError(
-                f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch rows. Build the "
-                f"cache with `from_model(model, {self.max_cache_len}, batch_size={batch_size})` (beams count)."
+                f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch "
+                f"rows. Build the cache with `from_model(model, {self.max_cache_len}, "
+                f"batch_size={batch_size})` (beams count)."
             )
 
     def _refuse_tokens(self, tokens: int) -> None:
         if tokens == 0:
-            raise ValueError(f"There are no new tokens: the cache holds {self.length} already. {CONTINUE_OR_RESET}")
+            raise ValueError(
+                f"There are no new tokens: the cache holds {self.length} already. "
+                f"{CONTINUE_OR_RESET}"
+            )
         raise ValueError(
-            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens and cannot take "
-            f"{tokens} more. This pass needs max_cache_len >= {self.length + tokens}. A generation needs prompt + "
-            "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens - 2. "
-            f"`generate` that stops here returns nothing; the cache still holds its {self.length} tokens. Build a "
-            "larger cache, or free positions with crop or reset."
+            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens "
+            f"and cannot take {tokens} more. This pass needs max_cache_len >= "
+            f"{self.length + tokens}. A generation needs prompt + max_new_tokens - 1 positions, "
+            "with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens - 2. "
+            f"`generate` that stops here returns nothing; the cache still holds its {self.length} "
+            "tokens. Build a larger cache, or free positions with crop or reset."
         )
 
     def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries may see."""
-        if torch.is_grad_enabled() and (self._had_grad or key_states.requires_grad or value_states.requires_grad):
+        """Copy checked states [B, H, n, D] after the tokens and return the views that their queries
+        may see.
+        """
+        if torch.is_grad_enabled() and (
+            self._had_grad or key_states.requires_grad or value_states.requires_grad
+        ):
             with torch.no_grad():
                 views = self.write(key_states, value_states)
             self._had_grad = True
-            anchor = torch.empty(0, requires_grad=True)  # for states that require no grad, after some that did
+            anchor = torch.empty(
+                0, requires_grad=True
+            )  # for states that require no grad, after some that did
             return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
         self.batch_size, _, tokens, _ = key_states.shape
         if not self.make_room(tokens):
@@ -131,11 +179,17 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         return self._views(self._first_visible(), self.length + tokens)
 
     def _hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """A step that is longer than the storage: its queries see all of it, `commit` keeps its last positions."""
+        """A step that is longer than the storage:
+
+        its queries see all of it, `commit` keeps its last positions.
+        """
         past = self._views(first := self._first_visible(), self.length)
         views = key_states, value_states
         if first < self.length:
-            views = torch.cat([past[0], key_states], dim=2), torch.cat([past[1], value_states], dim=2)
+            views = (
+                torch.cat([past[0], key_states], dim=2),
+                torch.cat([past[1], value_states], dim=2),
+            )
         self._tail = [states[:, :, -self.num_slots :].clone() for states in views]
         self.pending = key_states.shape[2]
         return views
@@ -153,13 +207,17 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         self.pending, self._tail, self._old_half = 0, [], {}
 
     def newest(self) -> list[Tensor]:
-        """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a full layer."""
+        """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a
+        full layer.
+        """
         if not self.is_compact or self.length == 0:
             return []
         return [states.clone() for states in self._views(self._first_to_keep(), self.length)]
 
     def return_to(self, length: int, newest: list[Tensor]) -> None:
-        """Remove the tokens that were appended since the layer had this length, and these `newest` states."""
+        """Remove the tokens that were appended since the layer had this length, and these `newest`
+        states.
+        """
         self.discard()
         if newest and self.oldest > length - newest[0].shape[2]:  # some of them were dropped
             self.length = length
@@ -168,7 +226,10 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             self.crop(min(0, length - self.length))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(kv_length, kv_offset): the number of keys in the view of the next `query_length` tokens, and the first."""
+        """(kv_length, kv_offset):
+
+        the number of keys in the view of the next `query_length` tokens, and the first.
+        """
         if query_length == 0:  # a model asks for these before it computes any states
             self._refuse_tokens(0)
         first = self._first_visible()
@@ -181,7 +242,10 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         return self.max_cache_len
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. No state moves: the positions before them are still there."""
+        """Remove the last `-tokens_to_remove` tokens.
+
+        No state moves: the positions before them are still there.
+        """
         tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         self.check_crop(tokens_to_remove)
         self.discard()
@@ -195,16 +259,19 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             remedy = f"To keep {tokens_to_remove} of {self.length} tokens, call crop({tokens_to_remove - self.length})."
             if tokens_to_remove >= self.length:
                 remedy = f"There are only {self.length} tokens: nothing to remove."
-            raise ValueError(f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}")
+            raise ValueError(
+                f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}"
+            )
         if -tokens_to_remove > self.length:
             raise ValueError(
-                f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} tokens. "
-                f"Remove at most {self.length}, or call reset()."
+                f"crop({tokens_to_remove}) reaches beyond the start: there are {self.length} "
+                f"tokens. Remove at most {self.length}, or call reset()."
             )
         if self.num_croppable < -tokens_to_remove < self.length:
             raise ValueError(
-                f"crop({tokens_to_remove}): a layer with a window of {self.sliding_window} keeps the positions from "
-                f"{self.oldest} on, of {self.length}. Remove at most {self.num_croppable}, or call reset() and compute "
+                f"crop({tokens_to_remove}): a layer with a window of {self.sliding_window} keeps "
+                f"the positions from {self.oldest} on, of {self.length}. Remove at most "
+                f"{self.num_croppable}, or call reset() and compute "
                 'the shorter sequence. A cache with sliding="full" keeps all positions.'
             )
 
@@ -217,11 +284,12 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     @property
     def keys(self) -> Tensor | None:
-        """The keys [B, H, length, D] of the sequence, a view; None before allocation. Pending tokens are not in it.
+        """The keys [B, H, length, D] of the sequence, a view; None before allocation. Pending
+        tokens are not in it.
 
-        A compact layer has those from position `oldest` on. Assigning replaces them: a prefix of this very view only
-        sets the length (and batch), anything else is copied into the storage; None empties the layer. Assign `values`
-        of the same length as well.
+        A compact layer has those from position `oldest` on. Assigning replaces them: a prefix of
+        this very view only sets the length (and batch), anything else is copied into the storage;
+        None empties the layer. Assign `values` of the same length as well.
         """
         return self._states("keys")
 
@@ -251,7 +319,9 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         self.was_assigned = True
         own = self._assignable(name, states)
         batch_size, length = states.shape[0], states.shape[2]
-        if states.data_ptr() != own.data_ptr() or states.stride() != own.stride():  # no prefix of the own view
+        if (
+            states.data_ptr() != own.data_ptr() or states.stride() != own.stride()
+        ):  # no prefix of the own view
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
             with torch.no_grad():  # the storage stays out of autograd's graph
                 own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
@@ -262,30 +332,42 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         self.pending, self._tail = 0, []
 
     def _assignable(self, name: str, states: Tensor) -> Tensor:
-        """The storage [B, H, S, D] of keys or values from position `oldest` on; refuses states that do not fit in."""
+        """The storage [B, H, S, D] of keys or values from position `oldest` on; refuses states that
+        do not fit in.
+        """
         if self.group is None:
             raise ValueError(
-                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. Write them with "
-                "`cache.update(keys, values, layer_idx)`, or build the cache with `from_model`."
+                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. "
+                "Write them with `cache.update(keys, values, layer_idx)`, or build the cache "
+                "with `from_model`."
             )
         own = self.storage[0 if name == "keys" else 1][:, :, self.oldest - self.offset :]
         kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
         fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2]
-        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2] or kind != own_kind:
+        if (
+            not fits
+            or states.shape[0] > own.shape[0]
+            or states.shape[2] > own.shape[2]
+            or kind != own_kind
+        ):
             raise ValueError(
-                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to {list(own.shape)} "
-                f"{own_kind}. Convert them, or build a larger cache."
+                f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to "
+                f"{list(own.shape)} {own_kind}. Convert them, or build a larger cache."
             )
         if self.oldest and states.shape[2] != self.length - self.oldest:
             raise ValueError(
-                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned {name} have "
-                f"{states.shape[2]} and must have as many. To shorten the sequence call crop."
+                f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned "
+                f"{name} have {states.shape[2]} and must have as many. To shorten the sequence "
+                "call crop."
             )
         return own
 
 
 class _ForwardOnly(torch.autograd.Function):
-    """The views as a function of the states: a backward pass raises, as gradients of older tokens would be missing."""
+    """The views as a function of the states:
+
+    a backward pass raises, as gradients of older tokens would be missing.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *states_and_views: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,6 +376,7 @@ class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            "Gradients cannot flow through a StaticContiguousCache: it is written in place. For training use "
-            "`DynamicCache` or no cache; where no gradients are wanted, wrap the call in `torch.no_grad()`."
+            "Gradients cannot flow through a StaticContiguousCache: it is written in place. For "
+            "training use `DynamicCache` or no cache; where no gradients are wanted, wrap the "
+            "call in `torch.no_grad()`."
         )

@@ -1,4 +1,7 @@
-"""Caches that calls of `generate` take and give back: sized by the call, kept between calls, bounded in bytes."""
+"""Caches that calls of `generate` take and give back:
+
+sized by the call, kept between calls, bounded in bytes.
+"""
 
 import os
 import sys
@@ -31,7 +34,10 @@ from hf_static_kv.cache.storage import free_bytes
 
 _MIN_CAPACITY = 256
 _MAX_FREE = 4  # caches that wait for a call
-_SHARE_OF_GPU, _SHARE_OF_HOST = 0.5, 0.25  # of the free memory of the GPU, of the physical memory of the host
+_SHARE_OF_GPU, _SHARE_OF_HOST = (
+    0.5,
+    0.25,
+)  # of the free memory of the GPU, of the physical memory of the host
 
 
 class NotPooled(Exception):
@@ -45,15 +51,22 @@ class Lease:
     cache: StaticContiguousCache
     kind: Any  # equal for two calls whose states one cache can hold
     planned_bytes: int
-    content: Any = None  # what its states depend on beside the tokens; None: it holds none that another call may use
+    # what its states depend on beside the tokens; None: it holds none that another call may use
+    content: Any = None
     num_reused: int = 0  # tokens of the present call that are not computed again
-    own_users: list[int | None] | None = None  # of the storage, without its caller's; None: no caller was given it
+    own_users: list[int | None] | None = (
+        None  # of the storage, without its caller's; None: no caller was given it
+    )
 
     @property
     def storage_users(self) -> list[int | None]:
         """How many tensors share each tensor of the storage."""
         groups = self.cache.storage_groups
-        return [compat.storage_users(tensor) for group in groups for tensor in (group.keys, group.values)]
+        return [
+            compat.storage_users(tensor)
+            for group in groups
+            for tensor in (group.keys, group.values)
+        ]
 
     @property
     def num_bytes(self) -> int:
@@ -79,25 +92,31 @@ class Lease:
 class CachePool:
     """Caches that calls take and give back.
 
-    A capacity is rounded up to a power of two, so that calls of like size share storage and captured steps;
-    `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches together; by default it is half of
-    the free memory of a GPU, or a quarter of the memory of the host. A call that may need more begins with less, and
-    its cache grows as the tokens come. The least recently used of the free caches goes first. `store` has prefixes of
-    earlier processes.
+    A capacity is rounded up to a power of two, so that calls of like size share storage and
+    captured steps; `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches
+    together; by default it is half of the free memory of a GPU, or a quarter of the memory of the
+    host. A call that may need more begins with less, and its cache grows as the tokens come. The
+    least recently used of the free caches goes first. `store` has prefixes of earlier processes.
 
-    The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the others waiting. So
-    they agree once on the least of their bounds. All else follows from numbers that they share.
+    The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the
+    others waiting. So they agree once on the least of their bounds. All else follows from numbers
+    that they share.
     """
 
     def __init__(
-        self, max_cache_len: int | None = None, max_bytes: int | None = None, store: PrefixStore | None = None
+        self,
+        max_cache_len: int | None = None,
+        max_bytes: int | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         self.max_cache_len, self.max_bytes, self.store = max_cache_len, max_bytes, store
         self.free: list[Lease] = []  # least recently used first
         self.lent: list[Lease] = []
         self.taken: list[Lease] = []  # whose storage the callers of earlier calls may still use
         self.hits = self.reused_tokens = 0
-        self.last: weakref.ref[Lease] | None = None  # what the last call has kept, unless it was evicted
+        self.last: weakref.ref[Lease] | None = (
+            None  # what the last call has kept, unless it was evicted
+        )
         self._lock = Lock()
 
     @property
@@ -106,10 +125,11 @@ class CachePool:
 
     @contextmanager
     def cache_for(self, request: Request, content: Any = None) -> Iterator[StaticContiguousCache]:
-        """A cache for one call: empty, or with a prefix of its prompt where a free cache has the same `content`.
+        """A cache for one call: empty, or with a prefix of its prompt where a free cache has the
+        same `content`.
 
-        It goes back to the pool, after `hand_over` once its caller has dropped it. A call that returns its cache in any
-        other way keeps it. Raises `NotPooled`.
+        It goes back to the pool, after `hand_over` once its caller has dropped it. A call that
+        returns its cache in any other way keeps it. Raises `NotPooled`.
         """
         self.last = None
         lease = self._take(request, content)
@@ -130,9 +150,11 @@ class CachePool:
                     self._keep(lease)
 
     def hand_over(self, output: Any) -> Any:
-        """What a call returns, with a cache for the caller in the place of a lent one: on the same storage.
+        """What a call returns, with a cache for the caller in the place of a lent one: on the same
+        storage.
 
-        The lent one stays, with its captured steps. It serves another call when nobody else uses its storage.
+        The lent one stays, with its captured steps. It serves another call when nobody else uses
+        its storage.
         """
         cache = getattr(output, "past_key_values", None)
         lease = self.lease_of(cache)
@@ -153,9 +175,13 @@ class CachePool:
             lease.num_reused += lease.cache.seq_len - before
 
     def save(self, model: PreTrainedModel, content: Any, input_ids: Tensor | None) -> Path:
-        """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to the store."""
+        """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to
+        the store.
+        """
         if self.store is None:
-            raise ValueError("There is no folder to save to: call attach(model, reuse_prefix=folder).")
+            raise ValueError(
+                "There is no folder to save to: call attach(model, reuse_prefix=folder)."
+            )
         if input_ids is not None and input_ids.ndim == 1:
             input_ids = input_ids[None]
         with self._lock:
@@ -163,14 +189,18 @@ class CachePool:
             ids = input_ids if input_ids is not None or last is None else last.cache.known_ids
             if ids is None:
                 raise ValueError(
-                    "Nothing is kept of a last call: call generate with input_ids alone (no padding, no beams, no "
-                    "return_dict_in_generate, within max_bytes), or name tokens of an earlier call: save(input_ids)."
+                    "Nothing is kept of a last call: call generate with input_ids alone (no "
+                    "padding, no beams, no return_dict_in_generate, within max_bytes), or name "
+                    "tokens of an earlier call: save(input_ids)."
                 )
             kept = [lease for lease in self.free if lease.content == content]
             held = {lease: lease.num_held(ids) for lease in kept}
             lease = max(kept, key=lambda lease: held[lease], default=None)
             if lease is None or not held[lease]:
-                raise ValueError("No cache holds these tokens: call generate with them, on the model as it is now.")
+                raise ValueError(
+                    "No cache holds these tokens: call generate with them, on the model as it is "
+                    "now."
+                )
             self.free.remove(lease)
             self.lent.append(lease)
         try:
@@ -208,7 +238,9 @@ class CachePool:
             self.free.append(lease)
 
     def _with_prefix(self, request: Request, content: Any, kind: Any) -> Lease | None:
-        """The free cache with the longest prefix of the prompt, if that is half of the prompt or half of its tokens."""
+        """The free cache with the longest prefix of the prompt, if that is half of the prompt or
+        half of its tokens.
+        """
         if content is None:
             return None
         alike = [lease for lease in self.free if lease.content == content and lease.kind == kind]
@@ -217,14 +249,21 @@ class CachePool:
         length = 0 if lease is None else lengths[lease]
         if num_ranks(request.model) > 1:
             length = least(request.model, length)
-        if lease is None or length == 0 or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1):
+        if (
+            lease is None
+            or length == 0
+            or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1)
+        ):
             return None  # two chats with the same beginning keep a cache each
         lease.cache.crop(length - lease.cache.seq_len)
         lease.num_reused = length
         return lease
 
     def _free_lease(self, request: Request, kind: Any) -> Lease | None:
-        """The smallest free cache that serves the call. Kept tokens are given up only when there are enough caches."""
+        """The smallest free cache that serves the call.
+
+        Kept tokens are given up only when there are enough caches.
+        """
         rows, length = len(request.input_ids), request.max_positions
         serving = [
             lease
@@ -234,7 +273,9 @@ class CachePool:
             and length <= lease.cache.max_cache_len
             and (lease.content is None or len(self.free) >= _MAX_FREE)
         ]
-        lease = min(serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None)
+        lease = min(
+            serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None
+        )
         if lease is not None:
             lease.cache.reset()
         return lease
@@ -246,7 +287,9 @@ class CachePool:
         config, dtype, ranks = model.config, model.dtype, num_ranks(model)
 
         def num_bytes(length: int) -> int:
-            return cache_bytes(config, length, rows, dtype, sliding=sliding, tp=ranks, tp_plan=model.tp_plan)
+            return cache_bytes(
+                config, length, rows, dtype, sliding=sliding, tp=ranks, tp_plan=model.tp_plan
+            )
 
         try:
             sliding = _sliding(model, capacity)
@@ -258,11 +301,14 @@ class CachePool:
             self.max_bytes = least(model, self._bound(compute_device(model)))
         bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
         if wanted_bytes > bound:
-            capacity = bisect_right(range(1, capacity), bound, key=num_bytes)  # the longest that fits
+            capacity = bisect_right(
+                range(1, capacity), bound, key=num_bytes
+            )  # the longest that fits
         if capacity < request.prompt_length:
             raise NotPooled(
                 f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
-                f"{num_bytes(request.prompt_length):,} bytes of cache, and {max(0, bound):,} of max_bytes are left"
+                f"{num_bytes(request.prompt_length):,} bytes of cache, and {max(0, bound):,} of "
+                "max_bytes are left"
             )
         planned_bytes = num_bytes(capacity)
         self._evict(bound - planned_bytes, _MAX_FREE - 1)
@@ -277,11 +323,17 @@ class CachePool:
             lease.cache.reset()
         else:
             self.last = weakref.ref(lease)
-        if not lease.cache.is_allocated:  # its first pass failed; the rest would have the rows of another call
+        if (
+            not lease.cache.is_allocated
+        ):  # its first pass failed; the rest would have the rows of another call
             return
         (self.free if lease.own_users is None else self.taken).append(lease)
         has_grown = lease.num_bytes > lease.planned_bytes
-        bound = self._bound(lease.cache.kv_layers[0].device) if self.max_bytes is not None or has_grown else sys.maxsize
+        bound = (
+            self._bound(lease.cache.kv_layers[0].device)
+            if self.max_bytes is not None or has_grown
+            else sys.maxsize
+        )
         self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:

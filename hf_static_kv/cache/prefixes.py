@@ -42,15 +42,19 @@ class _Prefix(NamedTuple):
 
 
 class PrefixStore:
-    """A folder of cache files for `attach(model, reuse_prefix=...)`. Processes and models may share it.
+    """A folder of cache files for `attach(model, reuse_prefix=...)`. Processes and models may share
+    it.
 
-    `max_bytes` bounds the files that `add` has written, by default a quarter of the disk's free space; the least
-    recently used go first. Other files of the folder are read, and never removed or touched.
+    `max_bytes` bounds the files that `add` has written, by default a quarter of the disk's free
+    space; the least recently used go first. Other files of the folder are read, and never removed
+    or touched.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         if not isinstance(folder, str | os.PathLike) or folder == "":
-            raise ValueError(f"folder={folder!r}: give the path of a folder ('.' is the current one).")
+            raise ValueError(
+                f"folder={folder!r}: give the path of a folder ('.' is the current one)."
+            )
         if max_bytes is not None:
             check_positive(max_bytes=max_bytes)
         self.folder, self.max_bytes = Path(folder), max_bytes
@@ -63,12 +67,18 @@ class PrefixStore:
         self._lock = Lock()
         self._identity: tuple[Any, ModelIdentity] | None = None
 
-    def fill(self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, content: Any) -> None:
-        """Put the longest saved prefix of the prompt [B, n] into the cache, if it holds less than half of that.
+    def fill(
+        self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, content: Any
+    ) -> None:
+        """Put the longest saved prefix of the prompt [B, n] into the cache, if it holds less than
+        half of that.
 
-        `content` is equal for two calls of a model that has not changed. At least one token is left to compute.
+        `content` is equal for two calls of a model that has not changed. At least one token is left
+        to compute.
         """
-        if torch.is_autocast_enabled(model.device.type):  # the states have another dtype than the model
+        if torch.is_autocast_enabled(
+            model.device.type
+        ):  # the states have another dtype than the model
             return
         with self._lock:
             if self._identity is None or self._identity[0] != content:
@@ -92,7 +102,11 @@ class PrefixStore:
                     return
                 cache.fill(file, model, length, len(ids) // file.header.num_rows)
             _touch(path)
-        except (OSError, ValueError, RuntimeError) as reason:  # removed by another process, damaged, out of memory
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ) as reason:  # removed by another process, damaged, out of memory
             cache.reset()
             if isinstance(reason, RuntimeError) and not is_out_of_memory(reason):
                 raise
@@ -108,8 +122,9 @@ class PrefixStore:
         bound = self._bound(own)
         if size > bound:  # before others are removed in its favour
             raise ValueError(
-                f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not saved. Pass "
-                "PrefixStore(folder, max_bytes=...) with a larger bound, or save fewer tokens."
+                f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not "
+                "saved. Pass PrefixStore(folder, max_bytes=...) with a larger bound, or save "
+                "fewer tokens."
             )
         name = blake2b(f"{header.model} {header.tokens}".encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}.safetensors"
@@ -124,16 +139,27 @@ class PrefixStore:
         return path
 
     def _longest(self, identity: ModelIdentity, ids: Tensor) -> tuple[Path | None, int]:
-        """The file with the most tokens of the prompt, and how many. A file of one row serves every number of rows."""
+        """The file with the most tokens of the prompt, and how many.
+
+        A file of one row serves every number of rows.
+        """
         self._refresh()
         ids, best, longest = ids.cpu(), None, 0
         for name, prefix in self._index.items():
-            if prefix.model is None or name in self._unusable or len(prefix.tokens) not in (1, len(ids)):
+            if (
+                prefix.model is None
+                or name in self._unusable
+                or len(prefix.tokens) not in (1, len(ids))
+            ):
                 continue
             length = min(prefix.tokens.shape[1], ids.shape[1] - 1)
             is_common = (prefix.tokens[:, :length] == ids[:, :length]).all(dim=0)
             common = int(is_common.cumprod(dim=0).sum())
-            if common <= longest or common < prefix.min_tokens or prefix.model.attention != identity.attention:
+            if (
+                common <= longest
+                or common < prefix.min_tokens
+                or prefix.model.attention != identity.attention
+            ):
                 continue
             if identity.difference(prefix.model) is None:
                 best, longest = self.folder / name, common
@@ -156,7 +182,9 @@ class PrefixStore:
             with CacheFile(path) as opened:
                 header = opened.header
                 is_padded = any(header.left_padding)
-                return _Prefix(file, opened.tokens, None if is_padded else header.model, header.min_tokens)
+                return _Prefix(
+                    file, opened.tokens, None if is_padded else header.model, header.min_tokens
+                )
         except FileNotFoundError:  # another process has removed it
             return None
         except OSError as reason:  # not ours to read, for now
@@ -210,7 +238,10 @@ class PrefixStore:
 
 
 def _touch(path: Path) -> None:
-    """Mark a file of `add` as used now. One that may be read and not touched is used all the same."""
+    """Mark a file of `add` as used now.
+
+    One that may be read and not touched is used all the same.
+    """
     if _OWN_NAME.fullmatch(path.name):
         with suppress(OSError):
             os.utime(path)

@@ -1,7 +1,9 @@
-"""The ranks of a tensor-parallel model. Where one of them decides alone, the others wait for it for ever.
+"""The ranks of a tensor-parallel model. Where one of them decides alone, the others wait for it for
+ever.
 
-Every pass of such a model sums parts over all ranks. So what a rank alone can know (its free memory, an allocation that
-failed) is made known to all before any of them goes on. `least` and `on_all_ranks` must be reached by every rank.
+Every pass of such a model sums parts over all ranks. So what a rank alone can know (its free
+memory, an allocation that failed) is made known to all before any of them goes on. `least` and
+`on_all_ranks` must be reached by every rank.
 """
 
 from collections.abc import Callable
@@ -44,7 +46,8 @@ def least(model: Any, number: int) -> int:
 
 
 def on_all_ranks(model: Any, allocate: Callable[[], _Result]) -> _Result:
-    """What `allocate()` returns. Where one rank is out of memory, all raise `OutOfMemoryOnAllRanks`.
+    """What `allocate()` returns. Where one rank is out of memory, all raise
+    `OutOfMemoryOnAllRanks`.
 
     `model` may be the part of a model that runs, or None where none does.
     """
@@ -60,13 +63,18 @@ def on_all_ranks(model: Any, allocate: Callable[[], _Result]) -> _Result:
     if least(model, int(error is None)):
         return result  # type: ignore[return-value]
     del result  # the traceback keeps this frame alive
-    raise OutOfMemoryOnAllRanks(str(error or "Another rank is out of memory for the cache.")) from error
+    raise OutOfMemoryOnAllRanks(
+        str(error or "Another rank is out of memory for the cache.")
+    ) from error
 
 
 def _group(model: Any) -> Any:
     """The processes that share its heads; None without tensor parallelism."""
-    # By the weights: only a whole model has `tp_size`, and in a forward pass it is a part that is known to run.
-    mesh = next((parameter.device_mesh for parameter in model.parameters() if is_part(parameter)), None)
+    # By the weights: only a whole model has `tp_size`, and in a forward pass it is a part that is
+    # known to run.
+    mesh = next(
+        (parameter.device_mesh for parameter in model.parameters() if is_part(parameter)), None
+    )
     if mesh is None:
         return None
     names = mesh.mesh_dim_names

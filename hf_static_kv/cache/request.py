@@ -1,7 +1,9 @@
-"""Who uses a cache, what a call of `generate` asks for, and what a cache refuses before the first token.
+"""Who uses a cache, what a call of `generate` asks for, and what a cache refuses before the first
+token.
 
-`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. All of it is read from
-the frames of the stack. Where that cannot be read, a call is checked later, pass by pass.
+`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. All
+of it is read from the frames of the stack. Where that cannot be read, a call is checked later, pass
+by pass.
 """
 
 import sys
@@ -42,10 +44,15 @@ def running_model() -> PreTrainedModel | None:
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread is inside `generate` or a forward pass of a model that was given the cache."""
+    """Whether this thread is inside `generate` or a forward pass of a model that was given the
+    cache.
+    """
     for frame in _model_frames(sys._current_frames().get(thread)):
         names, is_call = frame.f_locals, frame.f_code.co_name in ("generate", "forward")
-        given = [names, *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict))]
+        given = [
+            names,
+            *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict)),
+        ]
         if is_call and any(arguments.get("past_key_values") is cache for arguments in given):
             return True
     return False
@@ -67,25 +74,47 @@ class Request:
     has_own_limit: bool = True  # False: only the model's defaults limit the length
 
     def __post_init__(self) -> None:
-        self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n], 1 where there is a token
-        self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")  # [B, n, hidden], always the whole prompt
-        self.tokens = self.input_ids if self.embeds is None else None  # [B, n], of positions from `past` on
+        self.mask: Tensor | None = self.model_kwargs.get(
+            "attention_mask"
+        )  # [B, n], 1 where there is a token
+        self.embeds: Tensor | None = self.model_kwargs.get(
+            "inputs_embeds"
+        )  # [B, n, hidden], always the whole prompt
+        self.tokens = (
+            self.input_ids if self.embeds is None else None
+        )  # [B, n], of positions from `past` on
         passed = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
-        mask_length: int = compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
-        self.past = max(0, mask_length - passed)  # tokens before those that are passed: the mask covers all
-        self.is_whole = self.embeds is not None or mask_length == passed  # with cached tokens, which `generate` removes
-        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]  # with cached tokens
+        mask_length: int = (
+            compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
+        )
+        self.past = max(
+            0, mask_length - passed
+        )  # tokens before those that are passed: the mask covers all
+        self.is_whole = (
+            self.embeds is not None or mask_length == passed
+        )  # with cached tokens, which `generate` removes
+        self.prompt_length = (
+            self.past + passed if self.embeds is None else self.embeds.shape[1]
+        )  # with cached tokens
 
     @property
     def max_new_tokens(self) -> int:
-        own = [criterion.max_length for criterion in self.stopping_criteria if type(criterion) is MaxLengthCriteria]
+        own = [
+            criterion.max_length
+            for criterion in self.stopping_criteria
+            if type(criterion) is MaxLengthCriteria
+        ]
         return max(0, min([int(self.config.max_length), *own]) - self.input_ids.shape[1])
 
     @property
     def max_positions(self) -> int:
-        """Positions of a cache that the longest generation writes. Its last token is never written."""
-        # Prompt lookup may propose this many tokens when two are missing, and all of them are written.
+        """Positions of a cache that the longest generation writes.
+
+        Its last token is never written.
+        """
+        # Prompt lookup may propose this many tokens when two are missing, and all of them are
+        # written.
         proposed = int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
 
@@ -98,10 +127,21 @@ def running_request() -> Request | None:
     """The request of the innermost `generate` of this thread; None where none can be read."""
     if (names := compat.generate_locals()) is None:
         return None
-    same_names = ("input_ids", "model_kwargs", "streamer", "assistant_model", "synced_gpus", "custom_generate")
+    same_names = (
+        "input_ids",
+        "model_kwargs",
+        "streamer",
+        "assistant_model",
+        "synced_gpus",
+        "custom_generate",
+    )
     try:
         fields = {name: names[name] for name in same_names}
-        fields |= {"model": names["self"], "config": names["generation_config"], "has_own_limit": _has_own_limit(names)}
+        fields |= {
+            "model": names["self"],
+            "config": names["generation_config"],
+            "has_own_limit": _has_own_limit(names),
+        }
         return Request(**fields, stopping_criteria=tuple(names["stopping_criteria"] or ()))
     except KeyError:  # a version of transformers with other variable names
         return None
@@ -116,56 +156,80 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
-def check_request(request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None) -> None:
-    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k], cannot serve it.
+def check_request(
+    request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None
+) -> None:
+    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k],
+    cannot serve it.
 
     `max_cache_len` is None for a cache that grows.
     """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
-            "use_cache=False, and a cache is passed: every pass would compute all tokens and write them again. "
-            "Pass use_cache=True to `generate` (the model's own config may say False, for instance after gradient "
-            "checkpointing), or leave `past_key_values` and `custom_generate` out."
+            "use_cache=False, and a cache is passed: every pass would compute all tokens and "
+            "write them again. Pass use_cache=True to `generate` (the model's own config may say "
+            "False, for instance after gradient checkpointing), or leave `past_key_values` and "
+            "`custom_generate` out."
         )
     if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
         raise ValueError(PAIR_NEEDED)
     if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
-        raise ValueError("A model that trains with gradient checkpointing writes to no cache. Call model.eval() first.")
+        raise ValueError(
+            "A model that trains with gradient checkpointing writes to no cache. Call "
+            "model.eval() first."
+        )
     new = request.input_ids.shape[1]
     if request.embeds is None and request.past and request.past != seq_len:
         raise ValueError(
-            f"The attention mask covers {request.past} tokens before the {new} that are passed, and the cache holds "
-            f"{seq_len}. Pass all tokens from position {seq_len} on (the last one of a generation is not in the cache) "
-            "with a mask over the whole sequence, or pass the whole sequence."
+            f"The attention mask covers {request.past} tokens before the {new} that are passed, "
+            f"and the cache holds {seq_len}. Pass all tokens from position {seq_len} on (the last "
+            "one of a generation is not in the cache) with a mask over the whole sequence, or "
+            "pass the whole sequence."
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
-        raise ValueError("Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit prefill_chunk_size.")
+        raise ValueError(
+            "Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit "
+            "prefill_chunk_size."
+        )
     if seq_len:
         _check_continuation(request, seq_len, known_ids)
-    if max_cache_len is not None and request.has_own_limit and request.max_positions > max_cache_len:
+    if (
+        max_cache_len is not None
+        and request.has_own_limit
+        and request.max_positions > max_cache_len
+    ):
         fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
         proposed = request.config.prompt_lookup_num_tokens
-        lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed and proposed > 1 else ""
+        lookup = (
+            f", and prompt lookup may write {proposed - 1} beyond its end"
+            if proposed and proposed > 1
+            else ""
+        )
         raise ValueError(
-            f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take {request.max_positions} "
-            f"positions (the last token is not written{lookup}), and the cache has {max_cache_len}. Build it with "
-            f"max_cache_len >= {request.max_positions}, or ask for at most {fitting} new tokens."
+            f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take "
+            f"{request.max_positions} positions (the last token is not written{lookup}), and the "
+            f"cache has {max_cache_len}. Build it with max_cache_len >= {request.max_positions}, "
+            f"or ask for at most {fitting} new tokens."
         )
 
 
 def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
     if request.mode == GenerationMode.ASSISTED_GENERATION:
         raise ValueError(
-            "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already holds "
-            f"{seq_len} tokens. Call reset() first."
+            "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already "
+            f"holds {seq_len} tokens. Call reset() first."
         )
     if request.config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
         raise ValueError(
-            f"Chunked prefill of transformers {transformers.__version__} starts at position 0, and the cache already "
-            f"holds {seq_len} tokens. Omit prefill_chunk_size, call reset() first, or install transformers 5.22."
+            f"Chunked prefill of transformers {transformers.__version__} starts at position 0, "
+            f"and the cache already holds {seq_len} tokens. Omit prefill_chunk_size, call reset() "
+            "first, or install transformers 5.22."
         )
     if request.is_whole and (n := request.prompt_length) <= seq_len:
-        raise ValueError(f"A prompt of {n} has no new tokens: the cache already holds {seq_len}. {CONTINUE_OR_RESET}")
+        raise ValueError(
+            f"A prompt of {n} has no new tokens: the cache already holds {seq_len}. "
+            f"{CONTINUE_OR_RESET}"
+        )
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
         return
@@ -179,5 +243,6 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
         row, position = differs.nonzero()[0].tolist()
         raise ValueError(
             f"The prompt does not continue the cached sequence: token {position} of row {row} is "
-            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} there. {CONTINUE_OR_RESET}"
+            f"{int(ids[row, position])}, and the cache holds {int(known_ids[row, position])} "
+            f"there. {CONTINUE_OR_RESET}"
         )

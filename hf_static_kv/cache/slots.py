@@ -1,4 +1,7 @@
-"""The positions that one layer keeps, and the slots of the storage that hold them. Knows no transformers."""
+"""The positions that one layer keeps, and the slots of the storage that hold them.
+
+Knows no transformers.
+"""
 
 from collections.abc import Sequence
 
@@ -11,9 +14,9 @@ from hf_static_kv.cache.storage import StorageGroup
 class LayerSlots:
     """Keeps the positions from `oldest` to `length` - 1, with position p in slot p - `offset`.
 
-    A full layer has a slot for every position: `oldest` and `offset` are 0. A compact layer has fewer. What the next
-    token may see is always kept, and at least `SPARE` positions before that. When the slots are full, the newest
-    positions move to slot 0:
+    A full layer has a slot for every position: `oldest` and `offset` are 0. A compact layer has
+    fewer. What the next token may see is always kept, and at least `SPARE` positions before that.
+    When the slots are full, the newest positions move to slot 0:
 
     ```
     slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SPARE = 2
@@ -33,8 +36,17 @@ class LayerSlots:
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
-        self.group, self._index, self.shape, self.num_slots = group, index, group.shape, group.keys.shape[3]
-        self.dtype, self.value_dtype, self.device = group.keys.dtype, group.values.dtype, group.keys.device
+        self.group, self._index, self.shape, self.num_slots = (
+            group,
+            index,
+            group.shape,
+            group.keys.shape[3],
+        )
+        self.dtype, self.value_dtype, self.device = (
+            group.keys.dtype,
+            group.values.dtype,
+            group.keys.device,
+        )
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
@@ -55,11 +67,15 @@ class LayerSlots:
         return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
 
     def _first_to_keep(self) -> int:
-        """The oldest position that stays when slots are needed: of the newest window + SPARE - 1, which fill a half.
+        """The oldest position that stays when slots are needed: of the newest window + SPARE - 1,
+        which fill a half.
 
-        A capacity of fewer slots than that holds all positions: then none is dropped that the next token may see.
+        A capacity of fewer slots than that holds all positions: then none is dropped that the next
+        token may see.
         """
-        return max(self.oldest, self.length - max(self.num_slots // 2 - 1, self.sliding_window or 0))
+        return max(
+            self.oldest, self.length - max(self.num_slots // 2 - 1, self.sliding_window or 0)
+        )
 
     @property
     def num_croppable(self) -> int:
@@ -67,7 +83,9 @@ class LayerSlots:
         return self._first_visible() - self.oldest if self.oldest else self.length
 
     def make_room(self, tokens: int) -> bool:
-        """Whether so many tokens can be appended in the storage; the newest positions move to slot 0 if need be."""
+        """Whether so many tokens can be appended in the storage; the newest positions move to slot
+        0 if need be.
+        """
         if self.length - self.offset + tokens > self.num_slots:
             first = self._first_to_keep()
             if self.length - first + tokens > self.num_slots:
@@ -83,19 +101,28 @@ class LayerSlots:
         self._replace(newest)
 
     def _replace(self, newest: Sequence[Tensor]) -> None:
-        """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0 on."""
+        """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0
+        on.
+        """
         kept = newest[0].shape[2]
         self.oldest = self.length - kept  # first: what is overwritten no longer counts
-        for target, states in zip(self._views(self.offset, self.offset + kept), newest, strict=True):
+        for target, states in zip(
+            self._views(self.offset, self.offset + kept), newest, strict=True
+        ):
             target.copy_(states)
         self.offset = self.oldest
 
     def first_loaded(self, first: int, length: int) -> int:
-        """The oldest position that an empty layer can take from a file that has the positions [first, length)."""
+        """The oldest position that an empty layer can take from a file that has the positions
+        [first, length).
+        """
         return max(first, length - self.num_slots)
 
     def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of an empty layer for the positions [first, length). `fill` makes them count."""
+        """Keys and values [B, H, n, D] of an empty layer for the positions [first, length).
+
+        `fill` makes them count.
+        """
         slot = 0 if self.is_compact else first
         return self._views(slot, slot + length - first, batch_size)
 
@@ -105,9 +132,16 @@ class LayerSlots:
         self.offset = first if self.is_compact else 0
 
     def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
-        """Batch row i becomes what row `indices[i]` is now. Allocates nothing: states go through `scratch`, a pair."""
+        """Batch row i becomes what row `indices[i]` is now.
+
+        Allocates nothing: states go through `scratch`, a pair.
+        """
         before = self._views(self.oldest, self.length)
         self.batch_size = len(indices)
         after = self._views(self.oldest, self.length)
         for states, target, buffer in zip(before, after, scratch, strict=True):
-            target.copy_(torch.index_select(states, 0, indices, out=buffer[:, :, : self.length - self.oldest]))
+            target.copy_(
+                torch.index_select(
+                    states, 0, indices, out=buffer[:, :, : self.length - self.oldest]
+                )
+            )

@@ -1,6 +1,8 @@
-"""Layers with a recurrent state (Mamba, convolutions, linear attention): transformers' own layer objects.
+"""Layers with a recurrent state (Mamba, convolutions, linear attention): transformers' own layer
+objects.
 
-A state is what the layer keeps of all tokens so far. It has one size, and it cannot go back to an earlier token.
+A state is what the layer keeps of all tokens so far. It has one size, and it cannot go back to an
+earlier token.
 """
 
 import inspect
@@ -23,16 +25,26 @@ States = list[tuple[Any, dict[str, dict[int, Any]]]]  # layers, and what each ha
 _CONTINUATIONS: WeakKeyDictionary[PreTrainedModel, "Continuation | None"] = WeakKeyDictionary()
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 _TENSORS = ("conv_states", "recurrent_states")
-_FIELDS = (*_TENSORS, "is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
+_FIELDS = (
+    *_TENSORS,
+    "is_conv_states_initialized",
+    "is_recurrent_states_initialized",
+    "has_previous_state",
+)
 
 
 class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignore[misc,override]  # as transformers' own
     """Keys and values, and beside them the recurrent state of the same layer (Falcon-H1, Zamba)."""
 
-    is_compileable = False  # as keys and values are: else `generate` compiles the model, and prepares masks itself
+    # as keys and values are: else `generate` compiles the model, and prepares masks itself
+    is_compileable = False
 
     def __init__(
-        self, max_cache_len: int, sliding_window: int | None = None, is_compact: bool = False, number_of_states: int = 1
+        self,
+        max_cache_len: int,
+        sliding_window: int | None = None,
+        is_compact: bool = False,
+        number_of_states: int = 1,
     ) -> None:
         LinearAttentionLayer.__init__(self, number_of_states)  # type: ignore[no-untyped-call]
         StaticContiguousLayer.__init__(self, max_cache_len, sliding_window, is_compact)
@@ -42,7 +54,9 @@ class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignor
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Of keys and values, which come by position, or of a state, which comes by name."""
-        (StaticContiguousLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+        (StaticContiguousLayer if args else LinearAttentionLayer).lazy_initialization(
+            self, *args, **kwargs
+        )
 
     def crop(self, tokens_to_remove: int) -> None:
         """Of keys and values alone: `StaticContiguousCache.crop` sees to the states."""
@@ -86,10 +100,12 @@ def _trial(model: PreTrainedModel) -> Continuation:
 
 
 def _attempt(model: PreTrainedModel, ids: Tensor) -> Continuation:
-    """Seven tokens in one pass without a cache, and on a state: by token, and with three at the end.
+    """Seven tokens in one pass without a cache, and on a state: by token, and with three at the
+    end.
 
-    Right by token: within half of the digits. Right by chunk: at most twice as far from the one pass as by token, and
-    two units of rounding. 15 families of toys are up to 1.5 times as far; Jamba and Zamba 4 to 200,000 times.
+    Right by token: within half of the digits. Right by chunk: at most twice as far from the one
+    pass as by token, and two units of rounding. 15 families of toys are up to 1.5 times as far;
+    Jamba and Zamba 4 to 200,000 times.
     """
     whole = _last_logits(model, ids, [7], None)
     seen = whole > -1e4  # a lower logit marks a token that is never selected
@@ -98,7 +114,9 @@ def _attempt(model: PreTrainedModel, ids: Tensor) -> Continuation:
         (_last_logits(model, ids, parts, DynamicCache(config=model.config)) - whole)[seen].norm()
         for parts in ([3, 1, 1, 1, 1], [3, 1, 3])
     )
-    return Continuation(bool(by_token <= eps**0.5 * size), bool(by_chunk <= 2 * by_token + 2 * eps * size))
+    return Continuation(
+        bool(by_token <= eps**0.5 * size), bool(by_chunk <= 2 * by_token + 2 * eps * size)
+    )
 
 
 def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache | None) -> Tensor:
@@ -109,7 +127,12 @@ def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache 
         inputs = {"attention_mask": torch.ones_like(ids[:, :end])}
         if takes_positions:
             inputs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        outputs = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=cache is not None, **inputs)
+        outputs = model(
+            input_ids=ids[:, start:end],
+            past_key_values=cache,
+            use_cache=cache is not None,
+            **inputs,
+        )
     return outputs.logits[0, -1].float()  # type: ignore[no-any-return]
 
 
@@ -120,9 +143,9 @@ def warn_of_continuation(model: PreTrainedModel, num_tokens: int) -> None:
         return
     _WARNED.add(model)
     logger.warning(
-        f"{type(model).__name__} computes {num_tokens} tokens after a kept recurrent state otherwise than in one pass, "
-        "with transformers' own cache as well: the new tokens may be wrong. Call reset() and pass the whole sequence, "
-        "or feed the new tokens one by one."
+        f"{type(model).__name__} computes {num_tokens} tokens after a kept recurrent state "
+        "otherwise than in one pass, with transformers' own cache as well: the new tokens may be "
+        "wrong. Call reset() and pass the whole sequence, or feed the new tokens one by one."
     )
 
 
@@ -133,7 +156,10 @@ def state_tensors(layer: Any) -> list[Tensor]:
 
 
 def forget_other_shapes(layer: Any, state_idx: int, conv_states: Tensor) -> None:
-    """An empty layer takes any batch size and dtype: give up the tensors of others. A convolution is updated first."""
+    """An empty layer takes any batch size and dtype:
+
+    give up the tensors of others. A convolution is updated first.
+    """
     own = layer.conv_states[state_idx]
     if own is None or layer.has_previous_state[state_idx]:
         return
@@ -157,11 +183,16 @@ def copies_of(layers: list[Any]) -> States:
 
 def separate(layer: Any) -> None:
     """Give a shallow copy of a layer states of its own."""
-    layer.__dict__.update({name: _copies(own) for name, own in layer.__dict__.items() if isinstance(own, dict)})
+    layer.__dict__.update(
+        {name: _copies(own) for name, own in layer.__dict__.items() if isinstance(own, dict)}
+    )
 
 
 def put_back(states: States) -> None:
-    """The states as they were. A tensor that still exists keeps its address: a captured step writes there."""
+    """The states as they were.
+
+    A tensor that still exists keeps its address: a captured step writes there.
+    """
     for layer, fields in states:
         for name, before in fields.items():
             now = getattr(layer, name)

@@ -12,15 +12,22 @@ import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
-Members = tuple["LayerShape", torch.device, Sequence[int]]  # of one group: what layers store, where, their indices
-SPARE = 64  # positions that a compact layer keeps beyond its window at least, so that `crop` can go back to them
+Members = tuple[
+    "LayerShape", torch.device, Sequence[int]
+]  # of one group: what layers store, where, their indices
+# positions that a compact layer keeps beyond its window at least, so that `crop` can go back to
+# them
+SPARE = 64
 _LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
 _ALIGNMENT = 64  # bytes; of all that torch allocates on a CPU
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for one token: `num_kv_heads` keys and values, whose head dims may differ."""
+    """What one layer stores for one token:
+
+    `num_kv_heads` keys and values, whose head dims may differ.
+    """
 
     num_kv_heads: int
     key_head_dim: int
@@ -28,7 +35,9 @@ class LayerShape:
     window: int | None = None  # of a compact layer; None: every position is stored
 
     @classmethod
-    def of(cls, key_states: Tensor, value_states: Tensor, window: int | None = None) -> "LayerShape":
+    def of(
+        cls, key_states: Tensor, value_states: Tensor, window: int | None = None
+    ) -> "LayerShape":
         """The shape of a layer's own states [B, H, n, D]."""
         return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3], window)
 
@@ -39,7 +48,9 @@ class LayerShape:
 
     def num_slots(self, max_cache_len: int) -> int:
         """How many positions one layer stores at the same time."""
-        return max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SPARE))
+        return (
+            max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SPARE))
+        )
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
         """Bytes of one layer's keys and values at full capacity."""
@@ -47,7 +58,11 @@ class LayerShape:
         return batch_size * self.num_slots(max_cache_len) * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
-        values = "" if self.value_head_dim == self.key_head_dim else f" (keys) and {self.value_head_dim} (values)"
+        values = (
+            ""
+            if self.value_head_dim == self.key_head_dim
+            else f" (keys) and {self.value_head_dim} (values)"
+        )
         window = "" if self.window is None else f", compact with a window of {self.window}"
         return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}{window}"
 
@@ -64,19 +79,30 @@ class StorageGroup:
     layer 1, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     every layer fills the same positions
     ```
 
-    Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads free positions and
-    masks them must not read NaN.
+    Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads
+    free positions and masks them must not read NaN.
 
-    A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position of its own,
-    `offset`, and moves its newest positions to slot 0 when the slots are full (`LayerSlots.make_room`).
+    A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position
+    of its own, `offset`, and moves its newest positions to slot 0 when the slots are full
+    (`LayerSlots.make_room`).
     """
 
-    def __init__(self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> None:
+    def __init__(
+        self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes
+    ) -> None:
         self.shape, device, layers = members
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._pickled: tuple[int, int] | None = None  # (batch rows, positions) that a pickle keeps; None: all
-        head = (len(layers), batch_size, self.shape.num_kv_heads, self.shape.num_slots(max_cache_len))
-        # Tensors made in inference mode cannot be written outside of it, and a cache outlives such blocks.
+        self._pickled: tuple[int, int] | None = (
+            None  # (batch rows, positions) that a pickle keeps; None: all
+        )
+        head = (
+            len(layers),
+            batch_size,
+            self.shape.num_kv_heads,
+            self.shape.num_slots(max_cache_len),
+        )
+        # Tensors made in inference mode cannot be written outside of it, and a cache outlives such
+        # blocks.
         with torch.inference_mode(False):
             self.keys = _zeros((*head, self.shape.key_head_dim), dtypes[0], device)
             try:
@@ -86,18 +112,27 @@ class StorageGroup:
                 raise
 
     def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of one layer at slots [first, first + length) of the first batch rows."""
+        """Keys and values [B, H, n, D] of one layer at slots [first, first + length) of the first
+        batch rows.
+        """
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
         # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
         if (found := self._recent.get(key)) is None:
-            if len(self._recent) >= 4:  # a step asks for three: where to write, what full and sliding layers see
+            if (
+                len(self._recent) >= 4
+            ):  # a step asks for three: where to write, what full and sliding layers see
                 del self._recent[next(iter(self._recent))]
             # Kept beyond a block of inference mode, as the storage is.
-            with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                found = self._recent[key] = self._slices(self.keys, *key), self._slices(self.values, *key)
+            with (
+                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+            ):
+                found = self._recent[key] = (
+                    self._slices(self.keys, *key),
+                    self._slices(self.values, *key),
+                )
         return found[0][index], found[1][index]
 
     @staticmethod
@@ -106,19 +141,26 @@ class StorageGroup:
         return rows.narrow(3, first, length).unbind(0)
 
     def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
-        """The same states in larger storage, or this group where it is large enough; no fewer rows and positions."""
+        """The same states in larger storage, or this group where it is large enough; no fewer rows
+        and positions.
+        """
         layers, rows, _, length, _ = self.keys.shape
         members = self.shape, self.keys.device, range(layers)
         larger = max(rows, batch_size)
         if (rows, length) == (larger, self.shape.num_slots(max_cache_len)):
             return self
-        (group,) = allocate_groups([members], max_cache_len, larger, (self.keys.dtype, self.values.dtype))
+        (group,) = allocate_groups(
+            [members], max_cache_len, larger, (self.keys.dtype, self.values.dtype)
+        )
         group.keys[:, :rows, :, :length] = self.keys
         group.values[:, :rows, :, :length] = self.values
         return group
 
     def shared(self) -> "StorageGroup":
-        """The same memory in tensors of their own: as long as one of them or of their views lives, it is in use."""
+        """The same memory in tensors of their own:
+
+        as long as one of them or of their views lives, it is in use.
+        """
         group = type(self).__new__(type(self))
         with torch.inference_mode(False):
             own = {"keys": self.keys.detach(), "values": self.values.detach(), "_recent": {}}
@@ -126,7 +168,9 @@ class StorageGroup:
         return group
 
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
-        """The same storage, of which a pickle keeps `rows` batch rows and `length` positions; loaded, it is whole."""
+        """The same storage, of which a pickle keeps `rows` batch rows and `length` positions;
+        loaded, it is whole.
+        """
         group = type(self).__new__(type(self))
         group.__dict__.update(self.__dict__, _recent={}, _pickled=(rows, length))
         return group
@@ -136,7 +180,10 @@ class StorageGroup:
         state = {**self.__dict__, "_recent": {}, "_pickled": None}
         if self._pickled is not None:
             rows, length = self._pickled
-            for name in ("keys", "values"):  # a clone: a view would be saved with all of its storage
+            for name in (
+                "keys",
+                "values",
+            ):  # a clone: a view would be saved with all of its storage
                 state[name] = state[name][:, :rows, :, :length].clone(), state[name].shape
         return state
 
@@ -152,7 +199,12 @@ class StorageGroup:
     def __deepcopy__(self, memo: dict[int, Any]) -> "StorageGroup":
         copied = memo[id(self)] = type(self).__new__(type(self))
         with torch.inference_mode(False):
-            own = {"keys": self.keys.clone(), "values": self.values.clone(), "_recent": {}, "_pickled": None}
+            own = {
+                "keys": self.keys.clone(),
+                "values": self.values.clone(),
+                "_recent": {},
+                "_pickled": None,
+            }
         copied.__dict__.update(self.__dict__, **own)
         return copied
 
@@ -162,7 +214,10 @@ class StorageGroup:
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. A large tensor on a CPU is zeroed by the system, page by page, when it is first touched."""
+    """Zeros.
+
+    A large tensor on a CPU is zeroed by the system, page by page, when it is first touched.
+    """
     num_bytes = math.prod(size) * dtype.itemsize
     if device.type == "cpu" and not torch.compiler.is_compiling() and num_bytes >= _LARGE:
         with suppress(MemoryError):  # torch has an error of its own
@@ -172,8 +227,13 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     return torch.zeros(size, dtype=dtype, device=device)
 
 
-def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> list[StorageGroup]:
-    """One group for each of `members`. Out of memory: an error that says what would fit, and nothing is allocated."""
+def allocate_groups(
+    members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+) -> list[StorageGroup]:
+    """One group for each of `members`.
+
+    Out of memory: an error that says what would fit, and nothing is allocated.
+    """
     try:
         return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
@@ -183,10 +243,17 @@ def allocate_groups(members: list[Members], max_cache_len: int, batch_size: int,
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory, or the host: torch's allocator has no exception of its own, numpy has."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error):
+    """Whether a device ran out of memory, or the host:
+
+    torch's allocator has no exception of its own, numpy has.
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
+        error
+    ):
         return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)  # `allocate_groups` says what would fit
+    return error.__cause__ is not None and is_out_of_memory(
+        error.__cause__
+    )  # `allocate_groups` says what would fit
 
 
 def free_bytes(device: torch.device) -> int:
@@ -207,11 +274,17 @@ def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtyp
         if device.type == "cuda":
             free = free_bytes(device)
             places[-1] += f", where {free:,} are free"
-            lengths.append(max_cache_len * max(0, free - fixed[device]) // max(1, num_bytes - fixed[device]))
+            lengths.append(
+                max_cache_len * max(0, free - fixed[device]) // max(1, num_bytes - fixed[device])
+            )
     if lengths:
-        fits = f"About max_cache_len={min(lengths)} would fit. " if min(lengths) else "Not one token would fit. "
+        fits = (
+            f"About max_cache_len={min(lengths)} would fit. "
+            if min(lengths)
+            else "Not one token would fit. "
+        )
     return (
-        f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in {dtypes[0]} takes "
-        f"{'; '.join(places)}. {fits}"
-        "Use a shorter max_cache_len, a smaller batch (beams count), or a model in a smaller dtype."
+        f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in "
+        f"{dtypes[0]} takes {'; '.join(places)}. {fits}Use a shorter max_cache_len, a smaller "
+        "batch (beams count), or a model in a smaller dtype."
     )

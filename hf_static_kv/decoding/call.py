@@ -1,4 +1,7 @@
-"""One call of `generate` as it reaches a custom loop: what it asks for, its prefill, its run in transformers' loop."""
+"""One call of `generate` as it reaches a custom loop:
+
+what it asks for, its prefill, its run in transformers' loop.
+"""
 
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -8,7 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -32,8 +41,9 @@ _OWN_INPUTS = {
     "position_ids", "use_cache",
 }  # fmt: skip
 _SETTINGS = (bool, int, float, str, NoneType)
-# cuDNN's attention builds a plan for each new length, 40 to 55 ms on an H200, and is then 1.6 to 1.9 times as fast as
-# flash attention. From this length on 16 layers of 32 heads gain more than that.
+# cuDNN's attention builds a plan for each new length, 40 to 55 ms on an H200, and is then 1.6 to
+# 1.9 times as fast as flash attention. From this length on 16 layers of 32 heads gain more than
+# that.
 _TOKENS_FOR_CUDNN = 32768
 
 
@@ -50,11 +60,15 @@ class PrefixChanged(ModelChanged):
 
 
 class StepInputs(NamedTuple):
-    """What a model's own code gives to the step after the prompt, beside the token, the mask and the cache."""
+    """What a model's own code gives to the step after the prompt, beside the token, the mask and
+    the cache.
+    """
 
     position_ids: Tensor  # [B, 1], or [P, B, 1] where a position has P parts
     settings: dict[str, Any]  # numbers, strings, and lists of them: a step is given the same
-    tensors: dict[str, Any]  # such as the sizes of images. A step is not given them, and must not need them
+    tensors: dict[
+        str, Any
+    ]  # such as the sizes of images. A step is not given them, and must not need them
 
 
 @dataclass(eq=False)
@@ -69,24 +83,43 @@ class Call:
     model_kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        request = running_request()  # has what `generate` does not pass on, where its frame can be read
+        request = (
+            running_request()
+        )  # has what `generate` does not pass on, where its frame can be read
         if request is None or request.input_ids is not self.input_ids:
             request = Request(self.model, self.input_ids, self.config, self.model_kwargs)
-        self.request = replace(request, model=self.model, config=self.config, model_kwargs=self.model_kwargs)
-        self.streamer: Any = self.request.streamer  # the decoder puts its own here where this is None
-        self.cache: Any = self.model_kwargs.get("past_key_values")  # eligibility.py looks whether it is ours
-        self.why_no_cache: str | None = None  # where the decoder has none for a call that brings none
+        self.request = replace(
+            request, model=self.model, config=self.config, model_kwargs=self.model_kwargs
+        )
+        self.streamer: Any = (
+            self.request.streamer
+        )  # the decoder puts its own here where this is None
+        self.cache: Any = self.model_kwargs.get(
+            "past_key_values"
+        )  # eligibility.py looks whether it is ours
+        self.why_no_cache: str | None = (
+            None  # where the decoder has none for a call that brings none
+        )
         self.lease: Lease | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
-        self.assumed: State | None = None  # of the model: a known step runs before its state is compared
-        self.is_prefix_assumed = self.is_prefix_confirmed = False  # to be that of the model as it is
+        self.assumed: State | None = (
+            None  # of the model: a known step runs before its state is compared
+        )
+        self.is_prefix_assumed = self.is_prefix_confirmed = (
+            False  # to be that of the model as it is
+        )
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
-        self.given = {k: v for k, v in self.model_kwargs.items() if v is not None and k != "past_key_values"}
-        # The name under which this call runs: one of ours where the model has it already, as inside `exact`.
-        self.own_attention = next((name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME)
+        self.given = {
+            k: v for k, v in self.model_kwargs.items() if v is not None and k != "past_key_values"
+        }
+        # The name under which this call runs: one of ours where the model has it already, as inside
+        # `exact`.
+        self.own_attention = next(
+            (name for name in OWN_NAMES if name in self.attention.values()), ATTENTION_NAME
+        )
 
     @classmethod
     def of(
@@ -99,13 +132,17 @@ class Call:
         **model_kwargs: Any,
     ) -> "Call":
         """The call with the arguments that `generate` gives to a loop."""
-        return cls(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        return cls(
+            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
 
     @property
     def brings_no_cache(self) -> bool:
         """Whether the cache is the one that `generate` makes for a call that brings none."""
         is_asked_for = self.config.cache_implementation is not None or compat.is_callers(self.cache)
-        return type(self.cache) is DynamicCache and not is_asked_for  # an offloaded one is of this type, too
+        return (
+            type(self.cache) is DynamicCache and not is_asked_for
+        )  # an offloaded one is of this type, too
 
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
@@ -128,19 +165,26 @@ class Call:
     @property
     def lengths(self) -> tuple[int, int]:
         """How long `input_ids` may become: (what the call asks for, what fits into the cache)."""
-        before = self.request.prompt_length - self.input_ids.shape[1]  # positions that are not part of `input_ids`
+        before = (
+            self.request.prompt_length - self.input_ids.shape[1]
+        )  # positions that are not part of `input_ids`
         fitting = int(self.cache.max_cache_len) - before + 1  # the last token is not written
         limits = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
         return min(limits, default=fitting), fitting
 
     @cached_property
     def state(self) -> State:
-        """What a pass of the model reads beside its inputs. Takes milliseconds: ask while the device computes."""
+        """What a pass of the model reads beside its inputs.
+
+        Takes milliseconds: ask while the device computes.
+        """
         return pass_state(self.model)
 
     @property
     def is_device_idle(self) -> bool:
-        """Whether a GPU waits for the host, which then looks at the model later, while known steps run."""
+        """Whether a GPU waits for the host, which then looks at the model later, while known steps
+        run.
+        """
         return self.device.type == "cuda" and torch.cuda.current_stream(self.device).query()
 
     @property
@@ -169,13 +213,23 @@ class Call:
     def fingerprint(self) -> tuple[Any, ...]:
         """Equal for two calls that one captured step can serve, if the model has the same `state`."""
         keys = tuple(group.keys.data_ptr() for group in self.cache.storage_groups)
-        states = tuple(tensor.data_ptr() for layer in self.cache.stateful_layers for tensor in state_tensors(layer))
-        sizes = len(self.seq_start), self.cache.max_cache_len  # a cache of compact layers alone grows in place
+        states = tuple(
+            tensor.data_ptr()
+            for layer in self.cache.stateful_layers
+            for tensor in state_tensors(layer)
+        )
+        sizes = (
+            len(self.seq_start),
+            self.cache.max_cache_len,
+        )  # a cache of compact layers alone grows in place
         return self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
 
     @cached_property
     def has_usual_positions(self) -> bool:
-        """Whether a table of angles as long as the cache has all positions of this call. Waits for the prompt."""
+        """Whether a table of angles as long as the cache has all positions of this call.
+
+        Waits for the prompt.
+        """
         positions, length = self.step_inputs.position_ids, self.request.prompt_length
         return bool(((positions >= 0) & (positions <= length)).all())
 
@@ -183,7 +237,10 @@ class Call:
     def step_kind(self) -> tuple[Any, ...]:
         """Equal for two calls whose steps the model is given the same. Known after the prompt."""
         inputs = self.step_inputs
-        parts, settings = tuple(inputs.position_ids.shape[:-2]), repr(sorted(inputs.settings.items()))
+        parts, settings = (
+            tuple(inputs.position_ids.shape[:-2]),
+            repr(sorted(inputs.settings.items())),
+        )
         return self.has_usual_positions, parts, settings, tuple(sorted(inputs.tensors))
 
     def position_ids(self, length: int) -> Tensor:
@@ -214,12 +271,17 @@ class Call:
         if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
             raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
         self.step_inputs = self._step_inputs(outputs)
-        if outputs.logits.shape[1] > 1:  # kept while a step is captured, and those of a whole prompt are large
+        if (
+            outputs.logits.shape[1] > 1
+        ):  # kept while a step is captured, and those of a whole prompt are large
             outputs.logits = outputs.logits[:, -1:].clone()
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)  # type: ignore[no-any-return]
 
     def _read_prompt(self) -> None:
-        """Compute the prompt. A model that skips layers does so with transformers' own cache, if ours is of a pool."""
+        """Compute the prompt.
+
+        A model that skips layers does so with transformers' own cache, if ours is of a pool.
+        """
         before = None if self.lease is None else random_state(self.device)
         try:
             self._compute_prompt()
@@ -233,11 +295,16 @@ class Call:
                 raise
             self.why_replaced = str(reason)
             set_random_state(self.device, before)
-            self.cache = self.model_kwargs["past_key_values"] = DynamicCache(config=self.model.config)
+            self.cache = self.model_kwargs["past_key_values"] = DynamicCache(
+                config=self.model.config
+            )
             self._compute_prompt()
 
     def _is_prefix_valid(self) -> bool:
-        """Whether the model is as it was when a prefix in the cache was computed. The device computes meanwhile."""
+        """Whether the model is as it was when a prefix in the cache was computed.
+
+        The device computes meanwhile.
+        """
         self.is_prefix_assumed, self.is_prefix_confirmed = False, True
         assert self.lease is not None
         state = repeatable_state(self.model)
@@ -255,17 +322,26 @@ class Call:
         self.cache.begin_call(self.request)
 
     def _compute_prompt(self) -> None:
-        prefill: Any = compat.prefill(self.model)  # not None: eligibility.py or `run_eagerly` has looked
+        prefill: Any = compat.prefill(
+            self.model
+        )  # not None: eligibility.py or `run_eagerly` has looked
         self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
         is_first = not self.config.is_assistant
-        outputs = prefill(self.input_ids, self.config, self._left_kwargs, is_first_iteration=is_first)
+        outputs = prefill(
+            self.input_ids, self.config, self._left_kwargs, is_first_iteration=is_first
+        )
         if isinstance(self.cache, StaticContiguousCache) and self.cache.is_unfinished:
             refuse_missing_layers(self.model, len(self.cache.layers))
             raise self.cache.unfinished_pass()
         self.outputs = outputs
 
-    def _take_outputs(self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], **how: Any) -> Any:
-        """In the place of the model's prefill: the outputs of the prompt, which is computed once in a call."""
+    def _take_outputs(
+        self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], **how: Any
+    ) -> Any:
+        """In the place of the model's prefill:
+
+        the outputs of the prompt, which is computed once in a call.
+        """
         if self.outputs is None:
             self._read_prompt()
         if self.is_prefix_assumed and not self._is_prefix_valid():
@@ -280,12 +356,22 @@ class Call:
         ids = self.input_ids
         self._last_outputs, self._next_length = outputs, ids.shape[1]
         self._next_kwargs = {**self.model_kwargs}
-        ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)  # the token itself does not matter
+        ids = torch.cat(
+            [ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1
+        )  # the token itself does not matter
         inputs = self._next_inputs(ids)
-        others = {key: value for key, value in inputs.items() if value is not None and key not in _OWN_INPUTS}
+        others = {
+            key: value
+            for key, value in inputs.items()
+            if value is not None and key not in _OWN_INPUTS
+        }
         if unknown := [key for key, value in others.items() if not is_plain(value)]:
-            raise NotCaptured(f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step")
-        tensors = {k: v for k, v in others.items() if any(isinstance(leaf, Tensor) for leaf in leaves(v))}
+            raise NotCaptured(
+                f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step"
+            )
+        tensors = {
+            k: v for k, v in others.items() if any(isinstance(leaf, Tensor) for leaf in leaves(v))
+        }
         settings = {key: value for key, value in others.items() if key not in tensors}
         position_ids = inputs.get("position_ids")
         if position_ids is None:
@@ -299,9 +385,13 @@ class Call:
         """What transformers' loop gives to the model for the newest token of `ids`."""
         update = compat.next_model_kwargs(self.model)
         while self._next_length < ids.shape[1]:
-            self._next_kwargs = update(self._last_outputs, self._next_kwargs, is_encoder_decoder=False)
+            self._next_kwargs = update(
+                self._last_outputs, self._next_kwargs, is_encoder_decoder=False
+            )
             self._next_length += 1
-        return self.model.prepare_inputs_for_generation(ids, next_sequence_length=1, **self._next_kwargs)
+        return self.model.prepare_inputs_for_generation(
+            ids, next_sequence_length=1, **self._next_kwargs
+        )
 
     def next_logits(self, ids: Tensor) -> Tensor:
         """The logits [B, V] after the newest token of `ids`, by an ordinary pass."""
@@ -331,10 +421,11 @@ class Call:
 
 
 def repeatable_state(model: Any) -> State | None:
-    """What the states of tokens depend on beside the tokens; None if they may differ in the next call.
+    """What the states of tokens depend on beside the tokens; None if they may differ in the next
+    call.
 
-    They do with random numbers, hooks, and if they depend on later tokens. Writes into weights that were made in
-    inference mode cannot be seen.
+    They do with random numbers, hooks, and if they depend on later tokens. Writes into weights that
+    were made in inference mode cannot be seen.
     """
     config = model.config.get_text_config(decoder=True)
     modules = compat.all_modules(model)
@@ -348,7 +439,9 @@ def repeatable_state(model: Any) -> State | None:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), torch.cuda.get_rng_state(
+        device
+    ) if device.type == "cuda" else None
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
@@ -358,7 +451,10 @@ def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) 
 
 
 def is_plain(value: object) -> bool:
-    """Whether a keyword of the model is made of tensors, numbers and strings. Any other object may have a state."""
+    """Whether a keyword of the model is made of tensors, numbers and strings.
+
+    Any other object may have a state.
+    """
     return all(isinstance(leaf, (Tensor, *_SETTINGS)) for leaf in leaves(value))
 
 

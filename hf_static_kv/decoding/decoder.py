@@ -1,7 +1,9 @@
-"""`GraphDecoder`: a decode loop for `custom_generate`. Prefill as usual, then replays of one captured step.
+"""`GraphDecoder`: a decode loop for `custom_generate`. Prefill as usual, then replays of one
+captured step.
 
-Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its kernels round
-differently. What cannot be captured falls back to transformers' loop, with one warning that says why.
+Tokens are those of `generate` without it in float32, and inside `exact`; in bf16 and fp16 its
+kernels round differently. What cannot be captured falls back to transformers' loop, with one
+warning that says why.
 """
 
 import logging
@@ -13,7 +15,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -24,7 +31,14 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.pool import CachePool, NotPooled
-from hf_static_kv.decoding.call import Call, ModelChanged, NotCaptured, PrefixChanged, random_state, set_random_state
+from hf_static_kv.decoding.call import (
+    Call,
+    ModelChanged,
+    NotCaptured,
+    PrefixChanged,
+    random_state,
+    set_random_state,
+)
 from hf_static_kv.decoding.eligibility import fallback_reason
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
@@ -47,10 +61,12 @@ class _Failure(NamedTuple):
 
 
 class GraphDecoder:
-    """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees them with the cache.
+    """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees
+    them with the cache.
 
-    `streamer` serves calls that bring none. `without` names rewrite rules of the step to leave out (`program.rules`).
-    `fallback_reason` says why the last call ran in transformers' loop; None when it did not.
+    `streamer` serves calls that bring none. `without` names rewrite rules of the step to leave out
+    (`program.rules`). `fallback_reason` says why the last call ran in transformers' loop; None when
+    it did not.
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -64,14 +80,20 @@ class GraphDecoder:
     True
     """
 
-    def __init__(self, streamer: BaseStreamer | None = None, *, without: Collection[str] = ()) -> None:
+    def __init__(
+        self, streamer: BaseStreamer | None = None, *, without: Collection[str] = ()
+    ) -> None:
         if unknown := sorted(set(without) - set(RULES)):
-            raise ValueError(f"There is no rule {', '.join(unknown)}: choose among {', '.join(RULES)}.")
+            raise ValueError(
+                f"There is no rule {', '.join(unknown)}: choose among {', '.join(RULES)}."
+            )
         self.streamer, self.without = streamer, frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
-        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = WeakKeyDictionary()
+        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = (
+            WeakKeyDictionary()
+        )
         self._warned: set[str] = set()
 
     def __call__(
@@ -83,9 +105,19 @@ class GraphDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> _Output:
-        """What `generate` calls once it has prepared everything. A model serves one call at a time."""
+        """What `generate` calls once it has prepared everything.
+
+        A model serves one call at a time.
+        """
         with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
-            call = Call(model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
+            call = Call(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                model_kwargs,
+            )
             if call.brings_no_cache:
                 try:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
@@ -98,13 +130,16 @@ class GraphDecoder:
         mode = call.request.mode
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
-                f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
+                f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave "
+                "`custom_generate` out."
             )
         if isinstance(call.cache, StaticContiguousCache):
             call.cache.begin_call(call.request)
         if call.device.type == "cuda" and not self._steps:
             load(TRITON)
-        if call.streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
+        if (
+            call.streamer is None and self.streamer is not None
+        ):  # `generate` has given the prompt to its own streamer
             call.streamer = self.streamer
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
@@ -116,14 +151,22 @@ class GraphDecoder:
                 self.fallback_reason = str(reason)
                 if call.outputs is None:
                     call.cache.return_to(before)  # the prompt is computed again
-        self._warn_once(f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of `generate`")
+        self._warn_once(
+            f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of "
+            "`generate`"
+        )
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output
 
     def _decode(self, call: Call) -> _Output:
-        """The whole generation. Raises `NotCaptured` before its first token if there is no step for it."""
-        drawn = random_state(call.device) if call.lease is not None and call.lease.num_reused else None
+        """The whole generation.
+
+        Raises `NotCaptured` before its first token if there is no step for it.
+        """
+        drawn = (
+            random_state(call.device) if call.lease is not None and call.lease.num_reused else None
+        )
         try:
             return self._decode_on(call)
         except PrefixChanged:
@@ -133,7 +176,10 @@ class GraphDecoder:
             return self._decode_on(call)
 
     def _decode_on(self, call: Call) -> _Output:
-        """The generation on the prefix that the cache holds. Raises `PrefixChanged` if the model has changed since."""
+        """The generation on the prefix that the cache holds.
+
+        Raises `PrefixChanged` if the model has changed since.
+        """
         cache, logits = call.cache, call.prefill()
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
@@ -168,7 +214,10 @@ class GraphDecoder:
         return sampling.result(call.cache)
 
     def _later_step(self, call: Call) -> DecodeStep | None:
-        """Another step in the middle of a call; None where the model itself goes on: tokens are drawn and streamed."""
+        """Another step in the middle of a call; None where the model itself goes on:
+
+        tokens are drawn and streamed.
+        """
         before = _sums(call.cache)
         try:
             return self._step(call)
@@ -185,7 +234,9 @@ class GraphDecoder:
         """The step for this call, captured at its first use."""
         call.cache.make_room()  # a new step is tried at the next position
         steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
-        state = None if call.must_assume else call.state  # first: the device computes the prompt meanwhile
+        state = (
+            None if call.must_assume else call.state
+        )  # first: the device computes the prompt meanwhile
         what = (selection and selection.kinds, selection is None, call.step_kind, call.fingerprint)
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
@@ -199,20 +250,30 @@ class GraphDecoder:
             raise NotCaptured(step.reason)
         if isinstance(step, SelectingStep) and selection is not None:
             step.set_numbers(selection.numbers)
-        age, kind = "known" if step is known else "new", "a captured graph" if step.graph else "without a graph"
+        age, kind = (
+            "known" if step is known else "new",
+            "a captured graph" if step.graph else "without a graph",
+        )
         debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
         return step
 
-    def _new_step(self, call: Call, selection: Selection | None, failed: _Failure | None) -> DecodeStep | _Failure:
-        """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed` counted in."""
+    def _new_step(
+        self, call: Call, selection: Selection | None, failed: _Failure | None
+    ) -> DecodeStep | _Failure:
+        """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed`
+        counted in.
+        """
         devices = [call.device] if call.device.type == "cuda" else []
         sums = _sums(call.cache)
         try:
-            # Tensors made in inference mode cannot be written outside of it, and a step outlives such blocks.
+            # Tensors made in inference mode cannot be written outside of it, and a step outlives
+            # such blocks.
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                torch.random.fork_rng(devices),  # a step that samples draws in each of its first runs
+                torch.random.fork_rng(
+                    devices
+                ),  # a step that samples draws in each of its first runs
             ):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do
@@ -235,22 +296,40 @@ class GraphDecoder:
         except torch.OutOfMemoryError:
             raise
         except Exception:  # such as a kernel that torch does not see
-            debug.logger.debug("A pass could not be recorded, so the step runs the model itself.", exc_info=True)
+            debug.logger.debug(
+                "A pass could not be recorded, so the step runs the model itself.", exc_info=True
+            )
             return None
 
-    def _verified_step(self, call: Call, selection: Selection | None, is_recorded: bool = False) -> DecodeStep:
+    def _verified_step(
+        self, call: Call, selection: Selection | None, is_recorded: bool = False
+    ) -> DecodeStep:
         length, inputs = call.cache.seq_len, call.step_inputs
-        what = call.model, call.cache, len(call.seq_start), inputs.position_ids.shape[:-2], inputs.settings
+        what = (
+            call.model,
+            call.cache,
+            len(call.seq_start),
+            inputs.position_ids.shape[:-2],
+            inputs.settings,
+        )
         at = length, call.seq_start.to(call.device), call.position_ids(length)
-        step = DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
+        step = (
+            DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
+        )
         before = call.cache.moment()
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
                     if is_recorded:
-                        without = self.without if call.has_usual_positions else self.without | {"angles_from_table"}
+                        without = (
+                            self.without
+                            if call.has_usual_positions
+                            else self.without | {"angles_from_table"}
+                        )
                         is_exact = call.own_attention == EXACT_ATTENTION_NAME
-                        step.record(*at[:2], *unverified_inputs(call), is_exact=is_exact, without=without)
+                        step.record(
+                            *at[:2], *unverified_inputs(call), is_exact=is_exact, without=without
+                        )
                     if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                         step.capture(*at)
             finally:  # passes without kernels leave anything in a recurrent state, nan too
@@ -260,34 +339,62 @@ class GraphDecoder:
         return step
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
-        """Drop steps whose model or storage is gone, and the oldest where there are too many: graphs take memory."""
-        for key in [key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan]:
+        """Drop steps whose model or storage is gone, and the oldest where there are too many:
+
+        graphs take memory.
+        """
+        for key in [
+            key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan
+        ]:
             del steps[key]
         while len(steps) >= _MAX_STEPS:
             del steps[next(iter(steps))]  # the oldest
             self._warn_once(
-                f"one cache has more than {_MAX_STEPS} kinds of steps, so old ones are captured again. Weights that "
-                "move from call to call, or a number that a module changes, may be the reason"
+                f"one cache has more than {_MAX_STEPS} kinds of steps, so old ones are captured "
+                "again. Weights that move from call to call, or a number that a module changes, "
+                "may be the reason"
             )
 
     def _known_failure(self, call: Call) -> str | None:
         """Why a call like this one could not be captured before, so that it is not tried again."""
         steps = self._steps.get(call.cache, {})
-        # Of either kind of step: what keeps one from being captured keeps the other, and fingerprints follow the kind.
-        failures = {(s.given, what[-1], state): s for (what, state), s in steps.items() if isinstance(s, _Failure)}
-        failure = failures.get((frozenset(call.given), call.fingerprint, call.state)) if failures else None
+        # Of either kind of step: what keeps one from being captured keeps the other, and
+        # fingerprints follow the kind.
+        failures = {
+            (s.given, what[-1], state): s
+            for (what, state), s in steps.items()
+            if isinstance(s, _Failure)
+        }
+        failure = (
+            failures.get((frozenset(call.given), call.fingerprint, call.state))
+            if failures
+            else None
+        )
         return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
 
     @property
     def num_steps(self) -> int:
         """Captured steps that are kept."""
-        return sum(isinstance(step, DecodeStep) for steps in self._steps.values() for step in steps.values())
+        return sum(
+            isinstance(step, DecodeStep)
+            for steps in self._steps.values()
+            for step in steps.values()
+        )
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of rotary tables and inputs of all steps. Torch counts memory that graphs compute in as reserved."""
-        captured = [s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)]
-        return sum({buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers}.values())
+        """Bytes of rotary tables and inputs of all steps.
+
+        Torch counts memory that graphs compute in as reserved.
+        """
+        captured = [
+            s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)
+        ]
+        return sum(
+            {
+                buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers
+            }.values()
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
@@ -299,19 +406,25 @@ class GraphDecoder:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.log(logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message)
+            logger.log(
+                logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message
+            )
 
 
 def _sums(cache: StaticContiguousCache) -> list[int]:
     """Of the bits that the cache holds, one for keys and one for values of each layer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    states = [own for layer in cache.kv_layers for own in (layer.keys, layer.values) if own is not None]
+    states = [
+        own for layer in cache.kv_layers for own in (layer.keys, layer.values) if own is not None
+    ]
     sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
     return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
 
 
 def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> State | None:
-    """The state of the model in the newest step of this kind, if all memory that the step reads is still there."""
+    """The state of the model in the newest step of this kind, if all memory that the step reads is
+    still there.
+    """
     for (what, state), step in reversed(steps.items()):
         if what == wanted and isinstance(step, DecodeStep):
             return state if step.is_in_place else None
@@ -347,24 +460,40 @@ def _run_model(sampling: Sampling, call: Call) -> None:
 
 def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    start, position = sampling.length, call.cache.seq_len + 1  # of the next token, in `ids` and in `sequences`
-    step.set_state(sampling.ids[:, :start], position, sampling.unfinished, next(iter(call.ends), None), sampling.pad)
+    start, position = (
+        sampling.length,
+        call.cache.seq_len + 1,
+    )  # of the next token, in `ids` and in `sequences`
+    step.set_state(
+        sampling.ids[:, :start],
+        position,
+        sampling.unfinished,
+        next(iter(call.ends), None),
+        sampling.pad,
+    )
     is_over, room = False, 0
     while not is_over:
         room = _room(step, call, room)
         sampling.before_draw()
         flag = step.replay()
         _mark_written(call)
-        sampling.finished.is_busy = call.is_assuming and sampling.may_be_ahead(sampling.length - start + 1)
+        sampling.finished.is_busy = call.is_assuming and sampling.may_be_ahead(
+            sampling.length - start + 1
+        )
         if not sampling.finished.is_busy:
             call.confirm()  # while the device computes
         is_over = sampling.count_token(flag, step.token)
-    sampling.ids[:, start : sampling.length] = step.state.sequences[:, position : call.cache.seq_len + 1]
+    sampling.ids[:, start : sampling.length] = step.state.sequences[
+        :, position : call.cache.seq_len + 1
+    ]
     sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:
-    """Tokens that have free slots, where `room` had before the last token. Where none has, compact layers move."""
+    """Tokens that have free slots, where `room` had before the last token.
+
+    Where none has, compact layers move.
+    """
     if room > 1:
         return room - 1
     room = call.cache.make_room()

@@ -1,4 +1,7 @@
-"""Why a call cannot run as a captured step. It then falls back to transformers' loop, with the reason in a warning."""
+"""Why a call cannot run as a captured step.
+
+It then falls back to transformers' loop, with the reason in a warning.
+"""
 
 import inspect
 from collections.abc import Iterable
@@ -14,8 +17,9 @@ from hf_static_kv.cache.ranks import is_part, num_ranks
 from hf_static_kv.decoding.call import Call, is_plain, kind_of
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
-# A step has one shape: it expands the latents of the whole capacity, where an ordinary pass expands those of the text.
-# DeepSeek V2 Lite (27 layers, 16 heads) at 16384 positions: 1.9 TFLOP a token, so about 3 ms on an H200 (not measured).
+# A step has one shape: it expands the latents of the whole capacity, where an ordinary pass expands
+# those of the text. DeepSeek V2 Lite (27 layers, 16 heads) at 16384 positions: 1.9 TFLOP a token,
+# so about 3 ms on an H200 (not measured).
 _MAX_LATENTS = 16384
 
 
@@ -26,7 +30,10 @@ def fallback_reason(call: Call) -> str | None:
 
 def _unserved_request(call: Call) -> str | None:
     if not isinstance(call.cache, StaticContiguousCache):
-        return call.why_no_cache or f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
+        return (
+            call.why_no_cache
+            or f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
+        )
     if call.config.output_attentions or call.config.output_hidden_states:
         return "attention weights or hidden states are asked for"
     for name, value in call.given.items():
@@ -37,8 +44,13 @@ def _unserved_request(call: Call) -> str | None:
 
 def _unserved_model(call: Call) -> str | None:
     model, config = call.model, call.model.config.get_text_config()
-    parameters = [parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")]
-    name, devices = type(model).__name__, sorted({str(parameter.device) for parameter in parameters})
+    parameters = [
+        parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")
+    ]
+    name, devices = (
+        type(model).__name__,
+        sorted({str(parameter.device) for parameter in parameters}),
+    )
     if draws_random_numbers(call.modules):
         return "the model is in train mode, where dropout draws random numbers"
     if compat.prefill(model) is None or compat.next_model_kwargs(model) is None:
@@ -46,7 +58,9 @@ def _unserved_model(call: Call) -> str | None:
     if num_ranks(model) > 1 or any(map(is_part, parameters)):
         return "the model is split over processes (tensor parallelism, FSDP), whose exchanges a step does not record"
     if "meta" in devices:
-        return "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
+        return (
+            "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
+        )
     if len(devices) > 1:
         return f"the model is spread over {', '.join(devices)} (device_map=0 keeps it on one)"
     if (kind := type_without_address(parameters)) is not None:
@@ -80,5 +94,7 @@ def _unserved_prompt(call: Call) -> str | None:
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
-    found = (t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0)
+    found = (
+        t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0
+    )
     return next((type(tensor).__name__ for tensor in found), None)

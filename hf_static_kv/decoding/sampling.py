@@ -1,4 +1,7 @@
-"""The tokens of one call: selects them from logits as `generate` does, and knows when the call is over."""
+"""The tokens of one call:
+
+selects them from logits as `generate` does, and knows when the call is over.
+"""
 
 from collections import deque
 from typing import Any
@@ -23,24 +26,31 @@ class Sampling:
 
     def __init__(self, call: Call) -> None:
         self.config, self.streamer = call.config, call.streamer
-        self.processors: Any = call.processors  # its type asks for a class of tensors that no tensor has
+        self.processors: Any = (
+            call.processors
+        )  # its type asks for a class of tensors that no tensor has
         batch_size, self.length = call.input_ids.shape
         self.ids = call.input_ids.clone()
         self.set_limit(*call.lengths)
         # The loop counts the length itself; the other criteria look at the tokens.
-        self.criteria = StoppingCriteriaList(c for c in call.criteria if type(c) is not MaxLengthCriteria)
+        self.criteria = StoppingCriteriaList(
+            c for c in call.criteria if type(c) is not MaxLengthCriteria
+        )
         has_ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
         pad = compat.pad_token(call.config) if has_ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
         self.unfinished = torch.ones(batch_size, dtype=torch.long, device=self.ids.device)
-        # A streamer, a trace, and processors and criteria of the caller must not be given a token too many.
+        # A streamer, a trace, and processors and criteria of the caller must not be given a token
+        # too many.
         is_watched = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
         is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
         can_go_back = not call.cache.stateful_layers
         self.finished = StopFlags(is_deferred=is_known and not is_watched and can_go_back)
         self.overrun = 0  # tokens selected after the end
-        self.drawn: deque[int] = deque(maxlen=MAX_AHEAD + 1)  # where the generator stood before each token
+        self.drawn: deque[int] = deque(
+            maxlen=MAX_AHEAD + 1
+        )  # where the generator stood before each token
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -48,7 +58,9 @@ class Sampling:
     def generator(self) -> torch.Generator:
         """The one that `torch.multinomial` draws from, on a GPU."""
         index = self.ids.device.index
-        return torch.cuda.default_generators[torch.cuda.current_device() if index is None else index]
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if index is None else index
+        ]
 
     def set_limit(self, asked: int, fitting: int) -> None:
         """How long the sequences may become: what the call asks for, what fits into the cache."""
@@ -85,7 +97,9 @@ class Sampling:
             self.streamer.put(tokens.cpu())
         if not self.criteria:
             return self.length >= self.max_length
-        self.unfinished = self.unfinished & ~self.criteria(self.sequences, tuple(self.scores) or None)
+        self.unfinished = self.unfinished & ~self.criteria(
+            self.sequences, tuple(self.scores) or None
+        )
         return self._is_over(self.unfinished.max() == 0)
 
     def before_draw(self) -> None:
@@ -94,9 +108,13 @@ class Sampling:
             self.drawn.append(self.generator.get_offset())
 
     def may_be_ahead(self, num_tokens: int) -> bool:
-        """Whether the step may select more tokens than these before anything of them leaves the loop."""
+        """Whether the step may select more tokens than these before anything of them leaves the
+        loop.
+        """
         is_last = self.length + 1 >= self.max_length
-        return self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SPARE)
+        return (
+            self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SPARE)
+        )
 
     def restart(self, length: int) -> None:
         """Give up the tokens from `length` on, which a step has selected on the device."""
@@ -107,7 +125,9 @@ class Sampling:
         """Count one more token [B, 1], selected on the device; whether the call is over."""
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(token[:, 0].to("cpu", copy=True))  # a streamer may keep it, and the step overwrites it
+            self.streamer.put(
+                token[:, 0].to("cpu", copy=True)
+            )  # a streamer may keep it, and the step overwrites it
         return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
     def _is_over(self, all_ended: Tensor) -> bool:
@@ -122,18 +142,24 @@ class Sampling:
         return is_full and not self.overrun and not self.finished.newest()
 
     def result(self, cache: StaticContiguousCache) -> GenerateDecoderOnlyOutput | Tensor:
-        """What `generate` returns. Raises where the cache is full and nothing ended the sequences; it keeps them."""
+        """What `generate` returns.
+
+        Raises where the cache is full and nothing ended the sequences; it keeps them.
+        """
         if self.is_cut_short():
             raise ValueError(
-                f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} tokens, and no end "
-                "token has come. Build it with a larger max_cache_len, or limit the generation with max_new_tokens."
+                f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} "
+                "tokens, and no end token has come. Build it with a larger max_cache_len, or "
+                "limit the generation with max_new_tokens."
             )
         if self.streamer is not None:
             self.streamer.end()
         sequences = self.ids[:, : self.length - self.overrun].clone()
         if not self.config.return_dict_in_generate:
             return sequences
-        scores, logits = (tuple(kept[: len(kept) - self.overrun]) for kept in (self.scores, self.logits))
+        scores, logits = (
+            tuple(kept[: len(kept) - self.overrun]) for kept in (self.scores, self.logits)
+        )
         return GenerateDecoderOnlyOutput(
             sequences=sequences,  # type: ignore[arg-type]  # as for the processors
             scores=scores if self.config.output_scores else None,  # type: ignore[arg-type]
@@ -143,7 +169,8 @@ class Sampling:
 
 
 class StopFlags:
-    """Bools that the device computes, one a step. Deferred, each is read later: the host waits for no step just sent.
+    """Bools that the device computes, one a step. Deferred, each is read later: the host waits for
+    no step just sent.
 
     The host is one step behind, or up to `MAX_AHEAD` while it has something else to do (`is_busy`).
     """
@@ -156,7 +183,8 @@ class StopFlags:
         self.num_pushed = 0
 
     def push(self, flag: Tensor, is_last: bool) -> int:
-        """Take the flag of the newest step. Returns how many steps ran after one whose flag was set.
+        """Take the flag of the newest step. Returns how many steps ran after one whose flag was
+        set.
 
         Not deferred: `is_set` is this step's flag, at once.
         """
@@ -164,12 +192,16 @@ class StopFlags:
             self.is_set = bool(flag)
             return 0
         if not self.slots:
-            self.slots = list(torch.zeros(MAX_AHEAD + 2, dtype=torch.bool, pin_memory=True).unbind())
+            self.slots = list(
+                torch.zeros(MAX_AHEAD + 2, dtype=torch.bool, pin_memory=True).unbind()
+            )
         on_host = self.slots[self.num_pushed % len(self.slots)]
         self.num_pushed += 1
         on_host.copy_(flag, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(torch.cuda.current_stream(flag.device))  # the model may not be on the current device
+        arrived.record(
+            torch.cuda.current_stream(flag.device)
+        )  # the model may not be on the current device
         self.pending.append((arrived, on_host))
         while len(self.pending) > (MAX_AHEAD if self.is_busy and not is_last else 1):
             if self._oldest():

@@ -1,4 +1,6 @@
-"""Which calls select their tokens on the device, in the captured step itself, and the numbers that they select with."""
+"""Which calls select their tokens on the device, in the captured step itself, and the numbers that
+they select with.
+"""
 
 from typing import Any, NamedTuple
 
@@ -20,7 +22,9 @@ class Selection(NamedTuple):
 
 
 def selection_of(call: Call) -> Selection | None:
-    """How a step can select the tokens of this call; None where the host must, since it is asked for more."""
+    """How a step can select the tokens of this call; None where the host must, since it is asked
+    for more.
+    """
     config, ends = call.config, call.ends
     keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = [c for c in call.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
@@ -29,26 +33,38 @@ def selection_of(call: Call) -> Selection | None:
         return None
     if not config.do_sample:
         return None if call.processors else Selection()
-    if call.own_attention == EXACT_ATTENTION_NAME:  # the kernels round sums in other places than `generate` does
+    if (
+        call.own_attention == EXACT_ATTENTION_NAME
+    ):  # the kernels round sums in other places than `generate` does
         return None
     found = [_kind_and_number(processor, call) for processor in call.processors]
     kinds = [kind for kind, _, _ in filter(None, found)]
     order = [Kinds._fields.index(kind) for kind in kinds]
-    if None in found or order != sorted(order):  # an unknown one, or another order than `generate` has
+    if None in found or order != sorted(
+        order
+    ):  # an unknown one, or another order than `generate` has
         return None
-    if any(kinds.count(kind) > 1 and kind != "min_length" for kind in kinds):  # a step has one number of a kind
+    if any(
+        kinds.count(kind) > 1 and kind != "min_length" for kind in kinds
+    ):  # a step has one number of a kind
         return None
     numbers: dict[str, float] = {}
     for _, name, number in filter(None, found):
-        numbers[name] = max(number, numbers.get(name, number))  # a least length may be given in two ways
+        numbers[name] = max(
+            number, numbers.get(name, number)
+        )  # a least length may be given in two ways
     return Selection(Kinds(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
 
 
 def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | None:
-    """The kind of a processor, the name and the value of its number; None where it does more than the step knows."""
+    """The kind of a processor, the name and the value of its number; None where it does more than
+    the step knows.
+    """
     keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1
     removes = getattr(processor, "filter_value", -torch.inf) == -torch.inf
-    before = call.request.prompt_length - call.input_ids.shape[1]  # positions that are not part of `input_ids`
+    before = (
+        call.request.prompt_length - call.input_ids.shape[1]
+    )  # positions that are not part of `input_ids`
     match type(processor):
         case processors.TemperatureLogitsWarper:
             return "temperature", "temperature", processor.temperature
@@ -58,7 +74,9 @@ def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | Non
             return "top_p", "top_p", processor.top_p
         case processors.MinPLogitsWarper if removes and keeps_one:
             return "min_p", "min_p", processor.min_p
-        case processors.RepetitionPenaltyLogitsProcessor if before == 0 and _is_plain_penalty(processor):
+        case processors.RepetitionPenaltyLogitsProcessor if before == 0 and _is_plain_penalty(
+            processor
+        ):
             return "repetition", "repetition_penalty", processor.penalty
         case processors.MinLengthLogitsProcessor if _has_ends_of(call, processor):
             return "min_length", "min_length", before + processor.min_length
@@ -69,8 +87,14 @@ def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | Non
 
 
 def _is_plain_penalty(processor: Any) -> bool:
-    """Whether it counts all tokens: newer versions of transformers can leave out the prompt, or pack sequences."""
-    return all(getattr(processor, name, None) is None for name in ("prompt_ignore_length", "logits_indices"))
+    """Whether it counts all tokens:
+
+    newer versions of transformers can leave out the prompt, or pack sequences.
+    """
+    return all(
+        getattr(processor, name, None) is None
+        for name in ("prompt_ignore_length", "logits_indices")
+    )
 
 
 def _has_ends_of(call: Call, processor: Any) -> bool:

@@ -1,4 +1,5 @@
-"""Verification: a new step must give the logits of an ordinary pass, up to rounding, before it is used.
+"""Verification: a new step must give the logits of an ordinary pass, up to rounding, before it is
+used.
 
     case              position of the newest token             exposes
     whole sequence    after all cached tokens                  a key that is not written, a wrong position
@@ -6,14 +7,16 @@
     two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
     across a window   where a window no longer begins at 0     a window or chunk that is too wide or too narrow
 
-A pass is recorded with a token and at a position that no case uses, and two tokens are compared: what is frozen in the
-recording shows.
+A pass is recorded with a token and at a position that no case uses, and two tokens are compared:
+what is frozen in the recording shows.
 
-One key among many hardly moves an average, so values at the critical positions are replaced by large planted ones.
+One key among many hardly moves an average, so values at the critical positions are replaced by
+large planted ones.
 
-In bf16 and fp16 the allowed difference is measured: the ordinary pass runs again with the outputs of all modules with
-parameters moved by up to one unit in the last place, which is more than another order of summation does. In float32 it
-is sqrt(eps) times the largest logit, as half of its digits show every fault. Inside `exact` it is zero.
+In bf16 and fp16 the allowed difference is measured: the ordinary pass runs again with the outputs
+of all modules with parameters moved by up to one unit in the last place, which is more than another
+order of summation does. In float32 it is sqrt(eps) times the largest logit, as half of its digits
+show every fault. Inside `exact` it is zero.
 """
 
 import random
@@ -38,9 +41,12 @@ from hf_static_kv.program.step import DecodeStep
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
 _EDGE = 4  # positions before a window in the case across it
-_UNWRITTEN = 8.0  # further factor at the newest position: a pass that does not write there reads this
-# Times the root mean square of what `_rounding_noise` does. Sound steps differ from an ordinary pass by 0.2 to 1.3
-# times that (dev shapes and toys, bfloat16 and float16, H200 and CPU, November 2026).
+_UNWRITTEN = (
+    8.0  # further factor at the newest position: a pass that does not write there reads this
+)
+# Times the root mean square of what `_rounding_noise` does. Sound steps differ from an ordinary
+# pass by 0.2 to 1.3 times that (dev shapes and toys, bfloat16 and float16, H200 and CPU, November
+# 2026).
 _MARGIN = 2.0
 
 
@@ -54,7 +60,10 @@ class Case(NamedTuple):
 
 
 def verify(step: DecodeStep, call: Call) -> None:
-    """Raise where the step gives other logits than an ordinary pass. The cache is left as it was in any case."""
+    """Raise where the step gives other logits than an ordinary pass.
+
+    The cache is left as it was in any case.
+    """
     here, before = call.cache.moment(), IS_VERIFICATION.set(True)
     try:
         for number, case in enumerate(_cases(call, call.cache.seq_len)):
@@ -66,7 +75,8 @@ def verify(step: DecodeStep, call: Call) -> None:
 
 @contextmanager
 def without_side_effects(model: Any) -> Iterator[None]:
-    """Raise if passes inside change the model or draw from Python's or numpy's generator, whose state is put back.
+    """Raise if passes inside change the model or draw from Python's or numpy's generator, whose
+    state is put back.
 
     A replay would do neither.
     """
@@ -84,7 +94,9 @@ def without_side_effects(model: Any) -> Iterator[None]:
     if has_drawn:
         raise RuntimeError("a pass draws random numbers outside of torch") from failure
     if (after := pass_state(model)) != state:
-        raise RuntimeError(f"a pass changes the model: {first_difference(state, after)}") from failure
+        raise RuntimeError(
+            f"a pass changes the model: {first_difference(state, after)}"
+        ) from failure
     if failure is not None:
         raise failure
 
@@ -92,19 +104,28 @@ def without_side_effects(model: Any) -> Iterator[None]:
 def _cases(call: Call, length: int) -> list[Case]:
     seq_start, nothing = call.seq_start.to(call.device), range(0)
     cases = [Case(length, seq_start, nothing, float(length))]
-    last = min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1  # that has a slot in all layers
+    last = (
+        min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1
+    )  # that has a slot in all layers
     if length < last:
         cases.append(Case(length + 1, seq_start, range(length, length + 1), 1.0))
     if length:
-        # Other values, but no larger ones: where outputs are normed, larger ones would hide the newest.
-        cases.append(Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0))
+        # Other values, but no larger ones: where outputs are normed, larger ones would hide the
+        # newest.
+        cases.append(
+            Case(length, torch.full_like(seq_start, length - 1), range(length - 1, length), 1.0)
+        )
     plans = plan_layers(call.model.config)
-    for window, is_chunked in sorted({(plan.sliding_window, plan.is_chunked) for plan in plans if plan.sliding_window}):
+    for window, is_chunked in sorted(
+        {(plan.sliding_window, plan.is_chunked) for plan in plans if plan.sliding_window}
+    ):
         position = max(length, min(window + _EDGE, last))
         if position >= window:
             # The first position in the window, or in the second chunk of the sequence.
             oldest = max(window, position - _EDGE) if is_chunked else position - window + 1
-            kept = max(layer.oldest for layer in call.cache.kv_layers if layer.sliding_window == window)
+            kept = max(
+                layer.oldest for layer in call.cache.kv_layers if layer.sliding_window == window
+            )
             edge = range(max(kept, oldest - _EDGE), oldest + 1)
             start = oldest - window if is_chunked else edge.start
             cases.append(Case(position, torch.full_like(seq_start, start), edge, float(window)))
@@ -112,15 +133,22 @@ def _cases(call: Call, length: int) -> list[Case]:
 
 
 def _verify(step: DecodeStep, call: Call, case: Case, num_tokens: int) -> None:
-    """So many tokens agree, and one more for each that does not: rounding alone may choose another expert."""
+    """So many tokens agree, and one more for each that does not:
+
+    rounding alone may choose another expert.
+    """
     missing = num_tokens
     for number in range(num_tokens + 2):
         with _planted_values(call, case):
-            difference, bound = _difference_and_bound(step, call, case, _compared_tokens(call, number))
+            difference, bound = _difference_and_bound(
+                step, call, case, _compared_tokens(call, number)
+            )
         missing += -1 if difference <= bound else 1
         if missing == 0:
             return
-    raise RuntimeError(f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}")
+    raise RuntimeError(
+        f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}"
+    )
 
 
 def _newest_tokens(call: Call) -> Tensor:
@@ -138,23 +166,33 @@ def unverified_inputs(call: Call) -> tuple[Tensor, Tensor]:
     return call.position_ids(0).clamp(min=0), torch.where(newest > 5, 0, 6)
 
 
-def _difference_and_bound(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> tuple[float, float]:
+def _difference_and_bound(
+    step: DecodeStep, call: Call, case: Case, tokens: Tensor
+) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
     here = call.cache.moment()
     step.set_position(case.position, case.seq_start, call.position_ids(case.position))
-    got = step.run(tokens)  # before the ordinary pass, which would write the keys that this one must write
+    got = step.run(
+        tokens
+    )  # before the ordinary pass, which would write the keys that this one must write
     call.cache.return_to(here)
     expected = _ordinary_logits(step, call, case, tokens)
     difference = _difference(got, expected)
     largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
-    apart, bound = float(difference.abs().max()), float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
+    apart, bound = (
+        float(difference.abs().max()),
+        float(torch.finfo(call.model.dtype).eps ** 0.5 * largest),
+    )
     if call.own_attention == EXACT_ATTENTION_NAME:
         return apart, 0.0
     if not apart <= bound or call.model.dtype not in (torch.bfloat16, torch.float16):
         return apart, bound
     with step.on_shadow() as model, _rounding_noise(compat.all_modules(model)):
         noise = _difference(_ordinary_logits(step, call, case, tokens), expected)
-    rms, bounds = difference.square().mean(dim=-1).sqrt(), _MARGIN * noise.square().mean(dim=-1).sqrt()
+    rms, bounds = (
+        difference.square().mean(dim=-1).sqrt(),
+        _MARGIN * noise.square().mean(dim=-1).sqrt(),
+    )
     worst = int((rms - bounds).argmax())
     return float(rms[worst]), float(bounds[worst])
 
@@ -168,19 +206,37 @@ def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
     cache, here, seq_start = call.cache, call.cache.moment(), case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
-    inputs: dict[str, Any] = {"attention_mask": mask.long(), "position_ids": call.position_ids(case.position)}
-    inputs |= {"past_key_values": cache, "use_cache": True, **call.step_inputs.settings, **call.step_inputs.tensors}
+    inputs: dict[str, Any] = {
+        "attention_mask": mask.long(),
+        "position_ids": call.position_ids(case.position),
+    }
+    inputs |= {
+        "past_key_values": cache,
+        "use_cache": True,
+        **call.step_inputs.settings,
+        **call.step_inputs.tensors,
+    }
     cache.mark_written(case.position - cache.seq_len)
     # Without cuDNN, which would build a plan for this one call.
-    with step.on_shadow() as model, attention_implementation(model, call.attention), without_cudnn(), _unread(call):
+    with (
+        step.on_shadow() as model,
+        attention_implementation(model, call.attention),
+        without_cudnn(),
+        _unread(call),
+    ):
         outputs = model(input_ids=tokens[:, None], **inputs)
     cache.return_to(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
 
 def _unread(call: Call) -> AbstractContextManager[object]:
-    """Raises where a pass needs a tensor that belongs to this call alone: the step is used for other calls, too."""
-    names = {id(leaf): name for name, value in call.step_inputs.tensors.items() for leaf in leaves(value)}
+    """Raises where a pass needs a tensor that belongs to this call alone:
+
+    the step is used for other calls, too.
+    """
+    names = {
+        id(leaf): name for name, value in call.step_inputs.tensors.items() for leaf in leaves(value)
+    }
     names |= states_of_a_call(call.modules)
     return _Unread(names) if names else nullcontext()
 
@@ -202,8 +258,12 @@ class _Unread(TorchFunctionMode):
 
 @contextmanager
 def _planted_values(call: Call, case: Case) -> Iterator[None]:
-    """The storage with large values, and keys of zero, which get an average weight, where the case wants them."""
-    layers = {id(layer.group): layer for layer in call.cache.kv_layers}  # one of each group: all have its offset
+    """The storage with large values, and keys of zero, which get an average weight, where the case
+    wants them.
+    """
+    layers = {
+        id(layer.group): layer for layer in call.cache.kv_layers
+    }  # one of each group: all have its offset
     with ExitStack() as groups:
         for layer in layers.values():
             groups.enter_context(_planted_in_group(layer, case, call.cache.seq_len))
@@ -235,7 +295,9 @@ def _planted_in_group(layer: StaticContiguousLayer, case: Case, length: int) -> 
 
 @contextmanager
 def _rounding_noise(modules: list[torch.nn.Module]) -> Iterator[None]:
-    """The output of every module with weights of its own, moved by up to one unit in the last place."""
+    """The output of every module with weights of its own, moved by up to one unit in the last
+    place.
+    """
 
     def move(module: torch.nn.Module, args: Any, output: Any) -> Any:
         if not isinstance(output, Tensor) or not output.is_floating_point():

@@ -1,8 +1,9 @@
 """`exact(model)`: a cached run gives the bits of an uncached one, in bfloat16 too.
 
-Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel rounds differently.
-Inside the context every operation is batch-invariant: its result for a token does not depend on what else is computed
-in the same call. A dispatch mode decides for each operation, so there is no list of models:
+Libraries choose a kernel by the number of tokens in a pass, and in half precision every kernel
+rounds differently. Inside the context every operation is batch-invariant: its result for a token
+does not depend on what else is computed in the same call. A dispatch mode decides for each
+operation, so there is no list of models:
 
     elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
     linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
@@ -31,7 +32,11 @@ from hf_static_kv.exactness.experts import (
     parameter_adapters,
     refuse_active,
 )
-from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant, no_kernel
+from hf_static_kv.exactness.invariant_operations import (
+    invariant_operation,
+    is_batch_invariant,
+    no_kernel,
+)
 from hf_static_kv.exactness.self_check import refuse_other_logits, trial_logits
 from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
@@ -42,19 +47,20 @@ from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rota
 def exact(model: Module) -> Iterator[None]:
     """Inside, the model's output for a token has the same bits whatever else is computed with it.
 
-    Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of any capacity. It is
-    slower, most of all for prompts. `GraphDecoder()` works inside. Values must be finite: an infinite value also
-    reaches the tokens before it. Do not copy the model inside, and change no more than the values of its weights. On
-    exit, also on an error, it is restored.
+    Cached or not, in one pass or in chunks, alone or in a batch, left-padded or not, in a cache of
+    any capacity. It is slower, most of all for prompts. `GraphDecoder()` works inside. Values must
+    be finite: an infinite value also reaches the tokens before it. Do not copy the model inside,
+    and change no more than the values of its weights. On exit, also on an error, it is restored.
 
-    A pass with gradients has these bits too. Its backward pass is ordinary; with gradient checkpointing it must run
-    inside. Every dropout and jitter must be 0, or the model in eval mode.
+    A pass with gradients has these bits too. Its backward pass is ordinary; with gradient
+    checkpointing it must run inside. Every dropout and jitter must be 0, or the model in eval mode.
 
-    `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the wrapper are exact
-    too, and do not use compiled code. Hooks on the model itself run outside of the batch-invariant operations.
+    `model` may be wrapped by `torch.compile` or by PEFT (adapters inside the model). Calls of the
+    wrapper are exact too, and do not use compiled code. Hooks on the model itself run outside of
+    the batch-invariant operations.
 
-    Before the first use of a model a few tokens run in an ordinary pass and inside: a model whose logits differ by more
-    than rounding explains is refused.
+    Before the first use of a model a few tokens run in an ordinary pass and inside: a model whose
+    logits differ by more than rounding explains is refused.
 
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -72,7 +78,14 @@ def exact(model: Module) -> Iterator[None]:
     with ExitStack() as changes:
         changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
         changes.enter_context(patching.experts_implementation(inner, EXACT_EXPERTS_NAME))
-        parts = (fused_norms, fused_rotary, gated_mlps, single_linears, ordinary_balancing_loss, _batch_invariant)
+        parts = (
+            fused_norms,
+            fused_rotary,
+            gated_mlps,
+            single_linears,
+            ordinary_balancing_loss,
+            _batch_invariant,
+        )
         for change in parts:
             changes.enter_context(change(inner))
         refuse_other_logits(inner, ordinary)
@@ -88,24 +101,39 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
             remedy = "load the model without compiling its parts. A model that is compiled as a whole can be exact."
-            raise ValueError(f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}")
+            raise ValueError(
+                f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}"
+            )
     attention = patching.attention_of(model).values()
     if EXACT_ATTENTION_NAME in attention:
-        raise RuntimeError("This model is exact already: exact cannot be entered twice for one model.")
+        raise RuntimeError(
+            "This model is exact already: exact cannot be entered twice for one model."
+        )
     if TRACED_ATTENTION_NAME in attention:
-        raise RuntimeError("The model is traced, and exact has its own attention: leave trace_attention first.")
+        raise RuntimeError(
+            "The model is traced, and exact has its own attention: leave trace_attention first."
+        )
     for name, part in modules.items():
         for rate, value in random_rates(part).items():
             drawn = f"{name} has {rate} = {value}, which draws random numbers in training"
             raise ValueError(f"{drawn}, and exact draws none: set it to 0, or call model.eval().")
     if any(map(is_part, model.parameters())):
         split = "This model is split over processes (tensor parallelism, FSDP)"
-        raise ValueError(f"{split}, and exact has no batch-invariant sum over them. Load it on one device.")
+        raise ValueError(
+            f"{split}, and exact has no batch-invariant sum over them. Load it on one device."
+        )
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}.")
+        raise ValueError(
+            f"exact has kernels for float32, bfloat16 and float16, and the model is {model.dtype}."
+        )
     if frequencies_depend_on_length(model.config.get_text_config()):
-        raise ValueError("The rotary frequencies of this model depend on the length: cached keys cannot be exact.")
-    patching.require_attention_interface(model, "exact has no batch-invariant kernel for its attention.")
+        raise ValueError(
+            "The rotary frequencies of this model depend on the length: cached keys cannot be "
+            "exact."
+        )
+    patching.require_attention_interface(
+        model, "exact has no batch-invariant kernel for its attention."
+    )
     if any(hasattr(module, "prepare_dynamic_mask") for module in modules.values()):
         own_masks = f"The layers of {type(model).__name__} compute attention masks of their own"
         raise ValueError(f"{own_masks}, for which exact has no batch-invariant kernel.")
@@ -116,9 +144,14 @@ def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        refuse_active(adapters)  # in each pass: an adapter may be merged or disabled for some of them
+        refuse_active(
+            adapters
+        )  # in each pass: an adapter may be merged or disabled for some of them
         if torch.is_autocast_enabled(model.device.type):
-            raise ValueError("exact does not run under autocast: load the model in the dtype that it should have.")
+            raise ValueError(
+                "exact does not run under autocast: load the model in the dtype that it should "
+                "have."
+            )
         with BatchInvariantMode(), _invariant_checkpointing(model):  # type: ignore[no-untyped-call]
             return original(*args, **kwargs)
 
@@ -129,14 +162,19 @@ def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def _invariant_checkpointing(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Layers that gradient checkpointing computes again, in a backward pass, have the bits of this pass."""
+    """Layers that gradient checkpointing computes again, in a backward pass, have the bits of this
+    pass.
+    """
     functions = compat.checkpoint_functions(model) if model.training else {}
     return patching.replaced(
-        compat.CHECKPOINT_FUNCTION, {module: partial(_checkpoint, model, own) for module, own in functions.items()}
+        compat.CHECKPOINT_FUNCTION,
+        {module: partial(_checkpoint, model, own) for module, own in functions.items()},
     )
 
 
-def _checkpoint(model: PreTrainedModel, checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint(
+    model: PreTrainedModel, checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any
+) -> Any:
     passes = count()
 
     def invariant_layer(*args: Any) -> Any:
@@ -144,7 +182,10 @@ def _checkpoint(model: PreTrainedModel, checkpoint: Callable[..., Any], layer: C
             return layer(*args)
         if EXACT_ATTENTION_NAME not in patching.attention_of(model).values():
             recomputed = "Gradient checkpointing computes layers again in the backward pass"
-            raise RuntimeError(f"{recomputed}, and this pass was made inside exact: call backward() inside exact, too.")
+            raise RuntimeError(
+                f"{recomputed}, and this pass was made inside exact: call backward() inside "
+                "exact, too."
+            )
         with BatchInvariantMode():  # type: ignore[no-untyped-call]
             return layer(*args)
 

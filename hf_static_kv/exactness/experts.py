@@ -1,4 +1,7 @@
-"""Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`, by tokens."""
+"""Mixtures of experts inside `exact`:
+
+an implementation for transformers' `ExpertsInterface`, by tokens.
+"""
 
 import sys
 from collections.abc import Callable
@@ -21,15 +24,24 @@ IS_BALANCING_LOSS: ContextVar[bool] = ContextVar("is_balancing_loss", default=Fa
 _BALANCING_LOSS = "load_balancing_loss_func"  # of the models of transformers that have one
 
 
-def exact_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+def exact_experts(
+    module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """The weighted sum of the chosen experts of each token, in the order in which they were chosen.
 
     hidden_states: [M, K]   top_k_index, top_k_weights: [M, k]
     """
     if compat.is_expert_parallel(module):
-        raise ValueError("exact has no batch-invariant sum over the processes of an expert parallel model.")
+        raise ValueError(
+            "exact has no batch-invariant sum over the processes of an expert parallel model."
+        )
     k, experts = top_k_index.shape[1], top_k_index.reshape(-1)
-    states = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", _repeated(hidden_states, k), experts)
+    states = _linear(
+        module,
+        "gate_up_proj" if module.has_gate else "up_proj",
+        _repeated(hidden_states, k),
+        experts,
+    )
     states = compat.apply_gate(module, states) if module.has_gate else module.act_fn(states)
     states = _linear(module, "down_proj", states, experts)
     if getattr(module, "has_post_expert_norm", False):
@@ -47,30 +59,45 @@ def _repeated(states: Tensor, k: int) -> Tensor:
 
 
 def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
-    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+    weight, bias = (
+        getattr(module, name),
+        getattr(module, f"{name}_bias") if module.has_bias else None,
+    )
 
     def by_expert(function: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        return function(states, weight.transpose(1, 2) if module.is_transposed else weight, experts, bias)
+        return function(
+            states, weight.transpose(1, 2) if module.is_transposed else weight, experts, bias
+        )
 
-    operation, plain = (partial(by_expert, function) for function in (expert_linear, expert_linear_plain))
+    operation, plain = (
+        partial(by_expert, function) for function in (expert_linear, expert_linear_plain)
+    )
     return differentiable(operation, plain, states, weight, bias)  # type: ignore[no-any-return]
 
 
 def parameter_adapters(model: Module) -> dict[str, Any]:
     """PEFT's LoRA adapters of parameters, such as stacked experts, by the names of their modules."""
     named = model.named_modules()
-    return {name: part for name, part in named if hasattr(part, "parameter_name") and hasattr(part, "lora_A")}
+    return {
+        name: part
+        for name, part in named
+        if hasattr(part, "parameter_name") and hasattr(part, "lora_A")
+    }
 
 
 def refuse_active(adapters: dict[str, Any]) -> None:
-    """Refuse `parameter_adapters` that are neither merged nor disabled: each pass computes their weights anew."""
+    """Refuse `parameter_adapters` that are neither merged nor disabled:
+
+    each pass computes their weights anew.
+    """
     for name, adapter in adapters.items():
         is_in_use = any(active in adapter.lora_A for active in adapter.active_adapters)
         if is_in_use and not adapter.merged and not adapter.disable_adapters:
             raise ValueError(
-                f"{name} has a LoRA adapter of its parameter {adapter.parameter_name}, and exact has no kernel for "
-                "adapters of stacked experts. Merge the adapter (`merge_adapter()` of PEFT), or leave experts out of "
-                "target_modules and target_parameters."
+                f"{name} has a LoRA adapter of its parameter {adapter.parameter_name}, and exact "
+                "has no kernel for adapters of stacked experts. Merge the adapter "
+                "(`merge_adapter()` of PEFT), or leave experts out of target_modules and "
+                "target_parameters."
             )
 
 

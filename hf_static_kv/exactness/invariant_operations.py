@@ -15,24 +15,33 @@ aten = torch.ops.aten
 _BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
 
 # Copies, casts and comparisons: the order of evaluation does not change the result.
-_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "all", "amax", "amin", "any", "argmax",
-    "argmin", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach_", "embedding", "empty_like",
-    "equal", "fill", "fill_", "flip", "full_like", "gather", "index", "index_copy", "index_copy_", "index_select",
-    "lift_fresh", "masked_fill", "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones", "new_zeros",
-    "nonzero", "ones_like", "repeat", "roll", "scatter", "scatter_", "select_scatter", "slice_scatter", "sort",
+_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "all", "amax",
+"amin", "any", "argmax",
+    "argmin", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach_",
+    "embedding", "empty_like",
+    "equal", "fill", "fill_", "flip", "full_like", "gather", "index", "index_copy", "index_copy_",
+    "index_select",
+    "lift_fresh", "masked_fill", "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones",
+    "new_zeros",
+    "nonzero", "ones_like", "repeat", "roll", "scatter", "scatter_", "select_scatter",
+    "slice_scatter", "sort",
     "stack", "tril", "triu", "where", "zero_", "zeros_like"}  # fmt: skip
 # Correctly rounded: every implementation gives the same bits.
-_CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max",
-    "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and", "logical_not",
-    "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu", "round", "rsub", "sign",
+_CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil",
+"clamp", "clamp_max",
+    "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and",
+    "logical_not",
+    "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu",
+    "round", "rsub", "sign",
     "sqrt", "sub", "sub_", "trunc"}  # fmt: skip
 
 
 def no_kernel(what: str) -> RuntimeError:
     """The error for an operation that cannot run inside `exact`."""
     return RuntimeError(
-        f"{what}: its result for a token may depend on what else is computed with it, and exact has no batch-invariant "
-        "kernel for it. A model that needs it cannot be exact; a loss can be computed from the logits outside of exact."
+        f"{what}: its result for a token may depend on what else is computed with it, and exact "
+        "has no batch-invariant kernel for it. A model that needs it cannot be exact; a loss can "
+        "be computed from the logits outside of exact."
     )
 
 
@@ -42,15 +51,25 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return True
     name, is_pointwise = _name_and_tag(func)
     # `alpha` multiplies before the add: whether that product is rounded depends on the kernel.
-    if is_pointwise and name in _CORRECTLY_ROUNDED and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
+    if (
+        is_pointwise
+        and name in _CORRECTLY_ROUNDED
+        and _argument(func, args, kwargs, 2, "alpha", 1) == 1
+    ):
         return True
     # With `accumulate`, values at the same index are added in no fixed order.
-    if name in ("index_put", "index_put_") and not _argument(func, args, kwargs, 3, "accumulate", False):
+    if name in ("index_put", "index_put_") and not _argument(
+        func, args, kwargs, 3, "accumulate", False
+    ):
         return True
-    lists = (value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values()))
+    lists = (
+        value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values())
+    )
     tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
     is_inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    return not is_inexact or (is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors))
+    return not is_inexact or (
+        is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors)
+    )
 
 
 @cache  # called a thousand times in a pass
@@ -64,13 +83,19 @@ def _is_always_invariant(func: Any) -> bool:
     if func.namespace == "hf_static_kv":
         return name in ("write_token", "attend", "invariant_attention", "expert_linear")
     schema = compat.schema(func)
-    if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:  # scatter.reduce sums
+    if (
+        name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name
+    ):  # scatter.reduce sums
         return True
     aliases = [result.alias_info for result in schema.returns]
-    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)  # a view
+    return bool(aliases) and all(
+        alias is not None and not alias.is_write for alias in aliases
+    )  # a view
 
 
-def _argument(func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any) -> Any:
+def _argument(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], index: int, name: str, default: Any
+) -> Any:
     """An argument that is given by name or by position."""
     is_positional = len(args) > index and compat.schema(func).arguments[index].name == name
     return args[index] if is_positional else kwargs.get(name, default)
@@ -85,21 +110,34 @@ def invariant_operation(func: Any) -> Callable[..., Any] | None:
 
 
 def _is_approximated(func: Any) -> bool:
-    """Whether it is an elementwise function of one tensor that is not correctly rounded, such as exp."""
+    """Whether it is an elementwise function of one tensor that is not correctly rounded, such as
+    exp.
+    """
     name, is_pointwise = _name_and_tag(func)
     if not is_pointwise or name in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS:
         return False
     arguments = compat.schema(func).arguments
-    takes_tensor = ["Tensor" in str(argument.type) for argument in arguments]  # also Tensor? and Tensor[]
-    return takes_tensor[0] and sum(takes_tensor) == 1 and all(argument.alias_info is None for argument in arguments)
+    takes_tensor = [
+        "Tensor" in str(argument.type) for argument in arguments
+    ]  # also Tensor? and Tensor[]
+    return (
+        takes_tensor[0]
+        and sum(takes_tensor) == 1
+        and all(argument.alias_info is None for argument in arguments)
+    )
 
 
 def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """On a CPU scalar code may compute the last elements of a tensor or of a thread: blocks hold whole vectors."""
+    """On a CPU scalar code may compute the last elements of a tensor or of a thread:
+
+    blocks hold whole vectors.
+    """
     if x.device.type != "cpu" or not x.is_floating_point():
         return func(x, *args, **kwargs)  # type: ignore[no-any-return]
     flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64))  # 64: a multiple of every vector length
+    padded = torch.nn.functional.pad(
+        flat, (0, -len(flat) % 64)
+    )  # 64: a multiple of every vector length
     blocks = [func(block.clone(), *args, **kwargs) for block in torch.split(padded, _BLOCK)]
     return torch.cat(blocks)[: len(flat)].view(x.shape)
 
@@ -111,14 +149,20 @@ def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
-    if other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1):  # a linear layer, input not contiguous
+    if other.stride(0) == 0 or (
+        len(other) == 1 and other.stride(1) == 1
+    ):  # a linear layer, input not contiguous
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
-        raise no_kernel(f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)")
+        raise no_kernel(
+            f"aten.bmm over {x.shape[2]} (experts, or attention outside of transformers' interface)"
+        )
     return x * other  # an outer product: nothing is summed
 
 
-def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _sum(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     if not x.is_floating_point():
         return x.sum(list(dim or ()), keepdim, dtype=dtype)
     if [d % x.ndim for d in dim or ()] != [x.ndim - 1]:
@@ -127,12 +171,17 @@ def _sum(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: 
     return total[..., None] if keepdim else total
 
 
-def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def _mean(
+    x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
     return (_sum(x, dim, keepdim, dtype=torch.float32) / x.shape[-1]).to(dtype or x.dtype)
 
 
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Some models count positions in a float mask. Sums of integers have the same bits in any order."""
+    """Some models count positions in a float mask.
+
+    Sums of integers have the same bits in any order.
+    """
     result = x.cumsum(dim, dtype=dtype)
     if not result.is_floating_point():
         return result
@@ -142,7 +191,9 @@ def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
     return result
 
 
-def _topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
+def _topk(
+    x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple[Tensor, Tensor]:
     """Among equal ones the first: which one torch takes depends on the shape."""
     values, index = x.sort(dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), index.narrow(dim, 0, k)
@@ -153,20 +204,28 @@ def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
         raise no_kernel(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
     scores = x.float()
     powers = _in_blocks(aten.exp.default, scores - scores.amax(dim=-1, keepdim=True))
-    return (powers / invariant_sum(powers)[..., None]).to(torch.float32 if half_to_float else x.dtype)
+    return (powers / invariant_sum(powers)[..., None]).to(
+        torch.float32 if half_to_float else x.dtype
+    )
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     if dim % x.ndim != x.ndim - 1:
-        raise no_kernel(f"aten.log_softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
+        raise no_kernel(
+            f"aten.log_softmax over dim {dim} of {tuple(x.shape)}, not over the last one"
+        )
     scores = x.float()
     scores = scores - scores.amax(dim=-1, keepdim=True)
     total = invariant_sum(_in_blocks(aten.exp.default, scores))[..., None]
-    return (scores - _in_blocks(aten.log.default, total)).to(torch.float32 if half_to_float else x.dtype)
+    return (scores - _in_blocks(aten.log.default, total)).to(
+        torch.float32 if half_to_float else x.dtype
+    )
 
 
 def _no_random_numbers(*args: Any, **kwargs: Any) -> Tensor:
-    raise ValueError("exact draws no random numbers: set every dropout and jitter to 0, or call model.eval().")
+    raise ValueError(
+        "exact draws no random numbers: set every dropout and jitter to 0, or call model.eval()."
+    )
 
 
 def _layer_norm(
@@ -186,14 +245,19 @@ def _layer_norm(
     return y.to(x.dtype), mean.to(dtype), inverse.to(dtype)
 
 
-def _linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
+def _linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
+) -> Tensor:
     check_linears(x, weights, biases)
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
         return invariant_linears_triton(x, weights, biases, activation)
     flat = x.reshape(-1, x.shape[-1])
-    parts = [invariant_linear(flat, weight, biases[i] if biases else None) for i, weight in enumerate(weights)]
+    parts = [
+        invariant_linear(flat, weight, biases[i] if biases else None)
+        for i, weight in enumerate(weights)
+    ]
     return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
 
 
@@ -210,8 +274,11 @@ _INVARIANT: dict[Any, Callable[..., Any]] = {
     aten.addmm.default: _addmm, aten.bmm.default: _bmm,
     aten.sum.dim_IntList: _sum, aten.mean.dim: _mean, aten.cumsum.default: _cumsum,
     aten.topk.default: _topk, aten._softmax.default: _softmax, aten._log_softmax.default: _log_softmax,
-    aten.nll_loss_forward.default: aten.nll_loss_forward.default,  # a mean over tokens is no token's own
+    # a mean over tokens is no token's own
+    aten.nll_loss_forward.default: aten.nll_loss_forward.default,
     aten.native_layer_norm.default: _layer_norm,
-    **dict.fromkeys((aten.native_dropout.default, aten.bernoulli_.float, aten.uniform_.default), _no_random_numbers),
-    torch.ops.hf_static_kv.linears.default: _linears, torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
+    **dict.fromkeys((aten.native_dropout.default, aten.bernoulli_.float, aten.uniform_.default),
+    _no_random_numbers),
+    torch.ops.hf_static_kv.linears.default: _linears,
+    torch.ops.hf_static_kv.gated_linear.default: _gated_linear,
 }  # fmt: skip

@@ -1,9 +1,11 @@
-"""Log-probabilities of tokens by batch-invariant operations: the same numbers for a generation and for its training.
+"""Log-probabilities of tokens by batch-invariant operations: the same numbers for a generation and
+for its training.
 
     selected_logprobs(logits, tokens)       of logits that are there
     token_logprobs(model, sequences)        of whole sequences, by one pass of the model
 
-Inside `exact` both give the same bits for the same tokens, whatever batch, padding or cache the logits come from.
+Inside `exact` both give the same bits for the same tokens, whatever batch, padding or cache the
+logits come from.
 """
 
 from contextlib import ExitStack
@@ -32,7 +34,8 @@ def selected_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) 
     """
     if logits.shape[:-1] != tokens.shape:
         raise ValueError(
-            f"logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} do not fit: [..., V] and [...]."
+            f"logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} do not fit: [..., V] "
+            "and [...]."
         )
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
@@ -49,13 +52,15 @@ def token_logprobs(
     prompt_len: int = 1,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities of the tokens from `prompt_len` on, given all tokens before them, in float32.
+    """Log-probabilities of the tokens from `prompt_len` on, given all tokens before them, in
+    float32.
 
     sequences: [B, T], left-padded prompts and what follows   result: [B, T - prompt_len]
     attention_mask: [B, T], or that of the prompts, [B, prompt_len]; None: no padding
 
-    Gradients flow. The logits of all tokens are never held at once: the model's head runs over a chunk of tokens at a
-    time, and again over each chunk in the backward pass. Padding has numbers without a meaning.
+    Gradients flow. The logits of all tokens are never held at once: the model's head runs over a
+    chunk of tokens at a time, and again over each chunk in the backward pass. Padding has numbers
+    without a meaning.
 
     >>> from hf_static_kv import exact, selected_logprobs
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -70,12 +75,22 @@ def token_logprobs(
     inner = patching.unwrapped(model, "token_logprobs")
     if sequences.ndim != 2 or not 1 <= prompt_len < sequences.shape[1]:
         given = f"sequences {tuple(sequences.shape)} and prompt_len {prompt_len}"
-        raise ValueError(f"{given} do not fit: [B, T] and 1 to T - 1, with a token before each one that is asked for.")
-    if attention_mask is not None and attention_mask.shape not in (sequences.shape, (len(sequences), prompt_len)):
-        fitting = f"{tuple(sequences.shape)}, or that of the prompts, {(len(sequences), prompt_len)}"
+        raise ValueError(
+            f"{given} do not fit: [B, T] and 1 to T - 1, with a token before each one that is "
+            "asked for."
+        )
+    if attention_mask is not None and attention_mask.shape not in (
+        sequences.shape,
+        (len(sequences), prompt_len),
+    ):
+        fitting = (
+            f"{tuple(sequences.shape)}, or that of the prompts, {(len(sequences), prompt_len)}"
+        )
         raise ValueError(f"attention_mask must be {fitting}, got {tuple(attention_mask.shape)}.")
     head = _Head(inner)
-    states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(0, 1)  # [B * n, hidden size]
+    states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(
+        0, 1
+    )  # [B * n, hidden size]
     tokens = sequences[:, prompt_len:]
     chunk = max(1, _MAX_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
     chunks = zip(torch.split(states, chunk), torch.split(tokens.flatten(), chunk), strict=True)
@@ -83,51 +98,77 @@ def token_logprobs(
 
 
 class _Head:
-    """What a model computes after its layers (linear layer, soft cap, scales), by the model's own code.
+    """What a model computes after its layers (linear layer, soft cap, scales), by the model's own
+    code.
 
-    It runs on a shadow, in which the output of the layers is given: other threads run the model's layers meanwhile.
+    It runs on a shadow, in which the output of the layers is given: other threads run the model's
+    layers meanwhile.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers: Any = None  # the module of all layers
         self.output: Any = None  # of that module
-        self.weights: dict[str, tuple[Tensor, Any]] = {}  # of the head, and how often each was written
+        self.weights: dict[
+            str, tuple[Tensor, Any]
+        ] = {}  # of the head, and how often each was written
         self.thread = get_ident()
 
     def inputs(self, sequences: Tensor, mask: Tensor | None) -> Tensor:
-        """The hidden states of all tokens, [B, T, hidden size]; positions count from the first token of a row."""
+        """The hidden states of all tokens, [B, T, hidden size]; positions count from the first
+        token of a row.
+        """
         given: dict[str, Any] = {}
         if mask is not None:
-            given["attention_mask"] = mask = F.pad(mask, (0, sequences.shape[1] - mask.shape[1]), value=1)
+            given["attention_mask"] = mask = F.pad(
+                mask, (0, sequences.shape[1] - mask.shape[1]), value=1
+            )
             if "position_ids" in signature(self.model.forward).parameters:
-                given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)  # as `generate` counts
+                given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(
+                    min=0
+                )  # as `generate` counts
         with ExitStack() as hooks:
             for layers in {self.model.base_model, self.model.get_decoder()} - {self.model}:
                 hooks.enter_context(layers.register_forward_hook(self._keep))
             self.model(sequences, **given, use_cache=False, logits_to_keep=1)
         if self.layers is None:
             name = type(self.model).__name__
-            raise ValueError(f"token_logprobs takes a model with a head, such as AutoModelForCausalLM, got {name}.")
+            raise ValueError(
+                "token_logprobs takes a model with a head, such as AutoModelForCausalLM, got "
+                f"{name}."
+            )
         name = next(name for name, module in self.model.named_modules() if module is self.layers)
         self.model = shadow_of(self.model)
         self.layers = self.model.get_submodule(name)
-        self.weights = {name: (weight, write_count(weight)) for name, weight in self._present_weights().items()}
+        self.weights = {
+            name: (weight, write_count(weight)) for name, weight in self._present_weights().items()
+        }
         states: Tensor = self.output.last_hidden_state
         return states
 
     def _keep(self, module: Module, args: Any, output: Any) -> None:
         if get_ident() == self.thread:
-            self.layers, self.output = module, output  # where one is inside the other, the outer one is last
+            self.layers, self.output = (
+                module,
+                output,
+            )  # where one is inside the other, the outer one is last
 
     def _present_weights(self) -> dict[str, Tensor]:
         """The parameters of all modules but the layers, a tied embedding too, by name."""
         layers = set(self.layers.modules())
-        head = ((name, module) for name, module in self.model.named_modules() if module not in layers)
-        return {f"{name}.{own}": p for name, module in head for own, p in module.named_parameters(recurse=False)}
+        head = (
+            (name, module) for name, module in self.model.named_modules() if module not in layers
+        )
+        return {
+            f"{name}.{own}": p
+            for name, module in head
+            for own, p in module.named_parameters(recurse=False)
+        }
 
     def logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Of tokens [n] after hidden states [n, hidden size]; for gradients the logits are computed again."""
+        """Of tokens [n] after hidden states [n, hidden size]; for gradients the logits are computed
+        again.
+        """
         if not torch.is_grad_enabled():
             return self._logprobs(states, tokens, temperature)
         arguments = (states, tokens, temperature)
@@ -141,13 +182,17 @@ class _Head:
         return selected_logprobs(logits[0], tokens, temperature)
 
     def _refuse_other_weights(self) -> None:
-        """Raise if the head is not the one of the forward pass: its gradients would be those of other logits."""
+        """Raise if the head is not the one of the forward pass:
+
+        its gradients would be those of other logits.
+        """
         present = self._present_weights()
         for name, (weight, count) in self.weights.items():
-            # FSDP has whole weights there during a pass. The parts that it has at other times are of another type.
+            # FSDP has whole weights there during a pass. The parts that it has at other times are
+            # of another type.
             is_other = type(weight) is Parameter and present.get(name) is not weight
             if is_other or write_count(weight) != count:
                 raise RuntimeError(
-                    f"{name} was changed after token_logprobs, and the backward pass computes the logits again: "
-                    "call backward() before the optimizer's step."
+                    f"{name} was changed after token_logprobs, and the backward pass computes the "
+                    "logits again: call backward() before the optimizer's step."
                 )

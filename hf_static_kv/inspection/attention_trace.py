@@ -19,11 +19,16 @@ _REMEDY = 'Load it with attn_implementation="eager" and call it with output_atte
 
 
 class AttentionRow(NamedTuple):
-    """One row of the attention matrix for each sequence: the weights of its newest token in one layer and pass."""
+    """One row of the attention matrix for each sequence:
+
+    the weights of its newest token in one layer and pass.
+    """
 
     layer: int
     positions: Tensor  # [keys]; those of a sliding window do not start at 0
-    weights: Tensor  # [B, heads, keys], float32; sum to 1 (to less in a model with sinks), 0 for padding
+    weights: (
+        Tensor  # [B, heads, keys], float32; sum to 1 (to less in a model with sinks), 0 for padding
+    )
 
 
 class AttentionTrace:
@@ -32,19 +37,28 @@ class AttentionTrace:
     def __init__(self, layers: Sequence[int], heads: Sequence[int] | None) -> None:
         self.layers, self.heads = tuple(layers), None if heads is None else list(heads)
         self.rows: list[AttentionRow] = []
-        self.full: list[Tensor] | None = None  # [B, heads, queries, keys] of each pass, where `full_attention` asks
+        self.full: list[Tensor] | None = (
+            None  # [B, heads, queries, keys] of each pass, where `full_attention` asks
+        )
 
     def of_layer(self, layer: int) -> list[AttentionRow]:
         """The rows of one layer, one for each pass."""
         if layer not in self.layers:
-            raise ValueError(f"Layer {layer} was not traced: {', '.join(map(str, self.layers))} were.")
+            raise ValueError(
+                f"Layer {layer} was not traced: {', '.join(map(str, self.layers))} were."
+            )
         return [row for row in self.rows if row.layer == layer]
 
     def matrix(self, layer: int, batch_row: int = 0) -> Tensor:
-        """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not attend."""
+        """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not
+        attend.
+        """
         if not (rows := self.of_layer(layer)):
             cause = "the model did not run inside the context, or the layer does not call"
-            raise ValueError(f"Nothing was recorded for layer {layer}: {cause} transformers' attention interface.")
+            raise ValueError(
+                f"Nothing was recorded for layer {layer}: {cause} transformers' attention "
+                "interface."
+            )
         length = max(int(row.positions[-1]) + 1 for row in rows)
         matrix = torch.zeros(rows[0].weights.shape[1], len(rows), length)
         for n, row in enumerate(rows):
@@ -65,7 +79,8 @@ def trace_attention(
 ) -> Iterator[AttentionTrace]:
     """Record the weights of these layers and heads (default: all) in every pass of the model.
 
-    On exit the model has its own attention again. It may be wrapped by `torch.compile` or PEFT (adapters inside it).
+    On exit the model has its own attention again. It may be wrapped by `torch.compile` or PEFT
+    (adapters inside it).
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model = random_model(tiny_config("llama"))
@@ -84,7 +99,9 @@ def trace_attention(
     count = getattr(inner.config.get_text_config(), "num_attention_heads", None)
     if heads is not None and count is not None and any(not 0 <= head < count for head in heads):
         raise ValueError(f"heads are 0 to {count - 1}, got {list(heads)}.")
-    if not {attention.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(patching.attention_of(inner).values()):
+    if not {attention.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(
+        patching.attention_of(inner).values()
+    ):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
     trace = AttentionTrace(chosen, heads)
     traced = {modules[layer]: (trace, layer) for layer in chosen}
@@ -94,7 +111,8 @@ def trace_attention(
 
 @torch.no_grad()
 def full_attention(model: Module, input_ids: Tensor, layer: int) -> Tensor:
-    """The attention weights of one layer for every token of a sequence, [1, heads, n, n], from one pass.
+    """The attention weights of one layer for every token of a sequence, [1, heads, n, n], from one
+    pass.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> full_attention(random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]]), layer=0).shape
@@ -108,24 +126,37 @@ def full_attention(model: Module, input_ids: Tensor, layer: int) -> Tensor:
         inner(input_ids, use_cache=False)
     if not trace.full:
         kind = type(_attention_modules(inner)[layer]).__name__
-        raise ValueError(f"{kind} of layer {layer} did not call transformers' attention interface. {_REMEDY}")
+        raise ValueError(
+            f"{kind} of layer {layer} did not call transformers' attention interface. {_REMEDY}"
+        )
     return trace.full[-1]
 
 
 def traced_attention(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`static_contiguous_attention` that records the weights of traced layers."""
     if _TRACE not in module.__dict__:
-        return attention.static_contiguous_attention(module, query, key, value, attention_mask, **kwargs)
+        return attention.static_contiguous_attention(
+            module, query, key, value, attention_mask, **kwargs
+        )
     if kwargs.get("position_bias") is not None:
         kind = type(module).__name__
-        raise ValueError(f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}")
+        raise ValueError(
+            f"{kind} adds a bias to its scores, which trace_attention does not compute. {_REMEDY}"
+        )
     trace, layer = module.__dict__[_TRACE]
     scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
     step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
     is_whole = trace.full is not None  # the decode kernel gives the weights of one query only
-    if step is None and (is_whole or not attention.kernel_serves(query, key, value, attention_mask)):
+    if step is None and (
+        is_whole or not attention.kernel_serves(query, key, value, attention_mask)
+    ):
         output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
         trace.record(layer, first, weights[:, :, -1])
         if is_whole:
@@ -136,7 +167,14 @@ def traced_attention(
         output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
     else:
         output = decode_attention(
-            query, key, value, step.spans, scale=scale, softcap=softcap, sinks=sinks, weights=weights
+            query,
+            key,
+            value,
+            step.spans,
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            weights=weights,
         )
         first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
         weights = weights[..., first:end]
@@ -147,7 +185,9 @@ def traced_attention(
 
 def traced_mask(**kwargs: Any) -> Tensor:
     """The mask for SDPA, with the position of its first key as an attribute."""
-    mask: Any = sdpa_mask(**kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False})
+    mask: Any = sdpa_mask(
+        **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    )
     mask.first_key = int(kwargs.get("kv_offset", 0))
     return mask  # type: ignore[no-any-return]
 
@@ -156,10 +196,15 @@ def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, Module] = {}
     for module in model.get_decoder().modules():  # type: ignore[no-untyped-call]  # without vision and audio towers
-        if isinstance(i := getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__:
+        if (
+            isinstance(i := getattr(module, "layer_idx", None), int)
+            and "Attention" in type(module).__name__
+        ):
             found.setdefault(i, module)  # self-attention comes before cross-attention
     if not found:
-        raise ValueError(f"No attention layers were found in {type(model).__name__}: no module has a layer_idx.")
+        raise ValueError(
+            f"No attention layers were found in {type(model).__name__}: no module has a layer_idx."
+        )
     return found
 
 

@@ -1,4 +1,7 @@
-"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for JSON."""
+"""The token of each step of a generation, and the tokens it was chosen from:
+
+plain data, ready for JSON.
+"""
 
 from typing import Any
 
@@ -7,16 +10,19 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
 
 _REMEDY = (
-    "Beam search reorders batch rows and assisted decoding drops candidate tokens: neither can be recorded. Record "
-    "greedy decoding or sampling, with a new StepRecorder for each call, or read `steps` before the next one."
+    "Beam search reorders batch rows and assisted decoding drops candidate tokens: neither can "
+    "be recorded. Record greedy decoding or sampling, with a new StepRecorder for each call, or "
+    "read `steps` before the next one."
 )
 
 
 class StepRecorder(LogitsProcessor):
-    """A logits processor that records the scores it is given, after earlier processors, and does not change them.
+    """A logits processor that records the scores it is given, after earlier processors, and does
+    not change them.
 
-    It holds the record of one call of `generate`: pass what that call returned to `steps`. Another prompt starts a new
-    record, and so does any call after `steps`. Before that, a prompt that is one token longer counts as the next step.
+    It holds the record of one call of `generate`: pass what that call returned to `steps`. Another
+    prompt starts a new record, and so does any call after `steps`. Before that, a prompt that is
+    one token longer counts as the next step.
     """
 
     def __init__(self, best: int = 5, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -30,25 +36,37 @@ class StepRecorder(LogitsProcessor):
         self._ids = prompt  # the sequences before the newest step
         self._scores: list[tuple[Tensor, Tensor, Tensor]] = []  # best tokens, log-probs, entropy
         self._chosen: list[Tensor] = []  # log-probs of the chosen tokens
-        self._log_probs: Tensor | None = None  # [B, V] of the newest step, whose token is not chosen yet
+        self._log_probs: Tensor | None = (
+            None  # [B, V] of the newest step, whose token is not chosen yet
+        )
         # Whether every step had the sequences of the last and a token; read deferred.
         self._is_continuous = torch.ones((), dtype=torch.bool, device=prompt.device)
         self._was_read = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         (batch_size, length), is_unread = self._ids.shape, bool(self._scores) and not self._was_read
-        if is_unread and input_ids.shape == (batch_size, length + 1):  # comparing tokens here would synchronize
+        if is_unread and input_ids.shape == (
+            batch_size,
+            length + 1,
+        ):  # comparing tokens here would synchronize
             self._is_continuous = self._is_continuous & (input_ids[:, :-1] == self._ids).all()
             self._choose(input_ids[:, -1])
         else:
             n = self.prompt_len
             is_longer = len(input_ids) == batch_size and input_ids.shape[1] > n
-            if is_unread and is_longer and torch.equal(input_ids[:, :n], self._ids[:, :n]):  # maybe the recorded call
-                raise ValueError(f"This sequence has the prompt of the record and is not its next step. {_REMEDY}")
+            if (
+                is_unread and is_longer and torch.equal(input_ids[:, :n], self._ids[:, :n])
+            ):  # maybe the recorded call
+                raise ValueError(
+                    "This sequence has the prompt of the record and is not its next step. "
+                    f"{_REMEDY}"
+                )
             self._begin(input_ids)
         log_probs = scores.float().log_softmax(dim=-1)
         top = log_probs.topk(min(self.best, log_probs.shape[-1]), dim=-1)
-        entropy = -torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs).sum(dim=-1)
+        entropy = -torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs).sum(
+            dim=-1
+        )
         self._scores.append((top.indices, top.values, entropy))
         self._log_probs, self._ids = log_probs, input_ids.clone()
         return scores
@@ -59,7 +77,8 @@ class StepRecorder(LogitsProcessor):
             self._log_probs = None
 
     def steps(self, sequences: Tensor) -> list[list[dict[str, Any]]]:
-        """The steps of each batch row: token, text, probability, the best tokens with theirs, entropy in nats.
+        """The steps of each batch row: token, text, probability, the best tokens with theirs,
+        entropy in nats.
 
         All batch rows have the same number of steps: those after the end of a sequence are padding.
         """
@@ -68,18 +87,31 @@ class StepRecorder(LogitsProcessor):
         remedy = f"pass what the same call of generate returned. {_REMEDY}"
         num_steps, num_new = len(self._scores), sequences.shape[1] - self.prompt_len
         if not 0 < num_new <= num_steps:
-            raise ValueError(f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens: {remedy}")
+            raise ValueError(
+                f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens: "
+                f"{remedy}"
+            )
         if not bool(self._is_continuous) or not torch.equal(sequences[:, : known.shape[1]], known):
             raise ValueError(f"The sequences are not those whose steps were recorded: {remedy}")
         self._was_read = True
         if len(self._chosen) < num_new:
             self._choose(new[:, len(self._chosen)])
-        return [[self._step(n, row, int(token)) for n, token in enumerate(tokens)] for row, tokens in enumerate(new)]
+        return [
+            [self._step(n, row, int(token)) for n, token in enumerate(tokens)]
+            for row, tokens in enumerate(new)
+        ]
 
     def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
         tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])
-        best = [self._entry(*pair) for pair in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)]
-        return {**self._entry(token, self._chosen[n][row].exp().item()), "best": best, "entropy": entropy.item()}
+        best = [
+            self._entry(*pair)
+            for pair in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
+        ]
+        return {
+            **self._entry(token, self._chosen[n][row].exp().item()),
+            "best": best,
+            "entropy": entropy.item(),
+        }
 
     def _entry(self, token: int, probability: float) -> dict[str, Any]:
         text = None if self.tokenizer is None else str(self.tokenizer.decode([token]))

@@ -1,1 +1,4 @@
-"""Pairs of files: `op.py` has operations and their plain PyTorch twins, `op_triton.py` has the kernels."""
+"""Pairs of files:
+
+`op.py` has operations and their plain PyTorch twins, `op_triton.py` has the kernels.
+"""

@@ -11,8 +11,9 @@
     decode_attention       one query per batch row                                      spans: [B, 3]
     invariant_attention    each query has the bits of a decode step at its position     spans: [B, q, 3]
 
-Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start, end) into splits of
-a fixed size. So a batch row's bits depend neither on the other rows, nor on its left padding, nor on the capacity S.
+Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start,
+end) into splits of a fixed size. So a batch row's bits depend neither on the other rows, nor on its
+left padding, nor on the capacity S.
 """
 
 import torch
@@ -26,7 +27,8 @@ def decode_attention(
     scale: float, max_span: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     weights: Tensor | None = None, spans_ready: bool = False, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV head.
+    """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV
+    head.
 
     seen         [B, S], bool: positions of the span where it is false are left out
     max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
@@ -37,10 +39,15 @@ def decode_attention(
     in_order     the bits of `invariant_attention`
     """
     if query.shape[2] != 1:
-        raise ValueError(f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for prefill.")
+        raise ValueError(
+            f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for "
+            "prefill."
+        )
     _check(query, keys, values, spans, (len(query), 3))
     if not query.is_cuda:
-        return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
+        return decode_attention_plain(
+            query, keys, values, spans, seen, scale, softcap, sinks, weights
+        )
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
     span = min(max_span or keys.shape[2], keys.shape[2])
@@ -55,7 +62,8 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """`decode_attention` in a captured step, as one operation for `torch.compile`."""
     return decode_attention(
-        query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks, spans_ready=True,
+        query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
+        spans_ready=True,
         in_order=in_order,
     )  # fmt: skip
 
@@ -69,7 +77,10 @@ def decode_attention_plain(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One batch row after the other; reads the spans on the host. Scores and softmax in float32 at least."""
+    """One batch row after the other; reads the spans on the host.
+
+    Scores and softmax in float32 at least.
+    """
     (batch, query_heads, _, _), heads = query.shape, keys.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
     output = values.new_empty(batch, 1, query_heads, values.shape[-1])
@@ -97,8 +108,9 @@ def invariant_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over each query's span; zeros for an empty span.
 
-    All queries of a batch row have one seq_start, which may be negative: before the first key. Values must be finite:
-    on a GPU an infinite value also reaches queries of the same tile whose span does not contain it.
+    All queries of a batch row have one seq_start, which may be negative: before the first key.
+    Values must be finite: on a GPU an infinite value also reaches queries of the same tile whose
+    span does not contain it.
     """
     length = query.shape[2]
     _check(query, keys, values, spans, (len(query), length, 3))
@@ -106,7 +118,9 @@ def invariant_attention(
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     if length == 1:
         span = spans[:, 0]
-        return decode_attention(query, keys, values, span, scale=scale, softcap=softcap, sinks=sinks, in_order=True)
+        return decode_attention(
+            query, keys, values, span, scale=scale, softcap=softcap, sinks=sinks, in_order=True
+        )
     from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
     return prompt_attention_triton(query, keys, values, spans, scale, softcap, sinks)
@@ -116,11 +130,16 @@ def invariant_attention_plain(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
     scale: float, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One query after the other, with splits padded to one shape: all run the same code. Reads spans on the host."""
+    """One query after the other, with splits padded to one shape:
+
+    all run the same code. Reads spans on the host.
+    """
     output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
     for b, batch_row in enumerate(spans.tolist()):
         for t, span in enumerate(batch_row):
-            output[b, t] = _one_query(query[b, :, t], keys[b], values[b], span, scale, softcap, sinks)
+            output[b, t] = _one_query(
+                query[b, :, t], keys[b], values[b], span, scale, softcap, sinks
+            )
     return output
 
 
@@ -138,18 +157,28 @@ def _one_query(
     if sinks is not None:
         maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
     output = torch.zeros(*maximum.shape, value_dim, dtype=dtype, device=query.device)
-    for begin in range(seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE, end, _SPLIT_SIZE):
+    for begin in range(
+        seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE, end, _SPLIT_SIZE
+    ):
         positions = slice(max(begin, first), min(begin + _SPLIT_SIZE, end))
         inside = slice(positions.start - begin, positions.stop - begin)
-        scores = torch.full((*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device)
-        k, v = keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2]), values.new_zeros(heads, _SPLIT_SIZE, value_dim)
+        scores = torch.full(
+            (*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device
+        )
+        k, v = (
+            keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2]),
+            values.new_zeros(heads, _SPLIT_SIZE, value_dim),
+        )
         k[:, inside], v[:, inside] = keys[:, positions], values[:, positions]
         product = torch.bmm(grouped, k.transpose(1, 2)).to(dtype) * scale
         if softcap is not None:
             product = softcap * torch.tanh(product / softcap)
         scores[..., inside] = product[..., inside]
         new_maximum = torch.maximum(maximum, scores.amax(dim=-1))
-        weights, rescale = torch.exp(scores - new_maximum[..., None]), torch.exp(maximum - new_maximum)
+        weights, rescale = (
+            torch.exp(scores - new_maximum[..., None]),
+            torch.exp(maximum - new_maximum),
+        )
         total = total * rescale + weights.sum(dim=-1)
         output = output * rescale[..., None] + torch.bmm(weights.to(v.dtype), v).to(dtype)
         maximum = new_maximum
@@ -157,16 +186,25 @@ def _one_query(
     return result.reshape(-1, value_dim).to(query.dtype)
 
 
-def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]) -> None:
+def _check(
+    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]
+) -> None:
     batch, query_heads, _, dim = query.shape
-    is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[:-1] == values.shape[:-1]
+    is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[
+        :-1
+    ] == values.shape[:-1]
     if not is_alike or query_heads % keys.shape[1]:
         raise ValueError(
-            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values {tuple(values.shape)} do not fit: they "
-            "must be [B, Hq, q, D], [B, H, S, D] and [B, H, S, Dv] with Hq a multiple of H."
+            f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
+            f"{tuple(values.shape)} do not fit: they must be [B, Hq, q, D], [B, H, S, D] and [B, "
+            "H, S, Dv] with Hq a multiple of H."
         )
     if spans.shape != spans_shape:
-        raise ValueError(f"spans must be {list(spans_shape)} of seq_start, first, end, got {list(spans.shape)}.")
+        raise ValueError(
+            f"spans must be {list(spans_shape)} of seq_start, first, end, got {list(spans.shape)}."
+        )
     dtypes = [tensor.dtype for tensor in (query, keys, values)]
     if len(set(dtypes)) > 1:
-        raise ValueError(f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}.")
+        raise ValueError(
+            f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}."
+        )

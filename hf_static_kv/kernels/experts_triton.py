@@ -5,7 +5,8 @@
               same rows of all pairs, so that tokens with the same expert share them in the L2 cache
     _down     a program for each token and output feature: a row of all its k experts at once, [TILE_E, TILE_I]
 
-All are GEMVs with float32 FMAs. The tiles do not depend on the number of tokens, so neither do the bits of a token.
+All are GEMVs with float32 FMAs. The tiles do not depend on the number of tokens, so neither do the
+bits of a token.
 """
 
 import torch
@@ -33,8 +34,13 @@ def _route(
     chosen, chosen_key = tl.zeros((TILE_K,), tl.int32), tl.zeros((TILE_K,), tl.int32)
     for i in range(K):
         largest = tl.max(key, 0)
-        expert = tl.min(tl.where(key == largest, e, E - 1), 0)  # the first of equal ones; always an expert
-        chosen, chosen_key = tl.where(slot == i, expert, chosen), tl.where(slot == i, largest, chosen_key)
+        expert = tl.min(
+            tl.where(key == largest, e, E - 1), 0
+        )  # the first of equal ones; always an expert
+        chosen, chosen_key = (
+            tl.where(slot == i, expert, chosen),
+            tl.where(slot == i, largest, chosen_key),
+        )
         key = tl.where(e == expert, -2147483648, key)
     value = _ordered(chosen_key).to(tl.float32, bitcast=True)
     p = tl.where(slot < K, tl.exp(value - maximum), 0.0)
@@ -69,12 +75,15 @@ def route_triton(logits: Tensor, k: int, style: tuple[bool, bool, bool]) -> tupl
 @triton.jit
 def _gated(
     x, y, index, gate_up, k, E, N, K,
-    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pair, n = tl.program_id(0), tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     at_k = tl.arange(0, TILE_K)
     pdl_sync(PDL)  # the router may be the previous kernel: nothing can be loaded before
-    expert = tl.minimum(tl.load(index + pair), E - 1).to(tl.int64)  # never read outside of the weights
+    expert = tl.minimum(tl.load(index + pair), E - 1).to(
+        tl.int64
+    )  # never read outside of the weights
     gate = gate_up + expert * (2 * N * K)
     up, x = gate + N * K, x + pair // k * K
     g_tile, u_tile = _load_rows(gate, n, at_k, N, K, EVEN), _load_rows(up, n, at_k, N, K, EVEN)
@@ -95,7 +104,10 @@ def _gated(
 
 @triton.jit
 def _load_rows(w, n, k, N, K, EVEN: tl.constexpr):
-    """The tile [n, k] of one expert's weight [N, K], with zeros outside of it. It has less than 2^31 elements."""
+    """The tile [n, k] of one expert's weight [N, K], with zeros outside of it.
+
+    It has less than 2^31 elements.
+    """
     mask = n[:, None] < N
     if not EVEN:
         mask &= k[None, :] < K
@@ -119,11 +131,17 @@ def _down(
     total = tl.zeros((TILE_E, TILE_K), tl.float32)
     for k_start in range(0, K - TILE_K, TILE_K):
         next_k = k_start + TILE_K + at_k
-        next_tile = tl.load(row + next_k, mask=of_token if EVEN else of_token & (next_k < K), other=0.0)
-        total += tile.to(tl.float32) * tl.load(h_row + k_start + at_k, mask=of_token, other=0.0).to(tl.float32)
+        next_tile = tl.load(
+            row + next_k, mask=of_token if EVEN else of_token & (next_k < K), other=0.0
+        )
+        total += tile.to(tl.float32) * tl.load(h_row + k_start + at_k, mask=of_token, other=0.0).to(
+            tl.float32
+        )
         tile = next_tile
     at_k += (K - 1) // TILE_K * TILE_K
-    total += tile.to(tl.float32) * tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0).to(tl.float32)
+    total += tile.to(tl.float32) * tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0).to(
+        tl.float32
+    )
     dtype = y.dtype.element_ty
     output = tl.sum(total, 1).to(dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == dtype:  # otherwise torch multiplies in float32 and does not round
@@ -131,7 +149,9 @@ def _down(
     tl.store(y + t * N + n, tl.sum(output, 0).to(dtype))
 
 
-def experts_triton(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str) -> Tensor:
+def experts_triton(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
+) -> Tensor:
     x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
     (tokens, k), (num_experts, hidden, inner) = index.shape, down.shape
     tile_n, tile_k, warps = _gated_tiles(hidden)

@@ -2,7 +2,8 @@
 
     differentiable(operation, plain, *inputs)    operation(*inputs), with the gradients of plain(*inputs)
 
-The backward pass computes `plain`, the same function in torch's own operations. Only the inputs are kept for it.
+The backward pass computes `plain`, the same function in torch's own operations. Only the inputs are
+kept for it.
 """
 
 from collections.abc import Callable
@@ -13,8 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-def differentiable(operation: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor | None) -> Any:
-    """The tensor, or tuple of tensors, that `operation` returns; differentiable in each of the inputs."""
+def differentiable(
+    operation: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor | None
+) -> Any:
+    """The tensor, or tuple of tensors, that `operation` returns; differentiable in each of the
+    inputs.
+    """
     if not torch.is_grad_enabled():
         return operation(*inputs)
     return _ByPlainTwin.apply(operation, plain, *inputs)  # type: ignore[no-untyped-call]
@@ -22,7 +27,9 @@ def differentiable(operation: Callable[..., Any], plain: Callable[..., Any], *in
 
 class _ByPlainTwin(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, operation: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, operation: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor | None
+    ) -> Any:
         ctx.plain = plain
         ctx.save_for_backward(*inputs)
         return operation(*inputs)

@@ -1,4 +1,5 @@
-"""Batch-invariant linear layers and sums: the bits of a token depend neither on the number of tokens nor on its index.
+"""Batch-invariant linear layers and sums: the bits of a token depend neither on the number of
+tokens nor on its index.
 
     invariant_linear(x, weight, bias)    y = x weight^T + bias
     expert_linear(x, weight, experts)    y[m] = x[m] weight[experts[m]]^T + bias[experts[m]]
@@ -7,8 +8,8 @@
     x: [M, K], a token each   weight: [N, K], of any strides   bias: [N]   y: [M, N]
     of E experts: weight [E, N, K], of any strides   experts: [M]   bias: [E, N]
 
-On a GPU all numbers of tokens are summed in one order. On a CPU tokens are padded to tiles of one shape, so that the
-library runs the same code for all of them.
+On a GPU all numbers of tokens are summed in one order. On a CPU tokens are padded to tiles of one
+shape, so that the library runs the same code for all of them.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,9 @@ _TILE = 16
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [M, K] and [N, K].")
+        raise ValueError(
+            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [M, K] and [N, K]."
+        )
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
@@ -39,8 +42,15 @@ def invariant_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None
 @torch.library.custom_op("hf_static_kv::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer of one expert for each token."""
-    if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2] or experts.shape != x.shape[:1]:
-        shapes = f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and experts {tuple(experts.shape)}"
+    if (
+        x.ndim != 2
+        or weight.ndim != 3
+        or x.shape[1] != weight.shape[2]
+        or experts.shape != x.shape[:1]
+    ):
+        shapes = (
+            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and experts {tuple(experts.shape)}"
+        )
         raise ValueError(f"{shapes} do not fit: [M, K], [E, N, K] and [M].")
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import expert_linear_triton
@@ -59,7 +69,8 @@ def _by_expert(
 ) -> Tensor:
     order, counts = experts.argsort(), experts.bincount(minlength=len(weight)).tolist()
     biases = [None] * len(weight) if bias is None else bias.unbind()
-    # `unbind`: the gradient of `weight[expert]` would be as large as that of all experts, for each of them.
+    # `unbind`: the gradient of `weight[expert]` would be as large as that of all experts, for each
+    # of them.
     groups = zip(torch.split(x[order], counts), weight.unbind(), biases, strict=True)
     return torch.cat([linear(*group) for group in groups if len(group[0])])[order.argsort()]
 
@@ -80,8 +91,13 @@ def _is_index_invariant(size: int, dim: int, stride: tuple[int, int], dtype: tor
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         elements = 1 + (size - 1) * stride[0] + (dim - 1) * stride[1]
-        token, base = torch.randn(dim, generator=generator), torch.randn(elements, generator=generator)
-        y = torch.mm(token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t())
+        token, base = (
+            torch.randn(dim, generator=generator),
+            torch.randn(elements, generator=generator),
+        )
+        y = torch.mm(
+            token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t()
+        )
     return bool((y == y[:1]).all())
 
 

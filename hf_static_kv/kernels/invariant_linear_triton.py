@@ -1,7 +1,8 @@
-"""Batch-invariant linear layers of any number of tokens, and sums, in Triton. Formulas are in linear.py.
+"""Batch-invariant linear layers of any number of tokens, and sums, in Triton. Formulas are in
+linear.py.
 
-The sum over K has one order. Blocks of BLOCK_K go to SPLIT_K partial sums in turn. Tensor cores add the blocks of a
-partial sum from left to right, and then the partial sums are added in their order:
+The sum over K has one order. Blocks of BLOCK_K go to SPLIT_K partial sums in turn. Tensor cores add
+the blocks of a partial sum from left to right, and then the partial sums are added in their order:
 
     K = | sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | sum 1 | ...
 
@@ -9,10 +10,12 @@ partial sum from left to right, and then the partial sums are added in their ord
                   so that enough loads are in flight
     many tokens   a program computes 64 or more output features of 64 or more tokens, one partial sum after the other
 
-Experts: the tokens of a tile have one expert. Few tokens have a tile each; many are sorted by their expert first.
+Experts: the tokens of a tile have one expert. Few tokens have a tile each; many are sorted by their
+expert first.
 
-Both kernels give the same bits, though they use other tensor core instructions. No specification says so: it was
-measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU at hand.
+Both kernels give the same bits, though they use other tensor core instructions. No specification
+says so: it was measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU
+at hand.
 """
 
 from collections.abc import Sequence
@@ -26,7 +29,9 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync
 from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, pick_weight
 
 BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
-GROUP_M = tl.constexpr(8)  # tiles of tokens that run next to each other and share weights in the L2 cache
+GROUP_M = tl.constexpr(
+    8
+)  # tiles of tokens that run next to each other and share weights in the L2 cache
 _MAX_FEW_TOKENS, _TILE_OF_FEW = 64, 16
 
 
@@ -36,18 +41,29 @@ def _few_tokens(
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    w, b, N, n_start, y_start = pick_weight(tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    w, b, N, n_start, y_start = pick_weight(
+        tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N
+    )
     m_start = tl.program_id(0).to(tl.int64) * TILE_M
     if HAS_GROUPS:
         if PDL:
             pdl_wait()
         m_start, M, expert = _group(groups, tl.program_id(0))
         w, b = w + expert * w_e, b + expert * n0
-    n, m = n_start + tl.arange(0, TILE_N)[None, :, None], m_start + tl.arange(0, TILE_M)[None, None, :]
+    n, m = (
+        n_start + tl.arange(0, TILE_N)[None, :, None],
+        m_start + tl.arange(0, TILE_M)[None, None, :],
+    )
     split = tl.arange(0, SPLIT_K)[:, None, None] * BLOCK_K
-    k_w, k_x = split + tl.arange(0, BLOCK_K)[None, None, :], split + tl.arange(0, BLOCK_K)[None, :, None]
+    k_w, k_x = (
+        split + tl.arange(0, BLOCK_K)[None, None, :],
+        split + tl.arange(0, BLOCK_K)[None, :, None],
+    )
     w_at, x_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k, x + m * K + k_x
-    total, up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32), tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
+    total, up = (
+        tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32),
+        tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32),
+    )
     if PDL and ACTIVATION == "" and not HAS_GROUPS:
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
     if PDL:
@@ -60,10 +76,16 @@ def _few_tokens(
         if not EVEN:
             x_mask, w_mask = x_mask & (k + k_x < K), w_mask & (k + k_w < K)
         x_tile, at_k = tl.load(x_at + k, mask=x_mask, other=0.0), w_at + tl.cast(k, tl.int64) * w_k
-        total = tl.dot(tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee")
+        total = tl.dot(
+            tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee"
+        )
         if ACTIVATION != "":
-            up = tl.dot(tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee")
-    if PDL and ACTIVATION != "":  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
+            up = tl.dot(
+                tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee"
+            )
+    if (
+        PDL and ACTIVATION != ""
+    ):  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
         pdl_launch_next()
     n, m = n_start + tl.arange(0, TILE_N)[:, None], m_start + tl.arange(0, TILE_M)[None, :]
     total = _add_splits(total, TILE_N, TILE_M)
@@ -88,11 +110,17 @@ def _many_tokens(
     if HAS_GROUPS:
         m_start, M, expert = _group(groups, tile)
         w, b = w + expert * w_e, b + expert * N
-    m, n = m_start + tl.arange(0, TILE_M)[:, None], in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :]
+    m, n = (
+        m_start + tl.arange(0, TILE_M)[:, None],
+        in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :],
+    )
     w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
     total, up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
     for split in range(SPLIT_K):
-        split_total, split_up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
+        split_total, split_up = (
+            tl.zeros((TILE_M, TILE_N), tl.float32),
+            tl.zeros((TILE_M, TILE_N), tl.float32),
+        )
         for k_start in tl.range(split * BLOCK_K, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
             k = k_start + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x + x_at_m + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
@@ -118,10 +146,17 @@ def _group(groups, tile):
 def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
     """Prefetch the first KiB of each output feature into the L2 cache, by its lines of 128 bytes."""
     n = tl.minimum(n_start + tl.arange(0, TILE_N)[:, None], N - 1).to(tl.int64)
-    k = tl.minimum(tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1)
+    k = tl.minimum(
+        tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1
+    )
     at = (w + n * w_n + k * w_k).to(tl.int64)
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -138,8 +173,12 @@ def _add_splits(splits, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
 def _epilogue(total, up, b, n, N, y, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr):
     """Bias or activation, in the dtype of y."""
     dtype = y.dtype.element_ty
-    if HAS_BIAS:  # rounded before too: torch adds the bias in a kernel of its own where x is not contiguous
-        total = total.to(dtype).to(tl.float32) + tl.load(b + n, mask=n < N, other=0.0).to(tl.float32)
+    if (
+        HAS_BIAS
+    ):  # rounded before too: torch adds the bias in a kernel of its own where x is not contiguous
+        total = total.to(dtype).to(tl.float32) + tl.load(b + n, mask=n < N, other=0.0).to(
+            tl.float32
+        )
     if ACTIVATION != "":
         total = activate(total.to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
         total *= up.to(dtype).to(tl.float32)
@@ -149,26 +188,47 @@ def _epilogue(total, up, b, n, N, y, HAS_BIAS: tl.constexpr, ACTIVATION: tl.cons
 def invariant_linears_triton(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
-    """`linears` of weights of any strides, or with an activation `gated_linear` of gate and up of equal strides."""
+    """`linears` of weights of any strides, or with an activation `gated_linear` of gate and up of
+    equal strides.
+    """
     # Large tiles are for tensor cores, which float32 does not use.
     has_many_tokens = x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
     sizes, stride = output_sizes(weights, activation), weights[0].stride()
     if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
-        return torch.cat([invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)], dim=-1)
+        return torch.cat(
+            [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)],
+            dim=-1,
+        )
     x, tokens = x.contiguous(), x.numel() // x.shape[-1]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
     if has_many_tokens:
         how = _tiles_of_many(tokens, bool(activation))
-        _launch_many(x, y, weights, biases, None, triton.cdiv(tokens, how[0]), (0, *stride), activation, how)
+        _launch_many(
+            x, y, weights, biases, None, triton.cdiv(tokens, how[0]), (0, *stride), activation, how
+        )
     else:
         tile_m = 8 if tokens <= 8 else 16
-        _launch_few(x, y, weights, biases, None, triton.cdiv(tokens, tile_m), (0, *stride), activation, tile_m)
+        _launch_few(
+            x,
+            y,
+            weights,
+            biases,
+            None,
+            triton.cdiv(tokens, tile_m),
+            (0, *stride),
+            activation,
+            tile_m,
+        )
     return y
 
 
 def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
     """`expert_linear`: x [M, K], weight [E, N, K] of any strides, experts [M], bias [E, N]."""
-    x, y, biases = x.contiguous(), x.new_empty(len(x), weight.shape[1]), [] if bias is None else [bias.contiguous()]
+    x, y, biases = (
+        x.contiguous(),
+        x.new_empty(len(x), weight.shape[1]),
+        [] if bias is None else [bias.contiguous()],
+    )
     if len(x) <= _MAX_FEW_TOKENS or x.element_size() == 4:
         token = torch.arange(len(x), device=x.device)
         groups = torch.stack([token, token + 1, experts], dim=-1)  # each token alone
@@ -182,7 +242,8 @@ def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tenso
 
 
 def tiles_of_groups(experts: Tensor, num_experts: int, tile_m: int) -> Tensor:
-    """Begin, end and expert of each tile [n, 3], where tokens are sorted by their `experts`; the last tiles are empty.
+    """Begin, end and expert of each tile [n, 3], where tokens are sorted by their `experts`; the
+    last tiles are empty.
 
     The number of tiles depends on the shapes alone, so the host does not wait for the device.
     """
@@ -198,7 +259,8 @@ def tiles_of_groups(experts: Tensor, num_experts: int, tile_m: int) -> Tensor:
 
 
 def _launch_many(
-    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], groups: Tensor | None, tiles: int,
+    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
+    groups: Tensor | None, tiles: int,
     stride: tuple[int, ...], activation: str, how: tuple[int, int, int, int],
 ) -> None:  # fmt: skip
     tile_m, tile_n, stages, num_warps = how
@@ -212,16 +274,20 @@ def _launch_many(
 
 
 def _launch_few(
-    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], groups: Tensor | None, tiles: int,
+    x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
+    groups: Tensor | None, tiles: int,
     stride: tuple[int, ...], activation: str, tile_m: int,
 ) -> None:  # fmt: skip
     sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, activation)
     dim = x.shape[-1]
     # Programs next to each other read the same output features.
     launch(
-        _few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y, *padded(x, weights),
-        *padded(x, biases), x if groups is None else groups, *padded(0, sizes), x.numel() // dim, dim, *stride,
-        TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m, x.element_size(), activation),
+        _few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y,
+        *padded(x, weights),
+        *padded(x, biases), x if groups is None else groups, *padded(0, sizes), x.numel() // dim,
+        dim, *stride,
+        TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m,
+        x.element_size(), activation),
         EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, HAS_BIAS=bool(biases), HAS_GROUPS=groups is not None,
         ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
@@ -235,11 +301,13 @@ def _tiles_of_many(tokens: int, is_gated: bool) -> tuple[int, int, int, int]:
 
 
 def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str) -> int:
-    """Tiles of the weight in flight: the fewer programs, the more; never more than K has, nor than 99 KiB hold.
+    """Tiles of the weight in flight: the fewer programs, the more; never more than K has, nor than
+    99 KiB hold.
 
-    Smaller GPUs have 99 KiB of shared memory. Chosen on an H200 for the dev models (2026-11-15): 2 to 12 for each
-    linear layer alone, then eight combinations by whole decode steps of one token and of eight. The 2 of short gated
-    layers: by steps of one token of gemma-3-1b in float16 (2026-11-17), 1 % faster than 3.
+    Smaller GPUs have 99 KiB of shared memory. Chosen on an H200 for the dev models (2026-11-15): 2
+    to 12 for each linear layer alone, then eight combinations by whole decode steps of one token
+    and of eight. The 2 of short gated layers: by steps of one token of gemma-3-1b in float16
+    (2026-11-17), 1 % faster than 3.
     """
     if element_size == 4:
         return 2  # what fits

@@ -1,10 +1,11 @@
 """Launches kernels with PDL, and compiles them in parallel before their first run.
 
-PDL (programmatic dependent launch, compute capability 9.0 or higher) starts a kernel while the previous one still runs.
-`pdl_wait` waits until the previous kernel has finished: a kernel calls it before it reads what that one writes.
-`pdl_launch_next` lets the next kernel start once every program of this one has arrived there. Every kernel waits before
-it lets the next one start, so all but the previous kernel have finished when a kernel starts: older results, and
-weights, may be read before the wait.
+PDL (programmatic dependent launch, compute capability 9.0 or higher) starts a kernel while the
+previous one still runs. `pdl_wait` waits until the previous kernel has finished: a kernel calls it
+before it reads what that one writes. `pdl_launch_next` lets the next kernel start once every
+program of this one has arrived there. Every kernel waits before it lets the next one start, so all
+but the previous kernel have finished when a kernel starts: older results, and weights, may be read
+before the wait.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +22,9 @@ import triton.language as tl
 
 from hf_static_kv import compat
 
-# Compiling holds the GIL for half of its time, so few threads compile. A launcher waits for a C compiler in Triton 3.6:
-# 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads build launchers and load.
+# Compiling holds the GIL for half of its time, so few threads compile. A launcher waits for a C
+# compiler in Triton 3.6: 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads
+# build launchers and load.
 _COMPILE_THREADS, _LOAD_THREADS = 4, 32
 pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _MODE: ContextVar[str] = ContextVar("launches", default="run")  # "run", "compile" or "skip"
@@ -43,7 +45,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside the context launches compile their kernels in parallel and do not run them; on exit all are loaded."""
+    """Inside the context launches compile their kernels in parallel and do not run them; on exit
+    all are loaded.
+    """
     compiler = _CompileAndLoad(torch.cuda.current_device())
     with _mode("compile"), compiler as pool, compat.parallel_compiling(pool):
         yield
@@ -86,7 +90,11 @@ class _CompileAndLoad(ThreadPoolExecutor):
 
 @lru_cache
 def _supports_pdl(device: torch.device) -> bool:
-    return pdl_wait is not None and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    return (
+        pdl_wait is not None
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= (9, 0)
+    )
 
 
 @triton.jit

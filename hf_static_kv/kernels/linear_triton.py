@@ -1,19 +1,22 @@
-"""Linear layers of one token in Triton: a GEMV, and what is before and after it. Formulas and shapes are in linear.py.
+"""Linear layers of one token in Triton: a GEMV, and what is before and after it. Formulas and
+shapes are in linear.py.
 
 All sums are float32 FMAs, without tensor cores. More tokens are in invariant_linear_triton.py.
 
-`_linears`, weights [N, K]: a program computes TILE_N output features. It loads its first tile [TILE_N, TILE_K] before
-it waits for the kernel that writes x, and each further tile before it uses the one at hand; where K fits into a tile
-(IS_WHOLE) it loads all at once. The factor 1 / sqrt(mean(x^2) + eps) of a norm is one number: the loop sums x^2 beside
-the products with x times the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and
-nothing is rounded before the end.
+`_linears`, weights [N, K]: a program computes TILE_N output features. It loads its first tile
+[TILE_N, TILE_K] before it waits for the kernel that writes x, and each further tile before it uses
+the one at hand; where K fits into a tile (IS_WHOLE) it loads all at once. The factor 1 /
+sqrt(mean(x^2) + eps) of a norm is one number: the loop sums x^2 beside the products with x times
+the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and nothing is
+rounded before the end.
 
-`_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before it waits for x, and
-so computes a part of the sums of TILE_N output features. The program that comes last for these features adds the parts.
+`_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before
+it waits for x, and so computes a part of the sums of TILE_N output features. The program that comes
+last for these features adds the parts.
 
-Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is loaded, so the
-program would wait for it before it lets the next kernel start. Not in the loop of `_linears`: there ptxas would load
-the next tile only after the products of the one at hand.
+Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is
+loaded, so the program would wait for it before it lets the next kernel start. Not in the loop of
+`_linears`: there ptxas would load the next tile only after the products of the one at hand.
 """
 
 from collections.abc import Sequence
@@ -34,14 +37,17 @@ _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 X
 @triton.jit
 def _linears(
     x, y, norm_weight, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_WHOLE: tl.constexpr, IS_PAIRED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_WHOLE: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if IS_GATED:  # w0 is the gate and w1 is up
         w, b, N, n_start, y_start = w0, b0, n0, tl.program_id(0) * TILE_N, 0
     else:
-        w, b, N, n_start, y_start = pick_weight(tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+        w, b, N, n_start, y_start = pick_weight(
+            tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N
+        )
     n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
     dtype = y.dtype.element_ty
     if IS_PAIRED:
@@ -67,7 +73,9 @@ def _linears(
             squares += x_tile * x_tile
             x_tile *= offset + norm_tile.to(tl.float32)
             next_k = k_start + TILE_K + k
-            norm_tile = tl.load(norm_weight + next_k, mask=next_k < K, other=0.0)  # here it takes fewer registers
+            norm_tile = tl.load(
+                norm_weight + next_k, mask=next_k < K, other=0.0
+            )  # here it takes fewer registers
         total, tile = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :], next_tile
         if IS_GATED:
             up, up_tile = up + _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :], next_up_tile
@@ -94,7 +102,8 @@ def _linears(
 @triton.jit
 def _transposed(
     x, y, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, sums, counters, parts,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr,
+    IS_PAIRED: tl.constexpr,
     IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +126,8 @@ def _transposed(
     if IS_SPLIT:
         size = n0 + n1 + n2
         tl.store(sums + part * size + y_start + n, result, mask=n < N)
-        tl.debug_barrier()  # the sums of all threads are stored before one thread counts the program
+        # the sums of all threads are stored before one thread counts the program
+        tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == parts - 1
     if is_last:
         if IS_SPLIT:
@@ -133,7 +143,10 @@ def _transposed(
 
 @triton.jit
 def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr):
-    """The weight of a block of output features: pointer, bias, N; then the block's start in it and its start in y."""
+    """The weight of a block of output features:
+
+    pointer, bias, N; then the block's start in it and its start in y.
+    """
     first = tl.cdiv(n0, TILE_N)
     second = first + tl.cdiv(n1, TILE_N)
     w, b, N, begin, y_start = w0, b0, n0, 0, 0
@@ -145,7 +158,9 @@ def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr)
 
 
 @triton.jit
-def _load_weight(w, n, k_start, N, K, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr):
+def _load_weight(
+    w, n, k_start, N, K, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_PAIRED: tl.constexpr
+):
     """The tile [n, TILE_K] of a weight [N, K] from `k_start` on, with zeros outside of it."""
     width: tl.constexpr = 2 if IS_PAIRED else 1
     k, K = k_start // width + tl.arange(0, TILE_K // width), K // width
@@ -171,7 +186,11 @@ def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
         if dtype == tl.bfloat16:  # the upper half of a float32
             both = tl.join(tile << 16, tile & -65536).to(tl.float32, bitcast=True)
         else:
-            both = tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16)).to(dtype, bitcast=True).to(tl.float32)
+            both = (
+                tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16))
+                .to(dtype, bitcast=True)
+                .to(tl.float32)
+            )
         tile = tl.reshape(both, (tile.shape[0], 2 * tile.shape[1]))
     return tile.to(tl.float32)
 
@@ -189,7 +208,9 @@ def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.con
 @triton.jit
 def _load_parts(sums, part, n, N, size, parts):
     mask = (part[:, None] < parts) & (n[None, :] < N)
-    return tl.load(sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg")  # not from L1
+    return tl.load(
+        sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg"
+    )  # not from L1
 
 
 @triton.jit
@@ -214,9 +235,13 @@ def activate(x, ACTIVATION: tl.constexpr):
     return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 0.5 * (1 + tanh(inner)) without overflow
 
 
-def linears_triton(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = "") -> Tensor:
+def linears_triton(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
+) -> Tensor:
     """`linears`, or with an activation `gated_linear` of the weights gate and up."""
-    return fused_linears_triton(x, weights, biases, activation=activation, is_gated=bool(activation))
+    return fused_linears_triton(
+        x, weights, biases, activation=activation, is_gated=bool(activation)
+    )
 
 
 def fused_linears_triton(
@@ -228,13 +253,16 @@ def fused_linears_triton(
     is_gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their order.
+    """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their
+    order.
 
     Weights are all contiguous or all transposed.
     """
     if not all(weight.is_contiguous() for weight in weights):
         if norm is not None or is_gated:
-            raise ValueError("Transposed weights are multiplied without norm and without gate: run these apart.")
+            raise ValueError(
+                "Transposed weights are multiplied without norm and without gate: run these apart."
+            )
         return _transposed_linears(x, weights, biases, activation, residual)
     x, dim = x.contiguous(), x.shape[-1]
     sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
@@ -243,7 +271,8 @@ def fused_linears_triton(
     tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
         _linears, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y, norm_weight.contiguous(),
-        x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases), *padded(0, sizes),
+        x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases),
+        *padded(0, sizes),
         dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
         IS_WHOLE=dim <= tile_k, IS_PAIRED=dim <= tile_k and _is_paired(weights, [dim]),
         HAS_NORM=norm is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
@@ -253,7 +282,11 @@ def fused_linears_triton(
 
 
 def _transposed_linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str, residual: Tensor | None
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    activation: str,
+    residual: Tensor | None,
 ) -> Tensor:
     x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
@@ -265,8 +298,10 @@ def _transposed_linears(
     launch(
         _transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
         *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
-        TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)), EVEN=dim % tile_k == 0,
-        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_BIAS=bool(biases), ACTIVATION=activation,
+        TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)),
+        EVEN=dim % tile_k == 0,
+        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_BIAS=bool(biases),
+        ACTIVATION=activation,
         HAS_RESIDUAL=residual is not None, num_warps=warps,
     )  # fmt: skip
     return y
@@ -281,8 +316,8 @@ def _is_paired(weights: Sequence[Tensor], lengths: Sequence[int]) -> bool:
 class _Pool:
     """Zeros of one device, of which each captured launch gets its own.
 
-    After the last one it begins again. Launches that share counters must not run at the same time, so two graphs may
-    run at once unless a million counters were captured between them.
+    After the last one it begins again. Launches that share counters must not run at the same time,
+    so two graphs may run at once unless a million counters were captured between them.
     """
 
     def __init__(self, zeros: Tensor) -> None:
@@ -290,7 +325,9 @@ class _Pool:
 
     def take(self, number: int) -> Tensor:
         start = self.used if self.used + number <= len(self.zeros) else 0
-        self.used = start + triton.cdiv(number, 4) * 4  # 16-byte aligned, so that Triton compiles one variant
+        self.used = (
+            start + triton.cdiv(number, 4) * 4
+        )  # 16-byte aligned, so that Triton compiles one variant
         return self.zeros[start : start + number]
 
 
@@ -300,14 +337,16 @@ _POOLS: dict[torch.device, _Pool] = {}
 def _counters(x: Tensor, number: int) -> Tensor:
     """Zeros on the device of x, which a launch leaves as zeros.
 
-    In a graph they would be zeroed at each replay, which costs a launch. So a captured launch takes them from a pool
-    that was zeroed before, by the first launch outside of a capture.
+    In a graph they would be zeroed at each replay, which costs a launch. So a captured launch takes
+    them from a pool that was zeroed before, by the first launch outside of a capture.
     """
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured and x.device in _POOLS:
         return _POOLS[x.device].take(number)
     if x.is_cuda and not is_captured and x.device not in _POOLS:
-        _POOLS.setdefault(x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32)))  # kept: graphs point to it
+        _POOLS.setdefault(
+            x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32))
+        )  # kept: graphs point to it
         torch.cuda.current_stream(x.device).synchronize()  # captures run on other streams
     return x.new_zeros(number, dtype=torch.int32)
 
@@ -323,11 +362,13 @@ def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
 
 
 def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps: fastest, or nearly, by whole steps of 11 shapes from 1B to 14B (H200, 2026-11-17).
+    """TILE_N, TILE_K and warps: fastest, or nearly, by whole steps of 11 shapes from 1B to 14B
+    (H200, 2026-11-17).
 
-    Up to 4096 wide, a program reads whole rows at once. Most wider ones are read in parts; so is a head of a large
-    vocabulary, whose many programs keep enough loads in flight. An H200 runs 4224 warps at once: a warp for each long
-    row is best where they are most of these, and larger programs elsewhere.
+    Up to 4096 wide, a program reads whole rows at once. Most wider ones are read in parts; so is a
+    head of a large vocabulary, whose many programs keep enough loads in flight. An H200 runs 4224
+    warps at once: a warp for each long row is best where they are most of these, and larger
+    programs elsewhere.
     """
     whole = max(128, triton.next_power_of_2(dim))
     warps_of_whole = 2 if dim <= 1024 else 4 if dim <= 3072 else 8
@@ -341,14 +382,17 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
         return 2, whole, warps_of_whole
     if dim <= 8192 and dim % 1024:
         return 2, 8192, 8
-    least = 2048 if dim % 1024 else 2560  # of 2560 rows: 3 % faster where 9728 wide, slower where 10240
+    least = (
+        2048 if dim % 1024 else 2560
+    )  # of 2560 rows: 3 % faster where 9728 wide, slower where 10240
     return (1, 512, 1) if least < size <= 4224 else (4, 1024, 4)
 
 
 def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps of transposed weights: the fastest of nine by steps of GPT-2 XL (H200, 2026-11-17).
+    """TILE_N, TILE_K and warps of transposed weights: the fastest of nine by steps of GPT-2 XL
+    (H200, 2026-11-17).
 
-    A row of a tile is one cache line, 128 bytes. Tiles of 32 bytes and all of K need no sum across programs, but a step
-    took 0.57 ms instead of 0.45 (12 layers).
+    A row of a tile is one cache line, 128 bytes. Tiles of 32 bytes and all of K need no sum across
+    programs, but a step took 0.57 ms instead of 0.45 (12 layers).
     """
     return 128 // element_size, 128, 1 if element_size == 2 else 2

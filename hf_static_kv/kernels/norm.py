@@ -7,9 +7,9 @@
 
     x, other: [..., D]   weight, bias: [D]   computed in float32
 
-RMS norms differ in how they multiply by the weight, which `NormStyle` says. Llama rounds to the dtype of x before it
-multiplies: NormStyle(0, True). Gemma multiplies by 1 + weight before it rounds: NormStyle(1, False). LayerNorm rounds
-once, at the end.
+RMS norms differ in how they multiply by the weight, which `NormStyle` says. Llama rounds to the
+dtype of x before it multiplies: NormStyle(0, True). Gemma multiplies by 1 + weight before it
+rounds: NormStyle(1, False). LayerNorm rounds once, at the end.
 """
 
 from typing import NamedTuple
@@ -61,13 +61,18 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
 
 
 @wrap_torch_function(lambda x, *args, **kwargs: (x,))
-def add_norm(x: Tensor, other: Tensor, norm: Norm, pre_norm: Norm | None = None) -> tuple[Tensor, Tensor]:
+def add_norm(
+    x: Tensor, other: Tensor, norm: Norm, pre_norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
     """The sum and its norm; the sum and the output of `pre_norm` are rounded to the dtype of x."""
     check_norm(x, norm)
     if pre_norm is not None:
         check_norm(x, pre_norm)
     if other.shape != x.shape or other.dtype != x.dtype:
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype} must be alike.")
+        raise ValueError(
+            f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype} must be "
+            "alike."
+        )
     if not x.is_cuda:
         total = x + (other if pre_norm is None else norm_plain(other, pre_norm))
         return total, norm_plain(total, norm)
@@ -81,7 +86,9 @@ def check_norm(x: Tensor, norm: Norm) -> None:
     weight, _, style, bias = norm
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and (tensor.ndim != 1 or tensor.shape != x.shape[-1:]):
-            raise ValueError(f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)} do not fit: [..., D] and [D].")
+            raise ValueError(
+                f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)} do not fit: [..., D] and [D]."
+            )
     if style.is_centred and style != LAYER_NORM:
         raise ValueError(f"A centred norm must be LAYER_NORM, {LAYER_NORM}, got {style}.")
     if bias is not None and not style.is_centred:
@@ -94,4 +101,8 @@ def norm_plain(x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * y.to(x.dtype) if style.cast_first else (y * (style.offset + weight.float())).to(x.dtype)
+    return (
+        weight * y.to(x.dtype)
+        if style.cast_first
+        else (y * (style.offset + weight.float())).to(x.dtype)
+    )

@@ -32,7 +32,16 @@ def _norm(
         term = tl.load(other + at, mask=d < D, other=0.0)
         if HAS_PRE_NORM:
             term = _normalize(
-                term, pre_w, pre_b, pre_eps, pre_offset, D, TILE, PRE_CAST_FIRST, PRE_IS_CENTRED, PRE_HAS_BIAS
+                term,
+                pre_w,
+                pre_b,
+                pre_eps,
+                pre_offset,
+                D,
+                TILE,
+                PRE_CAST_FIRST,
+                PRE_IS_CENTRED,
+                PRE_HAS_BIAS,
             )
         y = (y.to(tl.float32) + term.to(tl.float32)).to(y.dtype)
         tl.store(total + at, y, mask=d < D)
@@ -66,7 +75,11 @@ def rms_scale(x, eps, D: tl.constexpr):
 @triton.jit
 def rms_multiply(x, scale, w, offset, CAST_FIRST: tl.constexpr):
     y = x.to(tl.float32) * scale
-    y = y.to(x.dtype).to(tl.float32) * w.to(tl.float32) if CAST_FIRST else y * (offset + w.to(tl.float32))
+    y = (
+        y.to(x.dtype).to(tl.float32) * w.to(tl.float32)
+        if CAST_FIRST
+        else y * (offset + w.to(tl.float32))
+    )
     return y.to(x.dtype)
 
 
@@ -82,12 +95,14 @@ def norm_triton(
     launch(
         _norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
         weight, weight if bias is None else bias, pre_weight, pre_weight if pre_bias is None else pre_bias,
-        total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2], D=dim, TILE=tile,
+        total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
+        D=dim, TILE=tile,
         CAST_FIRST=cast_first, IS_CENTRED=is_centred, HAS_BIAS=bias is not None,
         PRE_CAST_FIRST=pre_cast_first, PRE_IS_CENTRED=pre_is_centred,
         PRE_HAS_BIAS=pre_norm is not None and pre_bias is not None,
         IS_SUM=other is not None, HAS_PRE_NORM=pre_norm is not None, num_warps=num_warps(tile),
-        enable_fp_fusion=False,  # an FMA would give the norm of a sum other bits than the norm alone
+        # an FMA would give the norm of a sum other bits than the norm alone
+        enable_fp_fusion=False,
     )  # fmt: skip
     return total, output
 
@@ -98,9 +113,11 @@ def num_warps(tile: int) -> int:
 
 
 def as_blocks(x: Tensor) -> Tensor:
-    """`x` as [blocks, vectors, D] without a copy where strides allow: the heads of a query in a joint projection.
+    """`x` as [blocks, vectors, D] without a copy where strides allow: the heads of a query in a
+    joint projection.
 
-    Only where the vectors are aligned as in a contiguous tensor: the order of the sum depends on the alignment.
+    Only where the vectors are aligned as in a contiguous tensor: the order of the sum depends on
+    the alignment.
     """
     is_aligned = all(n % 16 == 0 for n in (x.data_ptr(), x.shape[-1], *x.stride()[:-1]))
     if not x.is_contiguous() and x.ndim > 2 and x.stride(-1) == 1 and is_aligned:

@@ -1,8 +1,10 @@
-"""Attention of a prompt in Triton, with the bits of decode steps at its positions. Formula in decode_attention.py.
+"""Attention of a prompt in Triton, with the bits of decode steps at its positions. Formula in
+decode_attention.py.
 
-A program has some queries of one KV head, as many as fit into its tile. It goes through the splits of their spans from
-left to right and merges each as decode_attention_triton.py does in order; a split that a query does not see changes
-nothing of it. Tensor cores give the same bits in tiles of 16 and more queries: measured, and tested on the GPU at hand.
+A program has some queries of one KV head, as many as fit into its tile. It goes through the splits
+of their spans from left to right and merges each as decode_attention_triton.py does in order; a
+split that a query does not see changes nothing of it. Tensor cores give the same bits in tiles of
+16 and more queries: measured, and tested on the GPU at hand.
 """
 
 import triton
@@ -18,7 +20,8 @@ def _prompt(
     query, keys, values, spans, sinks, output, scale, softcap, T,
     query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     H: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr,
-    TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, SPLIT_SIZE: tl.constexpr, STAGES: tl.constexpr,
+    TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, SPLIT_SIZE: tl.constexpr,
+    STAGES: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(T, QUERIES)
@@ -29,9 +32,15 @@ def _prompt(
     is_query = (m < QUERIES * G) & (t < T)
     pdl_sync(PDL)
     span = spans + (b * T + t) * 3
-    first, end = tl.load(span + 1, mask=is_query, other=0), tl.load(span + 2, mask=is_query, other=0)
+    first, end = (
+        tl.load(span + 1, mask=is_query, other=0),
+        tl.load(span + 2, mask=is_query, other=0),
+    )
     seq_start, sees = tl.load(spans + b * T * 3), end > first
-    lowest, highest = tl.min(tl.where(sees, first, 1 << 40), 0), tl.max(tl.where(sees, end, seq_start), 0)
+    lowest, highest = (
+        tl.min(tl.where(sees, first, 1 << 40), 0),
+        tl.max(tl.where(sees, end, seq_start), 0),
+    )
     lowest = tl.minimum(lowest, highest)
     d, dv, n = tl.arange(0, TILE_D), tl.arange(0, TILE_DV), tl.arange(0, SPLIT_SIZE)
     q_at = query + b * query_b + t[:, None] * query_t + g[:, None] * query_h + d[None, :]
@@ -39,7 +48,10 @@ def _prompt(
     maximum, total = tl.full((TILE_M,), -float("inf"), tl.float32), tl.zeros((TILE_M,), tl.float32)
     merged = tl.zeros((TILE_M, TILE_DV), tl.float32)
     if HAS_SINKS:
-        maximum, total = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E, total + 1.0
+        maximum, total = (
+            tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E,
+            total + 1.0,
+        )
     begin = seq_start + (lowest - seq_start) // SPLIT_SIZE * SPLIT_SIZE
     for start in tl.range(begin, highest, SPLIT_SIZE, num_stages=STAGES):
         position = (start + n).to(tl.int64)
@@ -65,11 +77,14 @@ def prompt_attention_triton(
 ) -> Tensor:  # fmt: skip
     """`invariant_attention`: query [B, Hq, q, D], spans [B, q, 3], output [B, q, Hq, Dv]."""
     query, keys, values = (
-        states if states.stride(-1) == 1 else states.contiguous() for states in (query, keys, values)
+        states if states.stride(-1) == 1 else states.contiguous()
+        for states in (query, keys, values)
     )
     (batch, query_heads, length, dim), (_, heads, _, value_dim) = query.shape, values.shape
     groups, (tile_d, tile_dv, split_size) = query_heads // heads, tiles(dim, value_dim)
-    rows, num_warps, stages = (16, 4, 1) if query.element_size() == 4 else (64, 4 if tile_d <= 128 else 8, 2)
+    rows, num_warps, stages = (
+        (16, 4, 1) if query.element_size() == 4 else (64, 4 if tile_d <= 128 else 8, 2)
+    )
     tile_m = max(rows, triton.next_power_of_2(groups))
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)
@@ -77,7 +92,8 @@ def prompt_attention_triton(
         _prompt, (triton.cdiv(length, queries), batch * heads), query, keys, values, spans.contiguous(),
         query if sinks is None else sinks, output, scale, softcap or 0.0, length,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], H=heads, G=groups, QUERIES=queries,
-        TILE_M=tile_m, D=dim, TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, SPLIT_SIZE=split_size, STAGES=stages,
+        TILE_M=tile_m, D=dim, TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, SPLIT_SIZE=split_size,
+        STAGES=stages,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, num_warps=num_warps,
     )  # fmt: skip
     return output

@@ -1,4 +1,5 @@
-"""Rotary position embedding of queries and keys, and all that a new token's heads need before attention.
+"""Rotary position embedding of queries and keys, and all that a new token's heads need before
+attention.
 
 rotary              of queries and keys
     y = x * cos + rotate_half(x) * sin      rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
@@ -63,18 +64,30 @@ def rotate_and_write(
     cos, sin      None: no rotary embedding
     angles_ready  they were written at least two kernels ago: read them before the wait of PDL
 
-    On a GPU it is one kernel, with the bits of one kernel for each part: `norm`, `rotary` and `write_token`. Norms of
-    different styles, or a norm of only one of query and key, run as these separate kernels. A position beyond the
-    capacity S is not written.
+    On a GPU it is one kernel, with the bits of one kernel for each part: `norm`, `rotary` and
+    `write_token`. Norms of different styles, or a norm of only one of query and key, run as these
+    separate kernels. A position beyond the capacity S is not written.
     """
     _check(query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm)
     if query.is_cuda and _style(query_norm) == _style(key_norm):
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
 
         return rotate_and_write_triton(
-            query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm, angles_ready
+            query,
+            key,
+            value,
+            cos,
+            sin,
+            keys,
+            values,
+            cache_position,
+            query_norm,
+            key_norm,
+            angles_ready,
         )
-    return rotate_and_write_plain(query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm)
+    return rotate_and_write_plain(
+        query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm
+    )
 
 
 def rotate_and_write_plain(
@@ -104,27 +117,39 @@ def _check(
     shapes = [list(tensor.shape) for tensor in (query, key, value, keys, values)]
     batch, heads, dim, value_dim = len(query), key.shape[1], query.shape[-1], value.shape[-1]
     storage = [batch, heads, *keys.shape[2:3]]
-    fitting = [[batch, *query.shape[1:2], 1, dim], [batch, heads, 1, dim], [batch, heads, 1, value_dim]]
+    fitting = [
+        [batch, *query.shape[1:2], 1, dim],
+        [batch, heads, 1, dim],
+        [batch, heads, 1, value_dim],
+    ]
     if shapes != [*fitting, [*storage, dim], [*storage, value_dim]]:
         given = "query {}, key {}, value {}, keys {} and values {}".format(*shapes)
         raise ValueError(
-            f"{given} do not fit: they must be [B, Hq, 1, D], [B, H, 1, D], [B, H, 1, Dv], [B, H, S, D], [B, H, S, Dv]."
+            f"{given} do not fit: they must be [B, Hq, 1, D], [B, H, 1, D], [B, H, 1, Dv], [B, H, "
+            "S, D], [B, H, S, Dv]."
         )
     angles = [tensor for tensor in (cos, sin) if tensor is not None]
     if len(angles) == 1 or any(x.shape not in ((batch, 1, dim), (1, 1, dim)) for x in angles):
         given = " and ".join("None" if x is None else str(list(x.shape)) for x in (cos, sin))
-        raise ValueError(f"cos and sin must be [{batch}, 1, {dim}] or [1, 1, {dim}], or both None, got {given}.")
+        raise ValueError(
+            f"cos and sin must be [{batch}, 1, {dim}] or [1, 1, {dim}], or both None, got {given}."
+        )
     if angles and dim % 2:
         raise ValueError(f"Rotary embedding needs an even head dim, got {dim}.")
     dtypes = [tensor.dtype for tensor in (query, key, value, keys, values, *angles)]
     if len(set(dtypes)) > 1:
-        raise ValueError(f"Heads, storage, cos and sin must have one dtype, got {', '.join(map(str, dtypes))}.")
+        raise ValueError(
+            f"Heads, storage, cos and sin must have one dtype, got {', '.join(map(str, dtypes))}."
+        )
     if cache_position.shape != (1,) or cache_position.dtype != torch.int64:
         raise ValueError(
-            f"cache_position must be [1], torch.int64, got {list(cache_position.shape)}, {cache_position.dtype}."
+            f"cache_position must be [1], torch.int64, got {list(cache_position.shape)}, "
+            f"{cache_position.dtype}."
         )
     for x, its_norm in ((query, query_norm), (key, key_norm)):
         if its_norm is not None:
             check_norm(x, its_norm)
             if its_norm.style.is_centred:
-                raise ValueError("rotate_and_write takes RMS norms, got a LayerNorm: compute it before.")
+                raise ValueError(
+                    "rotate_and_write takes RMS norms, got a LayerNorm: compute it before."
+                )

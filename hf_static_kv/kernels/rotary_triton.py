@@ -1,4 +1,5 @@
-"""Rotary position embedding in Triton, one program per token and head. Formulas and shapes are in rotary.py.
+"""Rotary position embedding in Triton, one program per token and head. Formulas and shapes are in
+rotary.py.
 
 In `_rotate_and_write` the program of a KV head writes key and value.
 """
@@ -8,7 +9,13 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
-from hf_static_kv.kernels.norm_triton import TritonNorm, as_blocks, num_warps, rms_multiply, rms_scale
+from hf_static_kv.kernels.norm_triton import (
+    TritonNorm,
+    as_blocks,
+    num_warps,
+    rms_multiply,
+    rms_scale,
+)
 
 
 @triton.jit
@@ -17,17 +24,27 @@ def _rotary(
     query_b, query_h, query_t, key_b, key_h, key_t, cos_b, cos_t, sin_b, sin_t,
     HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    h, token = (tl.program_id(0) % (HQ + H)).to(tl.int64), (tl.program_id(0) // (HQ + H)).to(tl.int64)
+    h, token = (
+        (tl.program_id(0) % (HQ + H)).to(tl.int64),
+        (tl.program_id(0) // (HQ + H)).to(tl.int64),
+    )
     b, t, d = token // T, token % T, tl.arange(0, TILE)
     mask = d < HALF
-    x, y = query + b * query_b + h * query_h + t * query_t, query_out + ((b * HQ + h) * T + t) * 2 * HALF
+    x, y = (
+        query + b * query_b + h * query_h + t * query_t,
+        query_out + ((b * HQ + h) * T + t) * 2 * HALF,
+    )
     if h >= HQ:
         h -= HQ
         x, y = key + b * key_b + h * key_h + t * key_t, key_out + ((b * H + h) * T + t) * 2 * HALF
     pdl_sync(PDL)
     first, second = tl.load(x + d, mask=mask), tl.load(x + HALF + d, mask=mask)
     cos_at, sin_at = cos + b * cos_b + t * cos_t + d, sin + b * sin_b + t * sin_t + d
-    tl.store(y + d, _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)), mask=mask)
+    tl.store(
+        y + d,
+        _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
+        mask=mask,
+    )
     cos_2, sin_2 = tl.load(cos_at + HALF, mask=mask), tl.load(sin_at + HALF, mask=mask)
     tl.store(y + HALF + d, _rotate(second, first, cos_2, sin_2), mask=mask)
 
@@ -58,16 +75,23 @@ def _rotate_and_write(
     query, key, value, query_weight, key_weight, cos, sin, output, keys, values, cache_position,
     query_eps, key_eps, norm_offset, query_b, query_h, key_b, key_h, value_b, value_h, cos_b, sin_b,
     keys_b, keys_h, keys_s, values_b, values_h, values_s, S,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr, TILE_V: tl.constexpr,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
+    TILE_V: tl.constexpr,
     HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_ANGLES: tl.constexpr, ANGLES_READY: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     b, h = (tl.program_id(0) // (HQ + H)).to(tl.int64), (tl.program_id(0) % (HQ + H)).to(tl.int64)
     d, dv = tl.arange(0, TILE), tl.arange(0, TILE_V)
-    # Before the wait: `advance` writes it at the beginning of a step, at least two kernels ago. Used late.
+    # Before the wait: `advance` writes it at the beginning of a step, at least two kernels ago.
+    # Used late.
     position = tl.load(cache_position).to(tl.int64)
     is_key = h >= HQ
-    x, y, weight, eps = query + b * query_b + h * query_h, output + (b * HQ + h) * D, query_weight, query_eps
+    x, y, weight, eps = (
+        query + b * query_b + h * query_h,
+        output + (b * HQ + h) * D,
+        query_weight,
+        query_eps,
+    )
     if is_key:
         h -= HQ
         x, weight, eps = key + b * key_b + h * key_h, key_weight, key_eps
@@ -79,11 +103,17 @@ def _rotate_and_write(
     head, swapped = _load_and_swapped(x, d, D)
     if not ANGLES_READY:
         c, s = tl.load(cos + b * cos_b + d, mask=d < D), tl.load(sin + b * sin_b + d, mask=d < D)
-    has_room = position < S  # else a full cache, which the host refuses: never write into another head
+    has_room = (
+        position < S
+    )  # else a full cache, which the host refuses: never write into another head
     if is_key:
         v = tl.load(value + b * value_b + h * value_h + dv, mask=dv < DV)
         y = keys + b * keys_b + h * keys_h + position * keys_s
-        tl.store(values + b * values_b + h * values_h + position * values_s + dv, v, mask=(dv < DV) & has_room)
+        tl.store(
+            values + b * values_b + h * values_h + position * values_s + dv,
+            v,
+            mask=(dv < DV) & has_room,
+        )
     if HAS_NORM:
         scale = rms_scale(head, eps, D)
         head = rms_multiply(head, scale, w, norm_offset, CAST_FIRST)
@@ -95,7 +125,10 @@ def _rotate_and_write(
 
 @triton.jit
 def _load_and_swapped(x, d, D: tl.constexpr):
-    """A vector, and the same with its halves swapped: two loads at once instead of an exchange between threads."""
+    """A vector, and the same with its halves swapped:
+
+    two loads at once instead of an exchange between threads.
+    """
     swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
     return tl.load(x + d, mask=d < D, other=0.0), tl.load(x + swapped, mask=d < D, other=0.0)
 
@@ -109,9 +142,17 @@ def rotate_and_write_triton(
     (batch, query_heads, _, dim), (heads, value_dim) = query.shape, (key.shape[1], value.shape[-1])
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError("rotate_and_write needs keys and values whose last dim has stride 1.")
-    output, states = query.new_empty(query.shape), [_as_the_norm_reads(x) for x in (query, key, value)]
+    output, states = (
+        query.new_empty(query.shape),
+        [_as_the_norm_reads(x) for x in (query, key, value)],
+    )
     strides = [stride for x in states for stride in x.stride()[:2]]
-    query_weight, query_eps, (offset, cast_first, _), _ = query_norm or (query, 0.0, (0.0, False, False), None)
+    query_weight, query_eps, (offset, cast_first, _), _ = query_norm or (
+        query,
+        0.0,
+        (0.0, False, False),
+        None,
+    )
     key_weight, key_eps, _, _ = key_norm or (query, 0.0, (), None)
     c, s = (query if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
     cos_b, sin_b = (0 if x.shape[0] < batch else x.stride(0) for x in (c, s))
@@ -129,6 +170,8 @@ def rotate_and_write_triton(
 
 
 def _as_the_norm_reads(x: Tensor) -> Tensor:
-    """[B, H, 1, D] as [B, H, D]; copied where `norm` would copy, as its bits depend on the alignment."""
+    """[B, H, 1, D] as [B, H, D]; copied where `norm` would copy, as its bits depend on the
+    alignment.
+    """
     # [B, 1, H, D]: heads of a joint projection can be viewed as blocks.
     return as_blocks(x.transpose(1, 2)).view(*x.shape[:2], x.shape[3])

@@ -1,4 +1,5 @@
-"""Sampling of the next token in a captured step, as `generate` samples it. Each line is there if `Kinds` says so.
+"""Sampling of the next token in a captured step, as `generate` samples it. Each line is there if
+`Kinds` says so.
 
     repetition    score = score * penalty where score < 0, else score / penalty      of tokens in the sequence
     min_length    score = -inf                                 of end tokens while the sequence is shorter than that
@@ -11,14 +12,16 @@
 
     logits: [B, V] of any float dtype, computed in float32   noise: [B, V] float32   cache_position: [1]
 
-`torch.multinomial` draws one token by the same formula, so the tokens and the generator's state are those of `generate`
-under the same seed. The kernels differ from it in two ways, and do not run inside `exact`:
+`torch.multinomial` draws one token by the same formula, so the tokens and the generator's state are
+those of `generate` under the same seed. The kernels differ from it in two ways, and do not run
+inside `exact`:
 
 - Sums and exp are rounded differently: a token at the very edge of top_p or min_p may be kept or not, and of two
   quotients that agree in 6 digits the other one may be the larger.
 - A row of NaN or of -inf alone gives some token of the vocabulary; `generate` raises an error.
 
-The order of equal scores is that of `torch.sort`: a radix sort on a GPU, which keeps the order of tokens.
+The order of equal scores is that of `torch.sort`: a radix sort on a GPU, which keeps the order of
+tokens.
 """
 
 from typing import NamedTuple
@@ -45,7 +48,10 @@ class Kinds(NamedTuple):
 
 
 class SampleState(NamedTuple):
-    """The tensors of sampling. The numbers are float64, as Python's, so that 1 - top_p and 1 / temperature are too."""
+    """The tensors of sampling.
+
+    The numbers are float64, as Python's, so that 1 - top_p and 1 / temperature are too.
+    """
 
     selection: GreedyState
     kinds: Kinds
@@ -62,25 +68,39 @@ def select_sampled(logits: Tensor, cache_position: Tensor, state: SampleState) -
     _check(logits, state)
     # First, so that no kernel of torch, which has no PDL, stands between ours.
     noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(1)
-    if logits.is_cuda and len(logits) <= _MAX_BATCH_SIZE and logits.shape[1] <= _MAX_KERNEL_VOCABULARY:
+    if (
+        logits.is_cuda
+        and len(logits) <= _MAX_BATCH_SIZE
+        and logits.shape[1] <= _MAX_KERNEL_VOCABULARY
+    ):
         from hf_static_kv.kernels.sample_triton import select_sampled_triton
 
-        return select_sampled_triton(logits, noise, cache_position, state.selection, state.kinds, *state[2:])
+        return select_sampled_triton(
+            logits, noise, cache_position, state.selection, state.kinds, *state[2:]
+        )
     return select_sampled_plain(logits, noise, cache_position, state)
 
 
-def select_sampled_plain(logits: Tensor, noise: Tensor, cache_position: Tensor, state: SampleState) -> None:
+def select_sampled_plain(
+    logits: Tensor, noise: Tensor, cache_position: Tensor, state: SampleState
+) -> None:
     probabilities = process_plain(logits, cache_position, state).softmax(dim=-1)
-    select_plain((probabilities / noise).argmax(dim=-1, keepdim=True), cache_position, state.selection)
+    select_plain(
+        (probabilities / noise).argmax(dim=-1, keepdim=True), cache_position, state.selection
+    )
 
 
 def process_plain(logits: Tensor, cache_position: Tensor, state: SampleState) -> Tensor:
     """The scores, -inf where a token is not kept, by the formulas of transformers' processors."""
     scores, kinds = logits.float(), state.kinds
     if kinds.repetition:
-        scores = _penalize(scores, cache_position, state.selection.sequences, state.repetition_penalty)
+        scores = _penalize(
+            scores, cache_position, state.selection.sequences, state.repetition_penalty
+        )
     if kinds.min_length:
-        is_eos = torch.isin(torch.arange(scores.shape[-1], device=scores.device), state.selection.eos)
+        is_eos = torch.isin(
+            torch.arange(scores.shape[-1], device=scores.device), state.selection.eos
+        )
         scores = scores.masked_fill(is_eos & (cache_position + 1 < state.min_length), -torch.inf)
     if kinds.temperature:
         scores = _divide(scores, state.temperature)
@@ -102,7 +122,8 @@ def process_plain(logits: Tensor, cache_position: Tensor, state: SampleState) ->
 
 def _penalize(scores: Tensor, cache_position: Tensor, sequences: Tensor, penalty: Tensor) -> Tensor:
     is_past = torch.arange(sequences.shape[1], device=sequences.device) <= cache_position
-    # The first token stands in for positions that have none yet. One column more takes tokens that have no logit.
+    # The first token stands in for positions that have none yet. One column more takes tokens that
+    # have no logit.
     tokens = torch.where(is_past, sequences, sequences[:, :1]).clamp(max=scores.shape[-1])
     padded = torch.nn.functional.pad(scores, (0, 1))
     seen = padded.gather(1, tokens)
@@ -111,7 +132,10 @@ def _penalize(scores: Tensor, cache_position: Tensor, sequences: Tensor, penalty
 
 
 def _divide(x: Tensor, number: Tensor) -> Tensor:
-    """As torch divides by a number of Python: on a GPU it multiplies by the reciprocal, rounded from float64."""
+    """As torch divides by a number of Python:
+
+    on a GPU it multiplies by the reciprocal, rounded from float64.
+    """
     return x * number.reciprocal().float() if x.is_cuda else x / number.float()
 
 
@@ -119,11 +143,19 @@ def _check(logits: Tensor, state: SampleState) -> None:
     sequences = state.selection.sequences
     if logits.ndim != 2 or len(logits) != len(sequences):
         raise ValueError(
-            f"logits {tuple(logits.shape)} and sequences {tuple(sequences.shape)} do not fit: [B, V], [B, S]."
+            f"logits {tuple(logits.shape)} and sequences {tuple(sequences.shape)} do not fit: [B, "
+            "V], [B, S]."
         )
     if not 0 < logits.shape[1] <= _MAX_VOCABULARY:
-        raise ValueError(f"Sampling takes 1 to {_MAX_VOCABULARY} tokens, got logits of {logits.shape[1]}.")
+        raise ValueError(
+            f"Sampling takes 1 to {_MAX_VOCABULARY} tokens, got logits of {logits.shape[1]}."
+        )
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"):
-        number, dtype = getattr(state, name), torch.int64 if name in ("top_k", "min_length") else torch.float64
+        number, dtype = (
+            getattr(state, name),
+            torch.int64 if name in ("top_k", "min_length") else torch.float64,
+        )
         if number.shape != (1,) or number.dtype != dtype:
-            raise ValueError(f"{name} must be (1,) {dtype}, got {tuple(number.shape)} {number.dtype}.")
+            raise ValueError(
+                f"{name} must be (1,) {dtype}, got {tuple(number.shape)} {number.dtype}."
+            )

@@ -1,12 +1,13 @@
 """Sampling in Triton. Formulas and shapes are in sample.py.
 
-top_k and top_p each ask for a threshold: the largest t for which the scores >= t reach a target, in number (k) or in
-mass (p of the whole mass). A sort of the vocabulary would take longer than all the rest. Instead a score becomes an
-int32 key of the same order, and 8 passes find 4 bits of t each: a pass measures what reaches each of 16 candidates,
-chunk by chunk of the vocabulary, and the next kernel sums up the chunks and goes on from the largest candidate that
-reaches the target. Sums run in a fixed order, so the tokens are the same in every run. Rounding keeps order, so a
-larger candidate never measures more. The last pass of top_p counts the scores that equal each candidate as well: of
-those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
+top_k and top_p each ask for a threshold: the largest t for which the scores >= t reach a target, in
+number (k) or in mass (p of the whole mass). A sort of the vocabulary would take longer than all the
+rest. Instead a score becomes an int32 key of the same order, and 8 passes find 4 bits of t each: a
+pass measures what reaches each of 16 candidates, chunk by chunk of the vocabulary, and the next
+kernel sums up the chunks and goes on from the largest candidate that reaches the target. Sums run
+in a fixed order, so the tokens are the same in every run. Rounding keeps order, so a larger
+candidate never measures more. The last pass of top_p counts the scores that equal each candidate as
+well: of those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
 
     scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]   N chunks
     counts: [B, 16, N]
@@ -23,7 +24,8 @@ from torch import Tensor
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.step_state_triton import select_triton
 
-_NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
+# of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
+_NUM_CHUNKS = 128
 _PENALIZED = 1024  # positions of a sequence in one program
 _PASSES, _CANDIDATES = tl.constexpr(8), tl.constexpr(16)  # 8 times 4 bits
 _LOWEST = tl.constexpr(-(2**31))
@@ -35,7 +37,10 @@ def _penalize(
     scores, logits, sequences, cache_position, penalty, logits_b, sequences_b, S, V,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token that is there twice is written twice, with one value: it is computed from the logits."""
+    """A token that is there twice is written twice, with one value:
+
+    it is computed from the logits.
+    """
     b, position = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (position < S) & (position <= tl.load(cache_position))
     token = tl.load(sequences + b * sequences_b + position, mask=mask, other=-1)
@@ -59,7 +64,9 @@ def _scale(
     token = chunk * CHUNK + v
     mask = (v < CHUNK) & (token < V)
     pdl_sync(PDL)
-    score = tl.load(logits + b.to(tl.int64) * logits_b + token, mask=mask, other=-float("inf")).to(tl.float32)
+    score = tl.load(logits + b.to(tl.int64) * logits_b + token, mask=mask, other=-float("inf")).to(
+        tl.float32
+    )
     if MIN_LENGTH:
         is_short = tl.load(cache_position) + 1 < tl.load(min_length)
         end = tl.load(eos + tl.arange(0, NUM_EOS))
@@ -73,7 +80,9 @@ def _scale(
 
 
 @triton.jit
-def _load_chunk(scores, maxima, b, V, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr):
+def _load_chunk(
+    scores, maxima, b, V, NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr
+):
     """Which elements are tokens, their scores, their weights and the largest score of the row."""
     v = tl.arange(0, TILE)
     token = tl.program_id(1) * CHUNK + v
@@ -92,7 +101,9 @@ def _key(score):
 
 @triton.jit
 def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """lows[i] from pass i - 1, which measured `MEASURE`; which candidate it is, and its measure less the target."""
+    """lows[i] from pass i - 1, which measured `MEASURE`; which candidate it is, and its measure
+    less the target.
+    """
     candidate, chunk = tl.arange(0, _CANDIDATES), tl.arange(0, NUM_CHUNKS)
     number = (i - 1) % _PASSES  # of that pass in its search
     row = partials + ((i - 1) * B + b) * _CANDIDATES * NUM_CHUNKS
@@ -104,7 +115,9 @@ def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl
     if MEASURE == "number":
         target = tl.minimum(k, V).to(tl.float32)
     else:
-        target = tl.where(p < 1, tl.maximum(p.to(tl.float32) * tl.sum(whole, 0), _TINY), float("inf"))
+        target = tl.where(
+            p < 1, tl.maximum(p.to(tl.float32) * tl.sum(whole, 0), _TINY), float("inf")
+        )
     measures = tl.sum(parts, 1)
     chosen = tl.maximum(tl.sum((measures >= target).to(tl.int32), 0) - 1, 0)
     surplus = tl.sum(tl.where(candidate == chosen, measures, 0.0), 0) - target
@@ -119,11 +132,14 @@ def _measure(key, weight, low, bits, IS_FIRST: tl.constexpr):
     if not IS_FIRST:  # in late passes few chunks have a key between the candidates
         is_divided = tl.max(tl.where((key ^ low) >> (bits + 4) == 0, weight, 0.0), 0) > 0
     if is_divided:
-        # Candidates first: a thread then holds all of them for its scores, and adds up before threads exchange sums.
+        # Candidates first: a thread then holds all of them for its scores, and adds up before
+        # threads exchange sums.
         threshold = low + (candidate << bits)
         measure = tl.sum(tl.where(key[None, :] >= threshold[:, None], weight[None, :], 0.0), 1)
     else:
-        measure = tl.sum(tl.where(key >= low, weight, 0.0), 0) + tl.zeros_like(candidate).to(tl.float32)
+        measure = tl.sum(tl.where(key >= low, weight, 0.0), 0) + tl.zeros_like(candidate).to(
+            tl.float32
+        )
     return measure
 
 
@@ -140,7 +156,8 @@ def _count(key, mask, low):
 
 @triton.jit
 def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
-    """Which keys top_p keeps: those above `low`, and of those that equal it the last ones of the row.
+    """Which keys top_p keeps: those above `low`, and of those that equal it the last ones of the
+    row.
 
     surplus: by how much the mass of the keys >= low exceeds the target   counts: how many keys of a chunk equal low
     """
@@ -200,7 +217,9 @@ def _draw(
 ):  # fmt: skip
     b, chunk, v = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
     # Before the wait: torch wrote it, at least two kernels ago.
-    q = tl.load(noise + b * V + chunk * CHUNK + v, mask=(v < CHUNK) & (chunk * CHUNK + v < V), other=1.0)
+    q = tl.load(
+        noise + b * V + chunk * CHUNK + v, mask=(v < CHUNK) & (chunk * CHUNK + v < V), other=1.0
+    )
     if BEFORE == "nothing":
         pdl_sync(PDL)  # the previous kernel wrote the scores
     mask, score, weight, maximum = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
@@ -232,14 +251,24 @@ def select_sampled_triton(
 ) -> None:  # fmt: skip
     """The arguments from `selection` on: the fields of `SampleState`, in their order."""
     if logits.stride(1) != 1:
-        raise ValueError(f"Sampling needs logits whose last dim has stride 1, got strides {logits.stride()}.")
+        raise ValueError(
+            f"Sampling needs logits whose last dim has stride 1, got strides {logits.stride()}."
+        )
     batch, vocabulary = logits.shape
-    searches = [measure for measure, asked in (("number", kinds.top_k), ("mass", kinds.top_p)) if asked]
+    searches = [
+        measure for measure, asked in (("number", kinds.top_k), ("mass", kinds.top_p)) if asked
+    ]
     passes = [measure for measure in searches for _ in range(_PASSES.value)]
     scores, partials, maxima, quotients, tokens, lows, counts = _buffers(logits, len(passes))
-    chunk = 8 * triton.cdiv(vocabulary, 8 * _NUM_CHUNKS)  # so that a thread loads 16 bytes of bfloat16 at once
+    chunk = 8 * triton.cdiv(
+        vocabulary, 8 * _NUM_CHUNKS
+    )  # so that a thread loads 16 bytes of bfloat16 at once
     tile = triton.next_power_of_2(chunk)
-    tiles = {"CHUNK": chunk, "TILE": tile, "num_warps": min(max(tile // 256, 1), 16)}  # 8 scores a thread
+    tiles = {
+        "CHUNK": chunk,
+        "TILE": tile,
+        "num_warps": min(max(tile // 256, 1), 16),
+    }  # 8 scores a thread
     grid, ends = (batch, _NUM_CHUNKS), {"NUM_EOS": selection.eos.shape[1], **tiles}
     numbers = cache_position, min_length, selection.eos, temperature
     if kinds.repetition:  # on a copy in float32
@@ -273,14 +302,22 @@ def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
     candidates = (batch, _CANDIDATES.value, _NUM_CHUNKS)
     shapes = logits.shape, (passes, *candidates), chunks, chunks
     floats = [logits.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    integers = [logits.new_empty(shape, dtype=torch.int32) for shape in (chunks, (passes + 1, batch), candidates)]
+    integers = [
+        logits.new_empty(shape, dtype=torch.int32)
+        for shape in (chunks, (passes + 1, batch), candidates)
+    ]
     return *floats, *integers
 
 
-def penalize_triton(scores: Tensor, logits: Tensor, sequences: Tensor, cache_position: Tensor, penalty: Tensor) -> None:
-    """Write the penalized logits of the tokens that stand in a sequence up to `cache_position` into `scores`."""
+def penalize_triton(
+    scores: Tensor, logits: Tensor, sequences: Tensor, cache_position: Tensor, penalty: Tensor
+) -> None:
+    """Write the penalized logits of the tokens that stand in a sequence up to `cache_position` into
+    `scores`.
+    """
     (batch, vocabulary), length = logits.shape, sequences.shape[1]
     launch(
-        _penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences, cache_position, penalty,
+        _penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
+        cache_position, penalty,
         logits.stride(0), sequences.stride(0), length, vocabulary, TILE=_PENALIZED, num_warps=4,
     )  # fmt: skip

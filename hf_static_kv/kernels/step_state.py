@@ -27,7 +27,9 @@ from torch import Tensor
 _MAX_BATCH_SIZE = 64  # of the kernels: one program holds all batch rows
 
 
-def advance(cache_position: Tensor, seq_start: Tensor, windows: Tensor, spans: Tensor, position_ids: Tensor) -> None:
+def advance(
+    cache_position: Tensor, seq_start: Tensor, windows: Tensor, spans: Tensor, position_ids: Tensor
+) -> None:
     """Write `cache_position`, `spans` and `position_ids` in place."""
     if cache_position.is_cuda and len(seq_start) <= _MAX_BATCH_SIZE:
         from hf_static_kv.kernels.step_state_triton import advance_triton
@@ -48,14 +50,22 @@ def advance_plain(
 
 
 @torch.library.custom_op("hf_static_kv::write_token", mutates_args=("keys", "values"))
-def write_token(keys: Tensor, values: Tensor, key_states: Tensor, value_states: Tensor, cache_position: Tensor) -> None:
+def write_token(
+    keys: Tensor, values: Tensor, key_states: Tensor, value_states: Tensor, cache_position: Tensor
+) -> None:
     """Write the states in place."""
     for storage, states in ((keys, key_states), (values, value_states)):
         expected = [*storage.shape[:2], 1, storage.shape[3]]
         if list(states.shape) != expected:
-            raise ValueError(f"The states of one token must be {expected}, as the storage, got {list(states.shape)}.")
+            raise ValueError(
+                f"The states of one token must be {expected}, as the storage, got "
+                f"{list(states.shape)}."
+            )
         if states.dtype != storage.dtype:
-            raise ValueError(f"The storage is {storage.dtype} and the states are {states.dtype}: they must be alike.")
+            raise ValueError(
+                f"The storage is {storage.dtype} and the states are {states.dtype}: they must be "
+                "alike."
+            )
     if keys.is_cuda:
         from hf_static_kv.kernels.step_state_triton import write_token_triton
 

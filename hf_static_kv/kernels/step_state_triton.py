@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
-_NUM_CHUNKS = 128  # of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
+# of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
+_NUM_CHUNKS = 128
 
 
 @triton.jit
@@ -38,7 +39,8 @@ def advance_triton(
     if spans.stride(-1) != 1:
         raise ValueError("advance needs spans whose last dim has stride 1.")
     launch(
-        _advance, (1,), cache_position, seq_start, windows, spans, position_ids, *spans.stride()[:2], batch, layers,
+        _advance, (1,), cache_position, seq_start, windows, spans, position_ids,
+        *spans.stride()[:2], batch, layers,
         position_ids.numel(), TILE_B=triton.next_power_of_2(batch), TILE_L=triton.next_power_of_2(layers),
         TILE_N=triton.next_power_of_2(position_ids.numel()), num_warps=4,
     )  # fmt: skip
@@ -73,16 +75,21 @@ def write_token_triton(
     launch(
         _write_token, (batch * heads,), keys, values, key_states, value_states, cache_position,
         *keys.stride()[:3], *values.stride()[:3], *key_states.stride()[:2], *value_states.stride()[:2],
-        keys.shape[2], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim, value_dim)), num_warps=1,
+        keys.shape[2], H=heads, D=dim, DV=value_dim, TILE=triton.next_power_of_2(max(dim,
+        value_dim)), num_warps=1,
     )  # fmt: skip
 
 
 @triton.jit
-def _argmax_chunks(logits, maxima, tokens, logits_b, V, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr):
+def _argmax_chunks(
+    logits, maxima, tokens, logits_b, V, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):
     b, chunk, v = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.arange(0, TILE)
     pdl_sync(PDL)
     token = chunk * CHUNK + v
-    logit = tl.load(logits + b * logits_b + token, mask=(v < CHUNK) & (token < V), other=-float("inf"))
+    logit = tl.load(
+        logits + b * logits_b + token, mask=(v < CHUNK) & (token < V), other=-float("inf")
+    )
     maximum, index = tl.max(logit.to(tl.float32), 0, return_indices=True)
     tl.store(maxima + b * tl.num_programs(1) + chunk, maximum)
     tl.store(tokens + b * tl.num_programs(1) + chunk, chunk * CHUNK + index)
@@ -106,7 +113,9 @@ def _select(
     selected = tl.where(running, argmax, tl.load(pad))
     is_eos = tl.max((selected[:, None] == tl.load(eos + e)[None, :]).to(tl.int32), 1) != 0
     running = running & (is_eos == 0) & mask
-    tl.store(sequences + b.to(tl.int64) * sequences_b + tl.load(cache_position) + 1, selected, mask=mask)
+    tl.store(
+        sequences + b.to(tl.int64) * sequences_b + tl.load(cache_position) + 1, selected, mask=mask
+    )
     tl.store(token + b, selected, mask=mask)
     tl.store(unfinished + b, running, mask=mask)
     tl.store(is_over, tl.max(running.to(tl.int32), 0) == 0)
@@ -115,7 +124,9 @@ def _select(
 def select_greedy_triton(logits: Tensor, cache_position: Tensor, *state: Tensor) -> None:
     """`state`: the fields of `GreedyState`, in their order."""
     batch, vocabulary = logits.shape
-    maxima, tokens = (logits.new_empty(batch, _NUM_CHUNKS, dtype=dtype) for dtype in (torch.float32, torch.int32))
+    maxima, tokens = (
+        logits.new_empty(batch, _NUM_CHUNKS, dtype=dtype) for dtype in (torch.float32, torch.int32)
+    )
     chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
     launch(
         _argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
@@ -124,8 +135,13 @@ def select_greedy_triton(logits: Tensor, cache_position: Tensor, *state: Tensor)
     select_triton(maxima, tokens, vocabulary, cache_position, *state)
 
 
-def select_triton(maxima: Tensor, tokens: Tensor, vocabulary: int, cache_position: Tensor, *state: Tensor) -> None:
-    """Select the token of the largest maximum of each row; maxima, tokens: [B, chunks], float32 and int32."""
+def select_triton(
+    maxima: Tensor, tokens: Tensor, vocabulary: int, cache_position: Tensor, *state: Tensor
+) -> None:
+    """Select the token of the largest maximum of each row; maxima, tokens:
+
+    [B, chunks], float32 and int32.
+    """
     sequences, _, _, eos, _, _ = state
     batch, num_chunks = maxima.shape
     launch(

@@ -1,4 +1,6 @@
-"""Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for a recording."""
+"""Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for
+a recording.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +22,16 @@ from hf_static_kv.program.norms import PROBED_SCALES
 
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
-    """The model with each linear layer as one operation, for any number of tokens; yields these layers."""
-    owners = [getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()]
+    """The model with each linear layer as one operation, for any number of tokens; yields these
+    layers.
+    """
+    owners = [
+        getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()
+    ]
     mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]
-    inside = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}  # of an operation already
+    inside = {
+        part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)
+    }  # of an operation already
     # A layer that is shared with another model may be replaced already.
     layers = [module for module in model.modules() if _is_plain(module) and module not in inside]
     with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
@@ -32,32 +40,48 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
 
 @contextmanager
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
-    """The model with gate, up, activation and product of its MLPs as one operation; yields these MLPs."""
+    """The model with gate, up, activation and product of its MLPs as one operation; yields these
+    MLPs.
+    """
     activations = {module: mlp_activation(module) for module in model.modules()}
-    forwards: dict[Module, Any] = {m: _GatedMLP(m, name).forward for m, name in activations.items() if name is not None}
+    forwards: dict[Module, Any] = {
+        m: _GatedMLP(m, name).forward for m, name in activations.items() if name is not None
+    }
     with replaced("forward", forwards):
         yield list(forwards)
 
 
 def mlp_activation(module: Module) -> str | None:
-    """The activation if this module computes down(act(gate(x)) * up(x)), found on random weights; or None."""
-    parts: list[Any] = [getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    """The activation if this module computes down(act(gate(x)) * up(x)), found on random weights;
+    or None.
+    """
+    parts: list[Any] = [
+        getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")
+    ]
     if not all(_is_plain(part) and part.bias is None for part in parts):
         return None
-    if parts[0].weight.stride() != parts[1].weight.stride() or not all(map(is_unmodified, module.modules())):
+    if parts[0].weight.stride() != parts[1].weight.stride() or not all(
+        map(is_unmodified, module.modules())
+    ):
         return None
     with torch.device("cpu"):
         generator, scales = torch.Generator().manual_seed(0), torch.tensor(PROBED_SCALES)
         x = torch.randn(1, len(scales), 8, generator=generator) * scales[:, None]
         # On the CPU `Linear` would draw from torch's global generator.
-        gate, up, down = (Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8)))
+        gate, up, down = (
+            Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8))
+        )
         for layer in (gate, up, down):
-            layer.weight = Parameter(torch.randn(layer.weight.shape, generator=generator), requires_grad=False)
+            layer.weight = Parameter(
+                torch.randn(layer.weight.shape, generator=generator), requires_grad=False
+            )
         try:
             got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
         except Exception:  # it takes other arguments, or needs its own size
             return None
-        expected = ((name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS)
+        expected = (
+            (name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS
+        )
         return next((name for name, output in expected if torch.equal(got, output)), None)
 
 
@@ -85,19 +109,30 @@ class _GatedMLP:
         gate, up = self.module.gate_proj, self.module.up_proj
         if not _is_plain(gate) or not _is_plain(up):  # a hook or an adapter was added since
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
-        operation, plain = (partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain))
+        operation, plain = (
+            partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain)
+        )
         return self.module.down_proj(differentiable(operation, plain, x, gate.weight, up.weight))  # type: ignore[no-any-return]
 
-    def _gated(self, function: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    def _gated(
+        self, function: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor
+    ) -> Tensor:
         return function(x, gate, up, self.activation)
 
 
 @contextmanager
 def named_activations(model: Module) -> Iterator[None]:
-    """The model with each activation that has a formula of its own as one operation (GPT-2's GELU is eight)."""
-    modules = [module for module in model.modules() if type(module).__module__ == activations.__name__]
+    """The model with each activation that has a formula of its own as one operation (GPT-2's GELU
+    is eight).
+    """
+    modules = [
+        module for module in model.modules() if type(module).__module__ == activations.__name__
+    ]
     found = {module: _activation_name(module) for module in modules if is_unmodified(module)}
-    with replaced("forward", {module: Activation(module, name).forward for module, name in found.items() if name}):
+    with replaced(
+        "forward",
+        {module: Activation(module, name).forward for module, name in found.items() if name},
+    ):
         yield
 
 
@@ -118,11 +153,15 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def _activation_name(module: Module) -> str:
-    """The activation that this module computes, found in float64; "" if it is none of the known ones."""
+    """The activation that this module computes, found in float64; "" if it is none of the known
+    ones.
+    """
     x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
     scales = x.new_tensor(PROBED_SCALES)
     x = torch.cat([x, scales, -scales])
     with suppress(Exception):  # it takes other arguments
         expected = ((name, linear.activate(x, name)) for name in linear.ACTIVATIONS)
-        return next((name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), "")
+        return next(
+            (name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), ""
+        )
     return ""

@@ -13,7 +13,9 @@ from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm, norm_plain
 from hf_static_kv.patching import is_unmodified, replaced
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
-PROBED_SCALES = tuple(10.0**n for n in range(-4, 7))  # of inputs: a clamp at any limit in between shows
+PROBED_SCALES = tuple(
+    10.0**n for n in range(-4, 7)
+)  # of inputs: a clamp at any limit in between shows
 _EPS_NAMES = ("variance_epsilon", "eps")
 
 
@@ -23,7 +25,9 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
     styles: dict[Any, NormStyle | None] = {}
     forwards: dict[Module, Callable[..., Any]] = {}
     for module in filter(_looks_like_a_norm, model.modules()):
-        settings = {k: v for k, v in module.__dict__.items() if isinstance(v, bool | int | float | str)}
+        settings = {
+            k: v for k, v in module.__dict__.items() if isinstance(v, bool | int | float | str)
+        }
         kind = (type(module), tuple(sorted(settings.items())))
         if kind not in styles:
             styles[kind] = norm_style(module)
@@ -36,8 +40,16 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
 def _looks_like_a_norm(module: Module) -> bool:
     if "RMSNorm" not in type(module).__name__ or not is_unmodified(module):
         return False
-    weight, has_eps = getattr(module, "weight", None), any(hasattr(module, name) for name in _EPS_NAMES)
-    return isinstance(weight, Parameter) and weight.ndim == 1 and getattr(module, "bias", None) is None and has_eps
+    weight, has_eps = (
+        getattr(module, "weight", None),
+        any(hasattr(module, name) for name in _EPS_NAMES),
+    )
+    return (
+        isinstance(weight, Parameter)
+        and weight.ndim == 1
+        and getattr(module, "bias", None) is None
+        and has_eps
+    )
 
 
 def _eps(module: Module) -> float:
@@ -45,18 +57,36 @@ def _eps(module: Module) -> float:
 
 
 def norm_style(module: Module) -> NormStyle | None:
-    """How this module multiplies by its weight, found on random inputs; None if it is not a known RMS norm."""
-    with suppress(Exception), torch.device("cpu"):  # it takes other arguments, has no eps, or does not run on a CPU
-        generator, dim, eps = torch.Generator().manual_seed(0), next(module.parameters()).shape[0], _eps(module)
-        x = torch.randn(len(PROBED_SCALES), dim, generator=generator) * torch.tensor(PROBED_SCALES)[:, None]
+    """How this module multiplies by its weight, found on random inputs; None if it is not a known
+    RMS norm.
+    """
+    with (
+        suppress(Exception),
+        torch.device("cpu"),
+    ):  # it takes other arguments, has no eps, or does not run on a CPU
+        generator, dim, eps = (
+            torch.Generator().manual_seed(0),
+            next(module.parameters()).shape[0],
+            _eps(module),
+        )
+        x = (
+            torch.randn(len(PROBED_SCALES), dim, generator=generator)
+            * torch.tensor(PROBED_SCALES)[:, None]
+        )
         tensors = torch.randn(dim, generator=generator), x
         cases = []
         for dtype in PROBED_DTYPES:
-            (weight, x), probe = (tensor.to(dtype) for tensor in tensors), copy.deepcopy(module).to("cpu", dtype)
+            (weight, x), probe = (
+                (tensor.to(dtype) for tensor in tensors),
+                copy.deepcopy(module).to("cpu", dtype),
+            )
             probe.weight = Parameter(weight, requires_grad=False)
             cases.append((x, weight, probe(x)))
         for style in STYLES:
-            if all(torch.equal(output, norm_plain(x, Norm(weight, eps, style))) for x, weight, output in cases):
+            if all(
+                torch.equal(output, norm_plain(x, Norm(weight, eps, style)))
+                for x, weight, output in cases
+            ):
                 return style
     return None
 

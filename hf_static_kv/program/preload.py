@@ -1,4 +1,7 @@
-"""Starts Triton in threads while the prompt is computed. That saves one to three seconds of the first call."""
+"""Starts Triton in threads while the prompt is computed.
+
+That saves one to three seconds of the first call.
+"""
 
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,12 +1,14 @@
-"""A pass of a model as data: the flat list of the operations that it calls, which can be rewritten and run.
+"""A pass of a model as data: the flat list of the operations that it calls, which can be rewritten
+and run.
 
     h = embedding(token, W)             Call(embedding, (token, W))        -> Value 0
     q = linear(h, Wq)                   Call(linear, (Value 0, Wq))        -> Value 1
     q, k = rotary(q, k, cos, sin)       Call(rotary, (Value 1, ...))       -> Value 7, Value 8
 
-A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held by reference, as is
-what the pass computes of Python numbers alone. A shape or a setting is a constant of the recording. A module or
-function that is decorated with torch's `wrap_torch_function` is one call, whatever it calls inside.
+A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held
+by reference, as is what the pass computes of Python numbers alone. A shape or a setting is a
+constant of the recording. A module or function that is decorated with torch's `wrap_torch_function`
+is one call, whatever it calls inside.
 
     with Recorder() as recorder:
         logits = model(token).logits
@@ -25,19 +27,29 @@ from torch.overrides import TorchFunctionMode
 
 from hf_static_kv.compat import inner_tensors, write_count
 
-# What tells the host a value, or makes a tensor whose shape depends on values. On a GPU each of them synchronizes.
+# What tells the host a value, or makes a tensor whose shape depends on values. On a GPU each of
+# them synchronizes.
 _READS = {
     "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__",
-    "__repr__", "__str__", "allclose", "argwhere", "bincount", "cpu", "equal", "is_nonzero", "item", "masked_select",
+    "__repr__", "__str__", "allclose", "argwhere", "bincount", "cpu", "equal", "is_nonzero",
+    "item", "masked_select",
     "nonzero", "numpy", "tolist", "unique", "unique_consecutive",
 }  # fmt: skip
 
 
 class Value:
-    """The tensor that a call gave: its number, and what is known of it before it is computed again."""
+    """The tensor that a call gave:
+
+    its number, and what is known of it before it is computed again.
+    """
 
     def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.shape, self.dtype, self.device = number, tensor.shape, tensor.dtype, tensor.device
+        self.number, self.shape, self.dtype, self.device = (
+            number,
+            tensor.shape,
+            tensor.dtype,
+            tensor.device,
+        )
 
     def __repr__(self) -> str:
         return f"%{self.number}"
@@ -47,9 +59,21 @@ class Call:
     """One operation. `order` says where in the list it stands."""
 
     def __init__(
-        self, order: int, func: Callable[..., Any], args: Any, kwargs: Any, results: list[Value | None], writes: bool
+        self,
+        order: int,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        results: list[Value | None],
+        writes: bool,
     ) -> None:
-        self.order, self.func, self.args, self.kwargs, self.results = order, func, args, kwargs, results
+        self.order, self.func, self.args, self.kwargs, self.results = (
+            order,
+            func,
+            args,
+            kwargs,
+            results,
+        )
         self.writes = writes  # into a tensor that was there before
 
     @property
@@ -62,12 +86,18 @@ class Call:
         return [leaf for leaf in leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
 
     def __repr__(self) -> str:
-        inputs = [str(leaf) if isinstance(leaf, Value) else _brief(leaf) for leaf in leaves((self.args, self.kwargs))]
+        inputs = [
+            str(leaf) if isinstance(leaf, Value) else _brief(leaf)
+            for leaf in leaves((self.args, self.kwargs))
+        ]
         return f"{', '.join(map(str, self.results))} = {self.name}({', '.join(inputs)})"
 
 
 class Program:
-    """The calls of a pass, by their order, and its output. `fuse` puts one call in the place of several."""
+    """The calls of a pass, by their order, and its output.
+
+    `fuse` puts one call in the place of several.
+    """
 
     def __init__(self, calls: Sequence[Call], output: Value) -> None:
         self.calls: dict[int, Call] = {}
@@ -95,9 +125,16 @@ class Program:
         return users[0] if len(users) == 1 and value is not self.output else None
 
     def fuse(
-        self, parts: Sequence[Call], func: Callable[..., Any], *args: Any, results: list[Value | None], **kwargs: Any
+        self,
+        parts: Sequence[Call],
+        func: Callable[..., Any],
+        *args: Any,
+        results: list[Value | None],
+        **kwargs: Any,
     ) -> bool:
-        """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change, where that is unsafe."""
+        """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change,
+        where that is unsafe.
+        """
         new = Call(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
         new.order = self._place(new, parts)
         if new.order < 0 or self._loses_values(new, parts) or self._moves_across_writes(new, parts):
@@ -110,7 +147,9 @@ class Program:
         return True
 
     def _place(self, new: Call, parts: Sequence[Call]) -> int:
-        """The last order of a part where all arguments of the new call are there and no result is needed yet; or -1."""
+        """The last order of a part where all arguments of the new call are there and no result is
+        needed yet; or -1.
+        """
         ready = max((self.made_by[value].order for value in new.values), default=-1)
         needed = min(self._uses(new.results, parts), default=sys.maxsize)
         return max((part.order for part in parts if ready < part.order < needed), default=-1)
@@ -121,7 +160,9 @@ class Program:
         return bool(self._uses(lost, parts)) or not lost.isdisjoint(new.values)
 
     def _moves_across_writes(self, new: Call, parts: Sequence[Call]) -> bool:
-        """Whether, from the first part to the last, there is a write anywhere but at the place of the new call."""
+        """Whether, from the first part to the last, there is a write anywhere but at the place of
+        the new call.
+        """
         orders = [part.order for part in parts]
         writes = [order for order, call in self.calls.items() if call.writes and order != new.order]
         return any(min(orders) <= order <= max(orders) for order in writes)
@@ -130,7 +171,9 @@ class Program:
         return any(call.writes and first.order < call.order < last.order for call in self)
 
     def _uses(self, values: Collection[Value | None], parts: Sequence[Call]) -> list[int]:
-        """The orders of the calls outside of `parts` that take these values; the output is taken at the end."""
+        """The orders of the calls outside of `parts` that take these values; the output is taken at
+        the end.
+        """
         users = [call for value in values if value is not None for call in self.used_by[value]]
         at_the_end = [sys.maxsize] if self.output in values else []
         return [call.order for call in users if call not in parts] + at_the_end
@@ -145,13 +188,17 @@ class Program:
         """A function that runs the calls. It drops each value after its last use."""
         calls, output = list(self), self.output
         last_use = {value: call for call in calls for value in (*call.results, *call.values)}
-        dropped = [[value for value in (*call.results, *call.values) if last_use[value] is call] for call in calls]
+        dropped = [
+            [value for value in (*call.results, *call.values) if last_use[value] is call]
+            for call in calls
+        ]
 
         def run() -> Tensor:
             values: dict[Any, Any] = {}
             for call, unused in zip(calls, dropped, strict=True):
                 args, kwargs = map_leaves(
-                    lambda leaf: values.get(leaf, leaf) if type(leaf) is Value else leaf, (call.args, call.kwargs)
+                    lambda leaf: values.get(leaf, leaf) if type(leaf) is Value else leaf,
+                    (call.args, call.kwargs),
                 )
                 values.update(zip(call.results, leaves(call.func(*args, **kwargs)), strict=True))
                 for value in unused:
@@ -163,7 +210,8 @@ class Program:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down the calls of a pass. Raises where the pass asks for a value, since another step has another one.
+    """Writes down the calls of a pass. Raises where the pass asks for a value, since another step
+    has another one.
 
     torch.tensor(2.0)   a number       may be read; no call: made once, since copying numbers to a GPU synchronizes
     torch.arange(3)     a constant     may be read, since it is the same in every step; a call
@@ -173,7 +221,9 @@ class Recorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Call] = []
-        self.value_of: dict[int, Value | Tensor] = {}  # by a tensor's id; a view of all of a tensor has that tensor
+        self.value_of: dict[
+            int, Value | Tensor
+        ] = {}  # by a tensor's id; a view of all of a tensor has that tensor
         self.kept: list[Tensor] = []  # so that no id is used twice
         self.constants: set[int] = set()  # addresses of memory, which views share
         self.numbers: set[int] = set()  # ids of tensors
@@ -184,15 +234,28 @@ class Recorder(TorchFunctionMode):
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
         is_constant = all(map(self._is_constant, inputs))
         is_mask_index = name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:])
-        is_where = name == "where" and len(args) + len(kwargs) == 1  # the indices of what is not zero
+        is_where = (
+            name == "where" and len(args) + len(kwargs) == 1
+        )  # the indices of what is not zero
         is_read = name in _READS or is_mask_index or is_where
-        if (is_read and not is_constant) or not all(map(self._is_constant, _slice_bounds((args, kwargs)))):
-            raise RuntimeError(f"the pass depends on the values of a tensor ({name}), which differ from step to step")
+        if (is_read and not is_constant) or not all(
+            map(self._is_constant, _slice_bounds((args, kwargs)))
+        ):
+            raise RuntimeError(
+                f"the pass depends on the values of a tensor ({name}), which differ from step to "
+                "step"
+            )
         before = [write_count(tensor) for tensor in inputs]
         result = func(*args, **kwargs)
-        written = [tensor for tensor, count in zip(inputs, before, strict=True) if write_count(tensor) != count]
+        written = [
+            tensor
+            for tensor, count in zip(inputs, before, strict=True)
+            if write_count(tensor) != count
+        ]
         if any(id(tensor) in self.numbers for tensor in written):
-            raise RuntimeError(f"the pass writes into a tensor that it has made of numbers ({name})")
+            raise RuntimeError(
+                f"the pass writes into a tensor that it has made of numbers ({name})"
+            )
         if not is_constant:
             self.constants -= set(map(_memory, written))
         if is_number:
@@ -215,7 +278,9 @@ class Recorder(TorchFunctionMode):
         if not isinstance(output, Tensor) or id(output) in self.value_of:
             return None
         self.kept.append(output)
-        if (same := next((tensor for tensor in inputs if _is_same(tensor, output)), None)) is not None:
+        if (
+            same := next((tensor for tensor in inputs if _is_same(tensor, output)), None)
+        ) is not None:
             self.value_of[id(output)] = self.value_of.get(id(same), same)
             return None
         value = self.value_of[id(output)] = Value(len(self.kept), output)
@@ -236,7 +301,9 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return {key: map_leaves(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [map_leaves(function, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)  # a named tuple, or not
+        return (
+            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        )  # a named tuple, or not
     return function(value)
 
 
@@ -244,25 +311,46 @@ def leaves(value: Any) -> list[Any]:
     """Every leaf of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
-    return [leaf for item in value for leaf in leaves(item)] if isinstance(value, list | tuple) else [value]
+    return (
+        [leaf for item in value for leaf in leaves(item)]
+        if isinstance(value, list | tuple)
+        else [value]
+    )
 
 
 def _slice_bounds(value: Any) -> list[Tensor]:
-    """The tensors in slices, as t in `x[:t]`. Torch reads them on the host, and no mode sees that."""
+    """The tensors in slices, as t in `x[:t]`.
+
+    Torch reads them on the host, and no mode sees that.
+    """
     slices = [leaf for leaf in leaves(value) if isinstance(leaf, slice)]
-    return [bound for s in slices for bound in (s.start, s.stop, s.step) if isinstance(bound, Tensor)]
+    return [
+        bound for s in slices for bound in (s.start, s.stop, s.step) if isinstance(bound, Tensor)
+    ]
 
 
 def _memory(tensor: Tensor) -> int:
-    """The address of its memory. A wrapper, such as a quantised weight, has none: it stands for itself."""
+    """The address of its memory.
+
+    A wrapper, such as a quantised weight, has none: it stands for itself.
+    """
     return id(tensor) if inner_tensors(tensor) is not None else tensor.untyped_storage().data_ptr()
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same memory in the same shape."""
-    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device or not one.numel():
+    if (
+        one.shape != other.shape
+        or one.dtype != other.dtype
+        or one.device != other.device
+        or not one.numel()
+    ):
         return False
-    return type(one) is type(other) is Tensor and one.stride() == other.stride() and one.data_ptr() == other.data_ptr()
+    return (
+        type(one) is type(other) is Tensor
+        and one.stride() == other.stride()
+        and one.data_ptr() == other.data_ptr()
+    )
 
 
 def _brief(leaf: Any) -> str:

@@ -1,4 +1,7 @@
-"""Rotary embeddings: cosines and sines from a table, and one kernel that rotates queries and keys."""
+"""Rotary embeddings:
+
+cosines and sines from a table, and one kernel that rotates queries and keys.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -25,18 +28,26 @@ _TABLES: WeakKeyDictionary[Module, WeakValueDictionary[Any, Tensor]] = WeakKeyDi
 
 
 def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
-    """Whether the angles of earlier tokens change as the sequence grows, so that cached keys become wrong."""
+    """Whether the angles of earlier tokens change as the sequence grows, so that cached keys become
+    wrong.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [own for own in parameters.values() if isinstance(own, dict)]
     kinds = [own.get("rope_type", own.get("type")) or "" for own in (parameters, *by_layer_type)]
-    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)  # as transformers tests them
+    return any(
+        kind == "longrope" or "dynamic" in kind for kind in kinds
+    )  # as transformers tests them
 
 
 @contextmanager
 def one_operation_angles(model: Module) -> Iterator[None]:
     """The model with the cosines and sines of each of its rotary modules as one operation."""
-    modules = [m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)]
-    attention = attention_name(getattr(model, "config", None))  # angles have other bits inside `exact`
+    modules = [
+        m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)
+    ]
+    attention = attention_name(
+        getattr(model, "config", None)
+    )  # angles have other bits inside `exact`
     with replaced("forward", {module: Rotary(module, attention).forward for module in modules}):
         yield
 
@@ -60,15 +71,25 @@ def angles(position_ids: Tensor, x: Tensor, rotary: Rotary, *args: Any, **kwargs
 def angle_table(
     length: int, position_ids: Tensor, x: Tensor, rotary: Rotary, *args: Any, **kwargs: Any
 ) -> Tensor | None:
-    """Cosines and sines of `length` positions, [length, 2 D]; None if the output is not a lookup by position."""
+    """Cosines and sines of `length` positions, [length, 2 D]; None if the output is not a lookup by
+    position.
+    """
     module, original = original_of(rotary.module), rotary.original
     last = torch.full_like(position_ids[:, :1], length - 1)  # at position 0 all angles are 0
     expected = [(at, original(x, at, *args, **kwargs)) for at in (position_ids, last)]
-    key = (length, rotary.attention, None if x is None else (x.dtype, x.device), *args, *kwargs.items())
+    key = (
+        length,
+        rotary.attention,
+        None if x is None else (x.dtype, x.device),
+        *args,
+        *kwargs.items(),
+    )
     table = _TABLES.setdefault(module, WeakValueDictionary()).get(key)
     if table is None or not _holds(table, expected):
         made = original(x, torch.arange(length, device=position_ids.device)[None], *args, **kwargs)
-        is_pair = len(made) == 2 and all(isinstance(part, Tensor) and part.ndim == 3 for part in made)
+        is_pair = len(made) == 2 and all(
+            isinstance(part, Tensor) and part.ndim == 3 for part in made
+        )
         table = torch.cat(made, dim=-1)[0] if is_pair else None
         if table is None or not _holds(table, expected):
             return None
@@ -84,12 +105,15 @@ def lookup(position_ids: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 def _holds(table: Tensor, expected: list[tuple[Tensor, Any]]) -> bool:
     """Whether the table has these angles at these positions."""
-    return all(torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected)
+    return all(
+        torch.equal(F.embedding(at, table), torch.cat(angles, dim=-1)) for at, angles in expected
+    )
 
 
 @contextmanager
 def fused_rotary(model: Module, only_here: bool = False) -> Iterator[list[str]]:
-    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's classes; yields these.
+    """`apply_rotary_pos_emb` as one kernel, where it can run, in the modules of the model's
+    classes; yields these.
 
     The function is global. `only_here`: other threads still run what they ran.
     """
@@ -102,7 +126,12 @@ def fused_rotary(model: Module, only_here: bool = False) -> Iterator[list[str]]:
 
 def _is_rotary(function: Any) -> bool:
     generator, tokens = torch.Generator().manual_seed(0), len(PROBED_SCALES)
-    shapes = (2, 4, tokens, 8), (2, 2, tokens, 8), (2, tokens, 8), (2, tokens, 8)  # query, key, cos, sin
+    shapes = (
+        (2, 4, tokens, 8),
+        (2, 2, tokens, 8),
+        (2, tokens, 8),
+        (2, tokens, 8),
+    )  # query, key, cos, sin
     tensors = [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
     for states in tensors[:2]:
         states *= torch.tensor(PROBED_SCALES, device="cpu")[:, None]
@@ -122,4 +151,6 @@ def _rotary(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _rotary_in_thread(thread: int, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return _rotary(original, *args, **kwargs) if get_ident() == thread else original(*args, **kwargs)
+    return (
+        _rotary(original, *args, **kwargs) if get_ident() == thread else original(*args, **kwargs)
+    )

@@ -1,7 +1,9 @@
-"""Rewrite rules of a recorded pass: each puts one call in the place of several, and its docstring is the picture.
+"""Rewrite rules of a recorded pass: each puts one call in the place of several, and its docstring
+is the picture.
 
-A rule says what belongs together. `Program.fuse` looks whether it is safe, and leaves the list as it is where it is
-not: where a value in between goes somewhere else, too, or someone writes in between.
+A rule says what belongs together. `Program.fuse` looks whether it is safe, and leaves the list as
+it is where it is not: where a value in between goes somewhere else, too, or someone writes in
+between.
 """
 
 from collections.abc import Callable, Collection
@@ -12,7 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from hf_static_kv.kernels.linear import MAX_TOKENS, MAX_WEIGHTS, Linear, fused_linears, gated_linear, linears
+from hf_static_kv.kernels.linear import (
+    MAX_TOKENS,
+    MAX_WEIGHTS,
+    Linear,
+    fused_linears,
+    gated_linear,
+    linears,
+)
 from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.linears import activated
@@ -22,16 +31,22 @@ from hf_static_kv.program.rotary import angle_table, angles, lookup
 _Rewrite = Callable[[Program], None]
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-_LINEARS, _GATED_LINEAR = torch.ops.hf_static_kv.linears.default, torch.ops.hf_static_kv.gated_linear.default
+_LINEARS, _GATED_LINEAR = (
+    torch.ops.hf_static_kv.linears.default,
+    torch.ops.hf_static_kv.gated_linear.default,
+)
 _WRITE_TOKEN = torch.ops.hf_static_kv.write_token.default
 
-# Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14 % of a step, and
-# Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
+# Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
+# % of a step, and Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
 _MAX_NORMED = 1 << 22
 
 
 class Rule(NamedTuple):
-    """A rewrite, and whether it keeps the bits of the list without it. Inside `exact` only such rules apply."""
+    """A rewrite, and whether it keeps the bits of the list without it.
+
+    Inside `exact` only such rules apply.
+    """
 
     apply: _Rewrite
     keeps_bits: bool
@@ -51,7 +66,9 @@ def rule(keeps_bits: bool) -> Callable[[_Rewrite], _Rewrite]:
 
 
 def rewrite(program: Program, without: Collection[str] = (), keeps_bits: bool = False) -> None:
-    """Apply all rules but those named in `without`; only those that keep the bits, where that is asked for."""
+    """Apply all rules but those named in `without`; only those that keep the bits, where that is
+    asked for.
+    """
     for name, (apply, keeps) in RULES.items():
         if name not in without and (keeps or not keeps_bits):
             apply(program)
@@ -83,34 +100,50 @@ def transpose_first(program: Program) -> None:
     for call in program.calls_of(Tensor.transpose):
         between = call.args[0]
         before = _own_norm(program, between, call)
-        if before is None or program.writes_between(before, call):  # the norm reads x later than it did
+        if before is None or program.writes_between(
+            before, call
+        ):  # the norm reads x later than it did
             continue
         if call.args[1:] == (1, 2) and len(between.shape) == 4:  # the last dim stays the last
             x, its_norm = before.args
-            before.func, before.args, call.func, call.args = call.func, (x, 1, 2), norm, (between, its_norm)
+            before.func, before.args, call.func, call.args = (
+                call.func,
+                (x, 1, 2),
+                norm,
+                (between, its_norm),
+            )
             between.shape = call.results[0].shape  # type: ignore[union-attr]
 
 
 def _own_norm(program: Program, x: Any, user: Call) -> Call | None:
     """The norm that gives x, where no other call takes x."""
     before = program.maker(x)
-    return before if before is not None and before.func is norm and program.only_user(x) is user else None
+    return (
+        before
+        if before is not None and before.func is norm and program.only_user(x) is user
+        else None
+    )
 
 
 @rule(keeps_bits=True)
 def write_rotated(program: Program) -> None:
     """
     q, k = norm(q), norm(k)  (some models)  ->   q = rotate_and_write(q, k, v, cos, sin, storage, position, norms)
-    q, k = rotary(q, k, cos, sin)
-    write_token(storage, k, v, position)
+    q, k = rotary(q, k, cos, sin) write_token(storage, k, v, position)
     """
     for call in program.calls_of(_WRITE_TOKEN):
         keys, values, rotated_key, value, position = call.args
         rotation = program.maker(rotated_key)
-        if rotation is None or rotation.func is not rotary or rotated_key is not rotation.results[1]:
+        if (
+            rotation is None
+            or rotation.func is not rotary
+            or rotated_key is not rotation.results[1]
+        ):
             continue
         before = [_own_norm(program, x, rotation) for x in rotation.args[:2]]
-        states = [one.args[0] if one else x for x, one in zip(rotation.args[:2], before, strict=True)]
+        states = [
+            one.args[0] if one else x for x, one in zip(rotation.args[:2], before, strict=True)
+        ]
         norms = [one.args[1] if one else None for one in before]
         arguments = *states, value, *rotation.args[2:], keys, values, position, *norms
         parts = [rotation, call, *filter(None, before)]
@@ -123,11 +156,21 @@ def write_rotated(program: Program) -> None:
 def run_linear(x: Tensor, layer: Linear) -> Any:
     """The output; where several weights share the input, a tuple of outputs."""
     weights = layer.weights
-    if layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation):  # as inside `exact`
-        y = gated_linear(x, *weights, layer.activation) if layer.is_gated else linears(x, weights, layer.biases)
+    if (
+        layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation)
+    ):  # as inside `exact`
+        y = (
+            gated_linear(x, *weights, layer.activation)
+            if layer.is_gated
+            else linears(x, weights, layer.biases)
+        )
     else:
         y = fused_linears(x, layer)
-    return y if layer.is_gated or len(weights) == 1 else y.split([weight.shape[0] for weight in weights], dim=-1)
+    return (
+        y
+        if layer.is_gated or len(weights) == 1
+        else y.split([weight.shape[0] for weight in weights], dim=-1)
+    )
 
 
 class Found(NamedTuple):
@@ -154,7 +197,11 @@ def _found(call: Call | None) -> Found | None:
     x, *rest = call.args
     if call.func is run_linear:
         return Found(call, x, rest[0])
-    return Found(call, x, Linear(*rest) if call.func is _LINEARS else Linear(rest[:2], [], None, rest[2], True))
+    return Found(
+        call,
+        x,
+        Linear(*rest) if call.func is _LINEARS else Linear(rest[:2], [], None, rest[2], True),
+    )
 
 
 @rule(keeps_bits=False)
@@ -189,7 +236,9 @@ def conv1d(program: Program) -> None:
 def _is_plain(x: Any, weight: Any, bias: Any) -> bool:
     """Few tokens, and weights of torch itself in one dtype: not quantised, not computed."""
     tensors = [weight] if bias is None else [weight, bias]
-    is_own = all(type(tensor) in (Tensor, Parameter) and tensor.dtype == x.dtype for tensor in tensors)
+    is_own = all(
+        type(tensor) in (Tensor, Parameter) and tensor.dtype == x.dtype for tensor in tensors
+    )
     tokens = x.shape.numel() // max(1, x.shape[-1])
     return is_own and weight.ndim == 2 and x.dtype.is_floating_point and 1 <= tokens <= MAX_TOKENS
 
@@ -215,33 +264,49 @@ def gate(program: Program) -> None:
             if activates is None or not (name := _activation(activates)):
                 continue
             gates = _found(program.maker(activates.args[0])), _found(program.maker(up))
-            if (found := _gate_and_up(*gates) or _halves(program, activates.args[0], up)) is not None:
+            if (
+                found := _gate_and_up(*gates) or _halves(program, activates.args[0], up)
+            ) is not None:
                 x, weights, parts = found
                 layer = Linear(weights, [], None, name, True)
                 program.fuse([*parts, activates, call], run_linear, x, layer, results=call.results)
                 break
 
 
-def _gate_and_up(gate: Found | None, up: Found | None) -> tuple[Any, list[Tensor], list[Call]] | None:
-    """Input, weights and calls where these are two linear layers without biases that fit each other."""
+def _gate_and_up(
+    gate: Found | None, up: Found | None
+) -> tuple[Any, list[Tensor], list[Call]] | None:
+    """Input, weights and calls where these are two linear layers without biases that fit each
+    other.
+    """
     if gate is None or up is None or gate.call is up.call or gate.x is not up.x:
         return None
     if any(one.layer[1:] != Linear([], [])[1:] for one in (gate, up)):
         return None
     weights = [*gate.layer.weights, *up.layer.weights]
     kinds = {(weight.shape, weight.stride()) for weight in weights}
-    return (gate.x, weights, [gate.call, up.call]) if len(weights) == 2 and len(kinds) == 1 else None
+    return (
+        (gate.x, weights, [gate.call, up.call]) if len(weights) == 2 and len(kinds) == 1 else None
+    )
 
 
 def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Tensor], list[Call]] | None:
     """The same where gate and up are the halves of the output of one linear layer (Phi 3, GLM 4)."""
     split = program.maker(gate)
-    if split is None or split.func not in (Tensor.chunk, torch.chunk) or split.results != [gate, up]:
+    if (
+        split is None
+        or split.func not in (Tensor.chunk, torch.chunk)
+        or split.results != [gate, up]
+    ):
         return None
     found, dims = _found(program.maker(split.args[0])), (*split.args[1:], *split.kwargs.values())
     if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
         return None
-    return None if found.layer.biases else (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
+    return (
+        None
+        if found.layer.biases
+        else (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
+    )
 
 
 @rule(keeps_bits=False)
@@ -272,10 +337,15 @@ def shared_input(program: Program) -> None:
     for group in groups.values():
         for i in range(0, len(group), MAX_WEIGHTS):
             some = group[i : i + MAX_WEIGHTS]
-            layer = Linear([one.layer.weights[0] for one in some], [b for one in some for b in one.layer.biases])
+            layer = Linear(
+                [one.layer.weights[0] for one in some],
+                [b for one in some for b in one.layer.biases],
+            )
             results = [value for one in some for value in one.call.results]
             if len(some) > 1:
-                program.fuse([one.call for one in some], run_linear, some[0].x, layer, results=results)
+                program.fuse(
+                    [one.call for one in some], run_linear, some[0].x, layer, results=results
+                )
 
 
 # --- norms
@@ -288,7 +358,12 @@ def layer_norm(program: Program) -> None:
     """
     names = ("input", "normalized_shape", "weight", "bias", "eps")
     for call in program.calls_of(F.layer_norm):
-        given = {"bias": None, "eps": 1e-5, **dict(zip(names, call.args, strict=False)), **call.kwargs}
+        given = {
+            "bias": None,
+            "eps": 1e-5,
+            **dict(zip(names, call.args, strict=False)),
+            **call.kwargs,
+        }
         x, weight = given["input"], given.get("weight")
         if len(given["normalized_shape"]) == 1 and weight is not None and weight.dtype == x.dtype:
             its_norm = Norm(weight, given["eps"], LAYER_NORM, given["bias"])
@@ -300,21 +375,32 @@ def residual(program: Program) -> None:
     """
     h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          one token
 
-    Not where the norm of h has a launch of its own, which adds as well (`norm_of_sum`) while nothing waits for x.
+    Not where the norm of h has a launch of its own, which adds as well (`norm_of_sum`) while
+    nothing waits for x.
     """
-    normed = [program.maker(call.args[0]) for call in program.calls_of(norm) if _normed(program, call) is None]
+    normed = [
+        program.maker(call.args[0])
+        for call in program.calls_of(norm)
+        if _normed(program, call) is None
+    ]
     for call in [call for call in program if _is_sum(call) and call not in normed]:
         for x, output in (call.args, call.args[::-1]):
             found = _found(program.maker(output))
             if found is not None and found.takes_more and not found.layer.is_gated:
                 layer = found.layer._replace(residual=x)
-                if program.fuse([found.call, call], run_linear, found.x, layer, results=call.results):
+                if program.fuse(
+                    [found.call, call], run_linear, found.x, layer, results=call.results
+                ):
                     break
 
 
 def _is_sum(call: Call) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
-    if call.func not in _SUMS or call.kwargs or not all(isinstance(x, Value | Tensor) for x in call.args):
+    if (
+        call.func not in _SUMS
+        or call.kwargs
+        or not all(isinstance(x, Value | Tensor) for x in call.args)
+    ):
         return False
     kinds = {(x.shape, x.dtype, x.device) for x in call.args}
     return len(kinds) == 1 and len(call.args) == 2 and call.args[0].dtype.is_floating_point
@@ -334,7 +420,10 @@ def norm_of_sum(program: Program) -> None:
         total, results = program.maker(h), [h, *call.results]
         if total is None or not _is_sum(total) or its_norm.weight.dtype != h.dtype:
             continue
-        inner = next((one for one in map(program.maker, total.args) if one is not None and one.func is norm), None)
+        inner = next(
+            (one for one in map(program.maker, total.args) if one is not None and one.func is norm),
+            None,
+        )
         if inner is not None and inner.args[0].shape == h.shape:
             x = total.args[1] if inner.results[0] is total.args[0] else total.args[0]
             arguments = x, inner.args[0], its_norm, inner.args[1]
@@ -348,7 +437,8 @@ def norm_before(program: Program) -> None:
     """
     y = run_linear(norm(x), ...)            ->   y = run_linear(x, ..., norm)        one token, RMS norm, small weights
 
-    Every program of the linear layer computes the norm again: with many of them a launch of its own is faster.
+    Every program of the linear layer computes the norm again: with many of them a launch of its own
+    is faster.
     """
     for call in program.calls_of(norm):
         if (found := _normed(program, call)) is not None:
@@ -358,10 +448,20 @@ def norm_before(program: Program) -> None:
 
 
 def _normed(program: Program, call: Call) -> Found | None:
-    """The linear layers that can compute this norm of their input: of one token, with small weights."""
+    """The linear layers that can compute this norm of their input:
+
+    of one token, with small weights.
+    """
     found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
-    if found is None or found.x is not call.results[0] or found.layer.norm is not None or found.tokens != 1:
+    if (
+        found is None
+        or found.x is not call.results[0]
+        or found.layer.norm is not None
+        or found.tokens != 1
+    ):
         return None
     size = sum(weight.numel() for weight in found.layer.weights)
-    is_served = its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
+    is_served = (
+        its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
+    )
     return found if is_served else None

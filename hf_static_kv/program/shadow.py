@@ -1,16 +1,19 @@
-"""A shadow of a model: copies of its modules and configs over the same weights, which can be changed unseen.
+"""A shadow of a model: copies of its modules and configs over the same weights, which can be
+changed unseen.
 
     model    LlamaForCausalLM -> LlamaModel -> ... -> q_proj -> {weight}
     shadow   LlamaForCausalLM -> LlamaModel -> ... -> q_proj -----^
 
-Steps are recorded, captured and verified on a shadow. No other thread runs it, and nothing has to be put back.
+Steps are recorded, captured and verified on a shadow. No other thread runs it, and nothing has to
+be put back.
 
-What modules hold of each other is bound to the copies: attributes, lists, tuples, dicts, bound methods, partials, and
-closures and defaults of functions. What an object of another type holds is not: it runs the model's own modules, which
-is right if they do not attend, and which `_StepCache.update` refuses if they do.
+What modules hold of each other is bound to the copies: attributes, lists, tuples, dicts, bound
+methods, partials, and closures and defaults of functions. What an object of another type holds is
+not: it runs the model's own modules, which is right if they do not attend, and which
+`_StepCache.update` refuses if they do.
 
-What a pass may change (lists, dicts, sets, variables of closures, namespaces, counters) is copied as well: passes of a
-shadow leave the model as it was.
+What a pass may change (lists, dicts, sets, variables of closures, namespaces, counters) is copied
+as well: passes of a shadow leave the model as it was.
 """
 
 import copy
@@ -49,7 +52,9 @@ class _Binder:
         self.known: dict[int, tuple[Any, Any]] = {}
 
     def bound(self, value: Any) -> Any:
-        """The value with copies in the place of modules and configs; the same object if it holds none of them."""
+        """The value with copies in the place of modules and configs; the same object if it holds
+        none of them.
+        """
         if isinstance(value, Module):
             make: Any = _Binder._module
         elif isinstance(value, PreTrainedConfig) or hasattr(type(value), "__dataclass_fields__"):
@@ -57,7 +62,10 @@ class _Binder:
         elif (make := _MAKERS.get(type(value))) is None:
             return value
         if id(value) not in self.known:
-            self.known[id(value)] = value, value  # what a container or function that holds itself finds
+            self.known[id(value)] = (
+                value,
+                value,
+            )  # what a container or function that holds itself finds
             self.known[id(value)] = value, make(self, value)
         return self.known[id(value)][1]
 
@@ -69,7 +77,9 @@ class _Binder:
         return self._copy(module, **stores, **{_ORIGINAL: weakref.ref(module)})
 
     def _copy(self, holder: Any, **own: Any) -> Any:
-        """A module or config with these attributes, and with the bound ones of the original for all others."""
+        """A module or config with these attributes, and with the bound ones of the original for all
+        others.
+        """
         clone = object.__new__(type(holder))
         self.known[id(holder)] = holder, clone
         for name, value in vars(holder).copy().items():
@@ -113,7 +123,9 @@ class _Binder:
         closure, defaults, keywords, attributes = new = [self.bound(part) for part in parts]
         if not _differ(new, parts):
             return function
-        clone = FunctionType(function.__code__, function.__globals__, function.__name__, defaults, closure)
+        clone = FunctionType(
+            function.__code__, function.__globals__, function.__name__, defaults, closure
+        )
         clone.__kwdefaults__ = keywords
         vars(clone).update(attributes)
         return clone

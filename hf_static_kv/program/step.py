@@ -7,8 +7,8 @@ capture    the list, as a CUDA graph; on a CPU the list runs as it is
 token -> list -> logits      each layer writes its keys and values straight into the storage
 cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
 
-In compact layers a position has another slot. The host moves their tokens together between two steps, about once in a
-window, and tells the step where slot 0 is then (`_Stretch`).
+In compact layers a position has another slot. The host moves their tokens together between two
+steps, about once in a window, and tells the step where slot 0 is then (`_Stretch`).
 """
 
 import warnings
@@ -31,7 +31,13 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
-from hf_static_kv.kernels.step_state import GreedyState, advance, advance_plain, select_greedy, write_token
+from hf_static_kv.kernels.step_state import (
+    GreedyState,
+    advance,
+    advance_plain,
+    select_greedy,
+    write_token,
+)
 from hf_static_kv.patching import attention_implementation, pass_context, replaced
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
 from hf_static_kv.program.linears import named_activations
@@ -44,27 +50,32 @@ from hf_static_kv.program.shadow import shadow_of
 
 _CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 # The programs of each model, which hold its weights: a step may outlive the model.
-_PROGRAMS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Callable[[], Tensor]]] = (
+_PROGRAMS: WeakKeyDictionary[
+    PreTrainedModel, WeakKeyDictionary["DecodeStep", Callable[[], Tensor]]
+] = WeakKeyDictionary()
+# The shadows of which a graph was captured without a program: it reads what passes have left on
+# their modules.
+_SHADOWS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", PreTrainedModel]] = (
     WeakKeyDictionary()
 )
-# The shadows of which a graph was captured without a program: it reads what passes have left on their modules.
-_SHADOWS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", PreTrainedModel]] = WeakKeyDictionary()
 # The tensors that a step reads, with their addresses.
-_READ: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", list[tuple[Tensor, int]]]] = (
-    WeakKeyDictionary()
-)
+_READ: WeakKeyDictionary[
+    PreTrainedModel, WeakKeyDictionary["DecodeStep", list[tuple[Tensor, int]]]
+] = WeakKeyDictionary()
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 class _Stretch:
-    """Where a step writes and reads, in slots: in the full layers, or in the compact layers of one window.
+    """Where a step writes and reads, in slots: in the full layers, or in the compact layers of one
+    window.
 
     slot: [1], of the newest token   seq_start: [B, 1]   spans: [B, L, 3]   `position_ids` advance with them
     """
 
     def __init__(self, position_ids: Tensor, batch_size: int, num_layers: int) -> None:
         self.slot, self.seq_start = position_ids.new_zeros(1), position_ids.new_zeros(batch_size, 1)
-        # Padded to four columns so that every layer's are 16-byte aligned and Triton compiles one variant.
+        # Padded to four columns so that every layer's are 16-byte aligned and Triton compiles one
+        # variant.
         self.spans = position_ids.new_zeros(batch_size, num_layers, 4)[..., :3]
         self.position_ids = position_ids
 
@@ -74,16 +85,20 @@ class _Stretch:
 
     def advance(self, by_one: Callable[..., None], windows: Tensor, chunks: Tensor | None) -> None:
         by_one(self.slot, self.seq_start, windows, self.spans, self.position_ids)
-        if chunks is not None:  # a span begins with the chunk of the newest token, if that is later than the window
+        if (
+            chunks is not None
+        ):  # a span begins with the chunk of the newest token, if that is later than the window
             chunk_start = self.slot - (self.slot - self.seq_start) % chunks  # [B, L]
             self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
 
 
 class DecodeStep:
-    """One new token for each batch row: `set_position` says where, every `run` appends a token and gives its logits.
+    """One new token for each batch row: `set_position` says where, every `run` appends a token and
+    gives its logits.
 
-    Holds the cache's storage and not the cache, whose length the caller moves. Where a position has several parts,
-    `parts` are the leading dims of `position_ids`, as [3] for [3, B, 1]; `settings` are further keywords of the model.
+    Holds the cache's storage and not the cache, whose length the caller moves. Where a position has
+    several parts, `parts` are the leading dims of `position_ids`, as [3] for [3, B, 1]; `settings`
+    are further keywords of the model.
     """
 
     def __init__(
@@ -95,22 +110,31 @@ class DecodeStep:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.max_cache_len = cache.max_cache_len
-        # A graph does not need them, and a decoder may outlive them. A cache that grows replaces its groups.
+        # A graph does not need them, and a decoder may outlive them. A cache that grows replaces
+        # its groups.
         self._model, self._cache = weakref.ref(model), weakref.ref(cache)
         self._groups = [weakref.ref(group) for group in cache.storage_groups]
         unlimited, device = torch.iinfo(torch.int64).max // 2, cache.storage_groups[0].keys.device
         windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
         self.windows = torch.tensor(windows, device=device)  # [L]
         are_chunked = [plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys]
-        chunks = [window if is_chunked else unlimited for window, is_chunked in zip(windows, are_chunked, strict=True)]
+        chunks = [
+            window if is_chunked else unlimited
+            for window, is_chunked in zip(windows, are_chunked, strict=True)
+        ]
         self.chunks = torch.tensor(chunks, device=device) if any(are_chunked) else None  # [L]
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self.position_ids = self.token.new_zeros(*parts, batch_size, 1)
-        self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)  # keeps a model from making one
+        self.mask = torch.ones(
+            batch_size, 1, 1, 1, dtype=torch.bool, device=device
+        )  # keeps a model from making one
         full = _Stretch(self.position_ids, batch_size, len(windows))
         self.cache_position, self.seq_start = full.slot, full.seq_start
-        # By window; None for full layers. The model reads the positions of these: others advance a spare tensor.
-        self._stretches = {w: _Stretch(self.token.new_zeros(1), batch_size, len(windows)) for w in cache.offsets}
+        # By window; None for full layers. The model reads the positions of these: others advance a
+        # spare tensor.
+        self._stretches = {
+            w: _Stretch(self.token.new_zeros(1), batch_size, len(windows)) for w in cache.offsets
+        }
         self._stretches[None] = full
         self.layers = self._step_layers(cache)
         self.cache = _StepCache(cache, self.layers, batch_size, self.cache_position)
@@ -143,7 +167,12 @@ class DecodeStep:
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
         holders = (self, *self._stretches.values())
-        own = [value for holder in holders for value in vars(holder).values() if isinstance(value, Tensor)]
+        own = [
+            value
+            for holder in holders
+            for value in vars(holder).values()
+            if isinstance(value, Tensor)
+        ]
         return own + self._tables
 
     @property
@@ -164,7 +193,8 @@ class DecodeStep:
 
     @contextmanager
     def on_shadow(self, attention: str | None = None) -> Iterator[Any]:
-        """Passes inside run on one shadow of the model, which is yielded: other threads run the model meanwhile.
+        """Passes inside run on one shadow of the model, which is yielded: other threads run the
+        model meanwhile.
 
         It has this attention implementation, or that of the model.
         """
@@ -178,20 +208,30 @@ class DecodeStep:
         finally:
             self._shadow = None
 
-    def set_position(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
+    def set_position(
+        self, length: int, seq_start: Tensor, position_ids: Tensor | None = None
+    ) -> None:
         """The next token is at `length`; the sequence of batch row b begins at `seq_start[b]`.
 
-        The model is told that its position is `position_ids` [..., B, 1], by default the distance from the beginning.
+        The model is told that its position is `position_ids` [..., B, 1], by default the distance
+        from the beginning.
         """
         if length >= self.max_cache_len:
-            raise ValueError(f"The cache is full: it holds {length} of {self.max_cache_len} tokens.")
+            raise ValueError(
+                f"The cache is full: it holds {length} of {self.max_cache_len} tokens."
+            )
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
-        self.position_ids.copy_((length - seq_start[:, None] if position_ids is None else position_ids) - 1)
+        self.position_ids.copy_(
+            (length - seq_start[:, None] if position_ids is None else position_ids) - 1
+        )
         self.follow(length)
 
     def follow(self, length: int) -> None:
-        """After the positions of compact layers have moved to other slots: the next token is still at `length`."""
+        """After the positions of compact layers have moved to other slots:
+
+        the next token is still at `length`.
+        """
         cache = self._cache()
         for window, offset in cache.offsets.items() if cache is not None else ():
             self._stretches[window].set(length, self.seq_start, offset)
@@ -199,7 +239,9 @@ class DecodeStep:
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
         self.token.copy_(tokens[:, None])
-        return self._replay_or_forward().to(torch.float32, copy=True)  # the next run overwrites them
+        return self._replay_or_forward().to(
+            torch.float32, copy=True
+        )  # the next run overwrites them
 
     def _replay_or_forward(self) -> Tensor:
         if self.graph is None or self.logits is None:
@@ -217,19 +259,24 @@ class DecodeStep:
         is_exact: bool = False,
         without: Collection[str] = (),
     ) -> None:
-        """Write down the pass and rewrite it, so that steps no longer need the model; `without` names rules to skip.
+        """Write down the pass and rewrite it, so that steps no longer need the model; `without`
+        names rules to skip.
 
-        What the pass computes outside of torch's operations stays as it is now. So that verification sees it, record
-        with a `token` [B] and at `position_ids` that verification does not use.
+        What the pass computes outside of torch's operations stays as it is now. So that
+        verification sees it, record with a `token` [B] and at `position_ids` that verification does
+        not use.
         """
         self.set_position(length, seq_start, position_ids)
         if token is not None:
             self.token.copy_(token[:, None])
-        # The pass writes at position `length`. A kernel would be compiled here, before the parallel compilation.
+        # The pass writes at position `length`. A kernel would be compiled here, before the parallel
+        # compilation.
         self._advance(by_kernel=False)
         with self.on_shadow() as model, ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
-                changes.enter_context(one_operation_routers(model))  # skipped, a router gives no valid index to others
+                changes.enter_context(
+                    one_operation_routers(model)
+                )  # skipped, a router gives no valid index to others
             changes.enter_context(fused_rotary(model, only_here=True))
             for change in (fused_norms, one_operation_angles, named_activations):
                 changes.enter_context(change(model))
@@ -254,11 +301,13 @@ class DecodeStep:
 
         at = length, seq_start, position_ids
         with self.on_shadow() as shadow, _CAPTURING, torch.cuda.device(self.token.device):
-            with compile_only():  # compiles all kernels in parallel; ordinary passes would compile one after the other
+            # compiles all kernels in parallel; ordinary passes would compile one after the other
+            with compile_only():
                 self._run_once(*at)
             self._warm_up(*at)
             self.set_position(*at)
-            # `stream`: a failed capture leaves its own one current. "thread_local": other threads may use the device.
+            # `stream`: a failed capture leaves its own one current. "thread_local": other threads
+            # may use the device.
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
             with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self._forward()
@@ -283,9 +332,12 @@ class DecodeStep:
         try:
             with torch.cuda.stream(stream):
                 self._run_once(*at)
-                with _no_synchronization():  # in a capture, one leaves the allocator unusable for the whole process
+                with (
+                    _no_synchronization()
+                ):  # in a capture, one leaves the allocator unusable for the whole process
                     self._run_once(*at)
-        finally:  # a failed step is freed, and what runs next gets the memory that its kernels write
+        # a failed step is freed, and what runs next gets the memory that its kernels write
+        finally:
             torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
@@ -304,36 +356,62 @@ class DecodeStep:
 
     def _pass_of_model(self) -> Tensor:
         self.cache.written.clear()
-        inputs = {"input_ids": self.token, "position_ids": self.position_ids, "attention_mask": self.mask}
+        inputs = {
+            "input_ids": self.token,
+            "position_ids": self.position_ids,
+            "attention_mask": self.mask,
+        }
         with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
             outputs = model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
     def _layers_of(self, model: PreTrainedModel) -> dict[Module, StepLayer]:
-        # A module of another part, such as a vision tower, may have an index that no layer of the cache has.
+        # A module of another part, such as a vision tower, may have an index that no layer of the
+        # cache has.
         indices = ((module, getattr(module, "layer_idx", None)) for module in model.modules())
-        return {module: self.layers[i] for module, i in indices if isinstance(i, int) and i in self.layers}
+        return {
+            module: self.layers[i]
+            for module, i in indices
+            if isinstance(i, int) and i in self.layers
+        }
 
 
-def _sharing_layers(model: PreTrainedModel, stored: Mapping[int, StepLayer]) -> dict[int, StepLayer]:
-    """Layers that store no keys, each with the last layer of its type that does: it reads those (Gemma 3n)."""
+def _sharing_layers(
+    model: PreTrainedModel, stored: Mapping[int, StepLayer]
+) -> dict[int, StepLayer]:
+    """Layers that store no keys, each with the last layer of its type that does:
+
+    it reads those (Gemma 3n).
+    """
     config = model.config.get_text_config(decoder=True)
-    types, num_shared = getattr(config, "layer_types", None) or (), getattr(config, "num_kv_shared_layers", None) or 0
+    types, num_shared = (
+        getattr(config, "layer_types", None) or (),
+        getattr(config, "num_kv_shared_layers", None) or 0,
+    )
     first = len(types) - num_shared
     last = {layer_type: stored[i] for i, layer_type in enumerate(types[:first]) if i in stored}
-    return {i: last[layer_type] for i, layer_type in enumerate(types) if i >= first and layer_type in last}
+    return {
+        i: last[layer_type]
+        for i, layer_type in enumerate(types)
+        if i >= first and layer_type in last
+    }
 
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all warm-ups: torch keeps a cuBLAS workspace of up to 32 MiB for each stream that was ever used."""
+    """The stream of all warm-ups:
+
+    torch keeps a cuBLAS workspace of up to 32 MiB for each stream that was ever used.
+    """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class SelectingStep(DecodeStep):
-    """A decode step that also selects the next token, or padding in a batch row that has ended, in the same graph.
+    """A decode step that also selects the next token, or padding in a batch row that has ended, in
+    the same graph.
 
-    It selects the most likely token, or samples with the processors of `kinds`; `what` as for `DecodeStep`.
+    It selects the most likely token, or samples with the processors of `kinds`; `what` as for
+    `DecodeStep`.
     """
 
     MAX_EOS = 16
@@ -341,7 +419,8 @@ class SelectingStep(DecodeStep):
     def __init__(self, *what: Any, kinds: Kinds | None) -> None:
         super().__init__(*what)
         self.state = GreedyState(
-            # The last token of a sequence is selected and not written to the cache: one position more.
+            # The last token of a sequence is selected and not written to the cache: one position
+            # more.
             sequences=self.token.new_zeros(len(self.token), self.max_cache_len + 1),
             token=self.token,
             unfinished=torch.ones_like(self.token, dtype=torch.bool),
@@ -349,7 +428,9 @@ class SelectingStep(DecodeStep):
             pad=self.token.new_zeros(1),
             is_over=self.token.new_zeros((), dtype=torch.bool),
         )
-        real, whole = (self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64))
+        real, whole = (
+            self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64)
+        )
         numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, whole.clone())
         self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
 
@@ -357,8 +438,11 @@ class SelectingStep(DecodeStep):
     def buffers(self) -> list[Tensor]:
         return [*super().buffers, *self.state]
 
-    def set_state(self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None) -> None:
-        """Set the state before the token at `position` is selected, where `ids` [B, n] are the tokens before it.
+    def set_state(
+        self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None
+    ) -> None:
+        """Set the state before the token at `position` is selected, where `ids` [B, n] are the
+        tokens before it.
 
         `unfinished` rows [B] go on; `eos` are the end tokens, `pad` is the token after an end.
         """
@@ -377,7 +461,10 @@ class SelectingStep(DecodeStep):
             getattr(self.sampling, name).fill_(number)
 
     def replay(self) -> Tensor:
-        """Append the selected tokens and select the next ones; a bool on the device: all rows have ended."""
+        """Append the selected tokens and select the next ones; a bool on the device:
+
+        all rows have ended.
+        """
         self._replay_or_forward()
         return self.state.is_over
 
@@ -392,8 +479,16 @@ class SelectingStep(DecodeStep):
 
 @contextmanager
 def _no_synchronization() -> Iterator[None]:
-    """Raise at the end if this thread has synchronized. Torch's mode is process-wide, so other threads are ignored."""
-    before, own_thread, show, seen = torch.cuda.get_sync_debug_mode(), get_ident(), warnings.showwarning, []
+    """Raise at the end if this thread has synchronized.
+
+    Torch's mode is process-wide, so other threads are ignored.
+    """
+    before, own_thread, show, seen = (
+        torch.cuda.get_sync_debug_mode(),
+        get_ident(),
+        warnings.showwarning,
+        [],
+    )
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if not str(message).startswith(_SYNC_WARNING):
@@ -411,29 +506,44 @@ def _no_synchronization() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
     if seen:
-        raise RuntimeError("a pass synchronizes with the device: it called a synchronizing CUDA operation")
+        raise RuntimeError(
+            "a pass synchronizes with the device: it called a synchronizing CUDA operation"
+        )
 
 
 class _StepCache(Cache):
-    """The storage as a model sees it in a step: written at a position that is read on the device, returned whole.
+    """The storage as a model sees it in a step: written at a position that is read on the device,
+    returned whole.
 
-    Recurrent states are those of the cache, which change in place. The length is a tensor on the device: Python that
-    branches on it would branch alike in every replay, and a recording refuses to read it.
+    Recurrent states are those of the cache, which change in place. The length is a tensor on the
+    device: Python that branches on it would branch alike in every replay, and a recording refuses
+    to read it.
     """
 
-    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int, length: Tensor) -> None:
+    def __init__(
+        self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int, length: Tensor
+    ) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
         self.length = length  # [1], tokens before the newest
         self.written: set[int] = set()  # the layers that have the newest token
         self.capacity = cache.max_cache_len
         # Keys and values [B, H, S, D] by layer.
-        self.storage = {i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored}
+        self.storage = {
+            i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored
+        }
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._pass_of_model
-        self, key_states: Tensor, value_states: Tensor, layer_idx: StepLayer, *args: Any, **kwargs: Any
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: StepLayer,
+        *args: Any,
+        **kwargs: Any,
     ) -> tuple[Tensor, Tensor]:
         if not isinstance(layer_idx, StepLayer):
-            raise ValueError(f"layer {layer_idx} has no attention of its own: it uses that of another layer")
+            raise ValueError(
+                f"layer {layer_idx} has no attention of its own: it uses that of another layer"
+            )
         keys, values = self.storage[layer_idx.index]
         write_token(keys, values, key_states, value_states, layer_idx.slot)
         self.written.add(layer_idx.index)

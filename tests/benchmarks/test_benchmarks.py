@@ -1,4 +1,7 @@
-"""The benchmarks: their arithmetic, a tiny run of each script, and what is generated from the committed records."""
+"""The benchmarks:
+
+their arithmetic, a tiny run of each script, and what is generated from the committed records.
+"""
 
 import ast
 import importlib
@@ -23,7 +26,9 @@ from hf_static_kv.testing import FAMILIES, PARTS, random_model, tiny_config
 ROOT = next(folder for folder in Path(__file__).parents if (folder / "pyproject.toml").exists())
 BENCHMARKS = ROOT / "benchmarks"
 # That of `make sanitize` has no times.
-RECORDS = sorted(path for path in (BENCHMARKS / "results").glob("*.json") if path.stem != "sanitizer")
+RECORDS = sorted(
+    path for path in (BENCHMARKS / "results").glob("*.json") if path.stem != "sanitizer"
+)
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("bench_*.py"))
 PROVENANCE = {"hardware", "threads", "torch", "transformers", "commit", "command"}
 
@@ -36,7 +41,8 @@ def _on_the_path(monkeypatch):
 class InThisProcess:
     """Stands in for `FreshProcess`: importing torch in a new process takes seconds.
 
-    One after the other: two threads in `from_pretrained` leave transformers with weights untied for good.
+    One after the other: two threads in `from_pretrained` leave transformers with weights untied for
+    good.
     """
 
     LOADING = Lock()
@@ -82,7 +88,14 @@ class TestArithmetic:
 
         assert percentile([4.0, 1.0, 3.0, 2.0], 50) == 2.5
         hundred_and_one = [float(i) for i in range(101)]
-        assert latency(hundred_and_one) == {"mean": 50, "p50": 50, "p95": 95, "p99": 99, "min": 0, "max": 100}
+        assert latency(hundred_and_one) == {
+            "mean": 50,
+            "p50": 50,
+            "p95": 95,
+            "p99": 99,
+            "min": 0,
+            "max": 100,
+        }
         assert spread([5.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 5.0}
 
     def test_the_clock_counts_from_token_to_token(self):
@@ -105,9 +118,15 @@ class TestArithmetic:
     def test_a_tied_embedding_is_read_and_an_untied_one_is_not(self):
         from measure import weights_read
 
-        # Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16, two norms of 8; one more norm at the end.
+        # Per layer: q and o 8 x 8, k and v 8 x 4, gate, up and down 8 x 16, two norms of 8; one
+        # more norm at the end.
         layer = 2 * 64 + 2 * 32 + 3 * 128 + 2 * 8
-        sizes = {"vocab_size": 10, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2}
+        sizes = {
+            "vocab_size": 10,
+            "hidden_size": 8,
+            "intermediate_size": 16,
+            "num_hidden_layers": 2,
+        }
         sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1}
         for tied in (True, False):
             model = random_model(LlamaConfig(**sizes, tie_word_embeddings=tied))
@@ -116,14 +135,19 @@ class TestArithmetic:
     def test_a_window_limits_what_a_step_reads(self):
         from measure import bytes_per_step, cache_read, weights_read
 
-        # Six layers, the last one full, the others with a window of 8; one KV head of 16, keys and values, 4 bytes.
+        # Six layers, the last one full, the others with a window of 8; one KV head of 16, keys and
+        # values, 4 bytes.
         model = random_model(tiny_config("gemma3"))
         position = 2 * 16 * 4
         assert cache_read(model, seq_len=20, batch_size=1) == position * (5 * 8 + 20)
         assert cache_read(model, seq_len=5, batch_size=3) == 3 * position * 6 * 5
-        # A prompt of 18 and 3 new tokens: the two steps after the first token read sequences of 19 and 20.
+        # A prompt of 18 and 3 new tokens: the two steps after the first token read sequences of 19
+        # and 20.
         mean = position * (5 * 8 + 19.5)
-        assert bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1) == weights_read(model) + mean
+        assert (
+            bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1)
+            == weights_read(model) + mean
+        )
         model.config.num_local_experts = 4
         assert bytes_per_step(model, prompt_len=18, new_tokens=3, batch_size=1) is None
 
@@ -142,7 +166,14 @@ class TestArithmetic:
             "prompt_tokens_per_s": 400.0,
             "decode_ms": {"median": 200.0, "min": 100.0, "max": 400.0},
             "decode_tokens_per_s": {"median": 10.0, "min": 5.0, "max": 20.0},
-            "latency_ms": {"mean": 200.0, "p50": 200.0, "p95": 290.0, "p99": 298.0, "min": 100.0, "max": 300.0},
+            "latency_ms": {
+                "mean": 200.0,
+                "p50": 200.0,
+                "p95": 290.0,
+                "p99": 298.0,
+                "min": 100.0,
+                "max": 300.0,
+            },
             "cold_start_s": 8.0,
             "cold_share": 1 - 2.5 / 8,
             "gb_per_s": 20.0,
@@ -162,11 +193,19 @@ class TestArithmetic:
         for name in ("dynamic", "static", "contiguous"):
             keywords = CONTENDERS[name].set_up(model, 32, 1)()
             model.generate(
-                torch.ones(1, 5, dtype=torch.long), **keywords, max_new_tokens=4, do_sample=False, eos_token_id=999
+                torch.ones(1, 5, dtype=torch.long),
+                **keywords,
+                max_new_tokens=4,
+                do_sample=False,
+                eos_token_id=999,
             )
             held[name] = bytes_held(keywords["past_key_values"])
         position = 3 * 2 * 2 * 16 * 4  # layers, keys and values, heads, head_dim, bytes
-        assert held == {"dynamic": 8 * position, "static": 32 * position, "contiguous": 32 * position}
+        assert held == {
+            "dynamic": 8 * position,
+            "static": 32 * position,
+            "contiguous": 32 * position,
+        }
         assert bytes_held(None) == 0
 
     def test_left_padding_of_different_lengths(self):
@@ -197,7 +236,10 @@ class TestLosses:
         from losses import behind
 
         (line,) = behind(generation_record(contiguous=10.0, static_compiled=2.5, dynamic=12.0))
-        assert line == "Llama-3.2-1B: `StaticCache` compiled decodes 4.00 times as fast as `StaticContiguousCache`."
+        assert (
+            line
+            == "Llama-3.2-1B: `StaticCache` compiled decodes 4.00 times as fast as `StaticContiguousCache`."
+        )
         (line,) = behind(generation_record(contiguous=10.0, dynamic=9.5))
         assert line.endswith("(within the spread).")
 
@@ -214,31 +256,64 @@ class TestLosses:
             figures = {"median_ms": ms, "p10_ms": ms - 1, "p90_ms": ms + 1}
             return {"contender": name, "context": context, "max_cache_len": 4096, **figures}
 
-        rows = [row("contiguous", 1024, 9.0), row("dynamic", 1024, 3.0), row("contiguous", 2048, 5.0)]
+        rows = [
+            row("contiguous", 1024, 9.0),
+            row("dynamic", 1024, 3.0),
+            row("contiguous", 2048, 5.0),
+        ]
         rows += [row("dynamic", 2048, 4.5), row("contiguous", 4096, 6.0), row("dynamic", 4096, 8.0)]
         record = {"model": "m", "hardware": "a GPU", "command": "", "context": rows, "capacity": []}
         (line,) = context_behind(record)
-        assert "1,024 of 4,096 tokens: `DynamicCache` 3.00 ms, `StaticContiguousCache` 9.00 ms;" in line
-        assert "2,048 of 4,096 tokens: `DynamicCache` 4.50 ms, `StaticContiguousCache` 5.00 ms (within" in line
+        assert (
+            "1,024 of 4,096 tokens: `DynamicCache` 3.00 ms, `StaticContiguousCache` 9.00 ms;"
+            in line
+        )
+        assert (
+            "2,048 of 4,096 tokens: `DynamicCache` 4.50 ms, `StaticContiguousCache` 5.00 ms (within"
+            in line
+        )
         assert "4,096 of 4,096" not in line
 
 
 def attach_record(**changes):
-    """A record of `bench_attach.py` in which `attach` takes 1 % and 0.5 ms more, and a reused prefix costs nothing."""
+    """A record of `bench_attach.py` in which `attach` takes 1 % and 0.5 ms more, and a reused
+    prefix costs nothing.
+    """
     from bench_attach import compare, summarize
 
-    seconds = {"graph": (0.020, 0.275), "decoder": (0.020, 0.275), "attach": (0.0205, 0.27805), "dynamic": (0.02, 0.33)}
+    seconds = {
+        "graph": (0.020, 0.275),
+        "decoder": (0.020, 0.275),
+        "attach": (0.0205, 0.27805),
+        "dynamic": (0.02, 0.33),
+    }
     rows = [
-        {"name": name, "new_tokens": 32 if name == "dynamic" else 256, "trials_s": [both] * 2, "fallback_reason": None}
+        {
+            "name": name,
+            "new_tokens": 32 if name == "dynamic" else 256,
+            "trials_s": [both] * 2,
+            "fallback_reason": None,
+        }
         for name, both in seconds.items()
     ]
     for row in rows:
         row["summary"] = summarize(row)
     chat = [
-        {"contender": name, "history": history, "first_token_ms": {"median": ms, "min": ms - 1, "max": ms + 1}}
-        | {"fallback_reason": None, "reused_tokens": [history] * 5 if name == "attach-reuse" else [0] * 5}
+        {
+            "contender": name,
+            "history": history,
+            "first_token_ms": {"median": ms, "min": ms - 1, "max": ms + 1},
+        }
+        | {
+            "fallback_reason": None,
+            "reused_tokens": [history] * 5 if name == "attach-reuse" else [0] * 5,
+        }
         for history in (2048, 4096, 8192, 16384)
-        for name, ms in (("dynamic", history / 100), ("attach", history / 100), ("attach-reuse", 15.0))
+        for name, ms in (
+            ("dynamic", history / 100),
+            ("attach", history / 100),
+            ("attach-reuse", 15.0),
+        )
     ]
     figures = {"contenders": rows, "overhead": compare(rows, "attach", "graph"), "chat": chat}
     shared = {key: value for key, value in generation_record().items() if key != "contenders"}
@@ -254,7 +329,10 @@ class TestAttach:
 
         model = random_model(tiny_config("llama"))
         side = attached_twin("attach", model, reuse_prefix=True)
-        assert all(one is other for one, other in zip(side.model.parameters(), model.parameters(), strict=True))
+        assert all(
+            one is other
+            for one, other in zip(side.model.parameters(), model.parameters(), strict=True)
+        )
         assert side.model.config is not model.config
         assert attachment(side.model) is side.attachment
         with pytest.raises(ValueError, match="not attached"):
@@ -272,7 +350,8 @@ class TestAttach:
     def test_the_overhead_is_that_of_the_same_trial(self):
         from bench_attach import compare
 
-        # A token takes 10 and 20 ms, then 11 and 20; the first one 500 and 900 ms, then 502 and 900.
+        # A token takes 10 and 20 ms, then 11 and 20; the first one 500 and 900 ms, then 502 and
+        # 900.
         rows = [{"name": "graph", "new_tokens": 11, "trials_s": [(0.5, 0.6), (0.9, 1.1)]}]
         rows.append({"name": "attach", "new_tokens": 11, "trials_s": [(0.502, 0.612), (0.9, 1.1)]})
         found = compare(rows, "attach", "graph")
@@ -301,21 +380,40 @@ class TestAttach:
         assert problems(record) == []
         record["contenders"][2]["fallback_reason"] = "out of memory"
         record["chat"][2]["reused_tokens"][1] = 0
-        expected = ["attach fell back: out of memory", "attach-reuse, history 2048: no tokens were reused"]
+        expected = [
+            "attach fell back: out of memory",
+            "attach-reuse, history 2048: no tokens were reused",
+        ]
         assert problems(record) == expected
         assert problems({**record, "host": record["hardware"]}) == expected[1:]
 
     def test_a_turn_computes_what_is_new(self, run, tmp_path):
-        """Timed calls find the history and the answer; the last token of an answer is not in the cache."""
+        """Timed calls find the history and the answer; the last token of an answer is not in the
+        cache.
+        """
         path = tmp_path / "report.json"
-        result = run("bench_attach", "--model", "llama", "--device", "cpu", *TINY["bench_attach"], "--json", path)
+        result = run(
+            "bench_attach",
+            "--model",
+            "llama",
+            "--device",
+            "cpu",
+            *TINY["bench_attach"],
+            "--json",
+            path,
+        )
         assert result.returncode == 0, result.stderr
         record = json.loads(path.read_text())
         assert [row["name"] for row in record["contenders"]] == ["contiguous", "attach", "dynamic"]
         for row in record["chat"]:
             assert row["prompt_tokens"] == [row["history"] + 5 * turn for turn in (1, 2)]
-            computed = [n - reused for n, reused in zip(row["prompt_tokens"], row["reused_tokens"], strict=True)]
-            assert computed == ([4] * 2 if row["contender"] == "attach-reuse" else row["prompt_tokens"])
+            computed = [
+                n - reused
+                for n, reused in zip(row["prompt_tokens"], row["reused_tokens"], strict=True)
+            ]
+            assert computed == (
+                [4] * 2 if row["contender"] == "attach-reuse" else row["prompt_tokens"]
+            )
 
     def test_the_pages_have_its_section_when_there_is_a_record(self):
         """As many lines as three models need."""
@@ -327,9 +425,14 @@ class TestAttach:
         assert BLOCKS["attach"](records) == "Not measured yet."
         records["attach"] = [attach_record(commit=commit) for commit in ("a", "b", "c")]
         page = results_page(records, history.read())
-        assert "| `attach(model)`: per token; first token | 1.01 (1.01 to 1.01); 20.5 (20.5 to 20.5) |" in page
+        assert (
+            "| `attach(model)`: per token; first token | 1.01 (1.01 to 1.01); 20.5 (20.5 to 20.5) |"
+            in page
+        )
         assert len(page.splitlines()) <= 200
-        assert "| `attach(model)`: per token; first token | 1.01; 20.5 | 1.01; 20.5 |" in BLOCKS["attach"](records)
+        assert "| `attach(model)`: per token; first token | 1.01; 20.5 | 1.01; 20.5 |" in BLOCKS[
+            "attach"
+        ](records)
 
 
 def tiny_family(name):
@@ -337,18 +440,43 @@ def tiny_family(name):
     sizes = {"vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
     if name == "gpt2-xl":
         return GPT2Config(n_embd=32, n_layer=2, n_head=2, n_positions=128, **sizes)
-    sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
-    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    sizes |= {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+    }
+    experts = {
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    }
     return Qwen3MoeConfig(head_dim=16, intermediate_size=32, **sizes, **experts)
 
 
 def step_record(model="llama-3.2-1b", **changes):
     """A record of `bench_step.py` in which each rule but `gate` saves a tenth of the step."""
-    rows = [{"words": "all rules", "without": [], "step_ms": [1.0], "replay_ms": [1.0, 0.9, 1.2], "kernels": 100.0}]
-    rows += [rows[0] | {"words": f"without `{name}`", "without": [name], "replay_ms": [1.1]} for name in ("a", "b")]
+    rows = [
+        {
+            "words": "all rules",
+            "without": [],
+            "step_ms": [1.0],
+            "replay_ms": [1.0, 0.9, 1.2],
+            "kernels": 100.0,
+        }
+    ]
+    rows += [
+        rows[0] | {"words": f"without `{name}`", "without": [name], "replay_ms": [1.1]}
+        for name in ("a", "b")
+    ]
     rows += [{"words": "without `gate`", "without": ["gate"], "same_list": True}]
     rows = [row if "same_list" in row else row | {"tokens_per_s": 900.0} for row in rows]
-    shared = {key: value for key, value in generation_record().items() if key not in ("contenders", "trials")}
+    shared = {
+        key: value
+        for key, value in generation_record().items()
+        if key not in ("contenders", "trials")
+    }
     shared |= {"command": f"python benchmarks/bench_step.py --model {model}", "threads": 16}
     shared["workload"] = {**shared["workload"], "model": model}
     attention = [{"seq_len": 1024, "us": 5.0, "bytes": 1 << 20}]
@@ -380,7 +508,11 @@ class TestStep:
 
         record = step_record()
         assert fell_back(record) == []
-        record["variants"][1] = {"words": "without `a`", "without": ["a"], "fallback_reason": "out of memory"}
+        record["variants"][1] = {
+            "words": "without `a`",
+            "without": ["a"],
+            "fallback_reason": "out of memory",
+        }
         assert len(fell_back(record)) == 1
         assert "| without `a` | fell back |" in tables.step([record])
 
@@ -388,7 +520,13 @@ class TestStep:
         """Until the rules are measured on a GPU the page shows one change after the other."""
         import tables
 
-        row = {"words": "captured", "tokens_per_s": 464.0, "step_ms": [2.1], "replay_ms": 2.1, "kernels": 679.2}
+        row = {
+            "words": "captured",
+            "tokens_per_s": 464.0,
+            "step_ms": [2.1],
+            "replay_ms": 2.1,
+            "kernels": 679.2,
+        }
         old = {key: value for key, value in step_record(variants=[row]).items() if key != "rules"}
         assert "| captured | 464 (679) |" in tables.step([old])
         assert tables.step_caption([old]) == tables.STEP_BY_CHANGE
@@ -409,7 +547,9 @@ class TestStep:
             monkeypatch.setattr(bench_step, size, number)
         monkeypatch.setattr(workload, "dev_config", tiny_family)
         path = tmp_path / "report.json"
-        result = run("bench_step", "--model", name, "--device", "cpu", *TINY["bench_step"], "--json", path)
+        result = run(
+            "bench_step", "--model", name, "--device", "cpu", *TINY["bench_step"], "--json", path
+        )
         assert result.returncode == 0, result.stderr
         rows = json.loads(path.read_text())["variants"]
         assert [row["without"] for row in rows] == [[], *([rule] for rule in RULES), list(RULES)]
@@ -425,7 +565,9 @@ class TestStep:
         for name in (REWRITE, SUPPORTS_PDL):
             home, _, attribute = name.rpartition(".")
             assert hasattr(importlib.import_module(home), attribute)
-        assert [variant.words for variant in variants(on_gpu=True) if not variant.has_pdl] == ["without PDL"]
+        assert [variant.words for variant in variants(on_gpu=True) if not variant.has_pdl] == [
+            "without PDL"
+        ]
 
 
 def sampling_record(model="llama-3.2-1b", **changes):
@@ -449,8 +591,14 @@ def assert_the_step_selects(rows):
     """Each case is another step; the warm-up shows that the step itself selects."""
     from bench_sampling import CASES
 
-    assert [(row["contender"], row["case"]) for row in rows] == list(product(["graph", "dynamic"], CASES))
-    assert all(row["on_device"] and row["fallback_reason"] is None for row in rows if row["contender"] == "graph")
+    assert [(row["contender"], row["case"]) for row in rows] == list(
+        product(["graph", "dynamic"], CASES)
+    )
+    assert all(
+        row["on_device"] and row["fallback_reason"] is None
+        for row in rows
+        if row["contender"] == "graph"
+    )
 
 
 class TestSliding:
@@ -468,8 +616,15 @@ class TestSliding:
             for (name, t), mib in zip(ms.items(), (832, 153), strict=True)
         ]
         workload = {"model": "gemma-3-1b", "prompt_len": 512, "max_cache_len": 32768}
-        record = {"workload": workload, "hardware": "NVIDIA H200", "command": "", "contenders": rows}
-        assert sliding([record]).endswith("| gemma-3-1b | 512 | 32,768 | 832 → 153 | 1.00 → 1.02, 1.020x |")
+        record = {
+            "workload": workload,
+            "hardware": "NVIDIA H200",
+            "command": "",
+            "contenders": rows,
+        }
+        assert sliding([record]).endswith(
+            "| gemma-3-1b | 512 | 32,768 | 832 → 153 | 1.00 → 1.02, 1.020x |"
+        )
         assert BLOCKS["sliding"]({**load(), "sliding": []}) == NOT_MEASURED
 
 
@@ -480,16 +635,23 @@ class TestSampling:
         record = sampling_record()
         assert problems(record) == []
         record["rows"][0]["fallback_reason"] = "out of memory"
-        for row in record["rows"][2:6]:  # of the same decoder, after the first step that does not select
+        for row in record["rows"][
+            2:6
+        ]:  # of the same decoder, after the first step that does not select
             row["on_device"] = False
-        assert problems(record) == ["greedy fell back: out of memory", "T, top-k 50: the host selected the tokens"]
+        assert problems(record) == [
+            "greedy fell back: out of memory",
+            "T, top-k 50: the host selected the tokens",
+        ]
 
     def test_the_table(self):
         import tables
 
         rows = tables.sampling([sampling_record()]).splitlines()
         assert rows[0].startswith("| ms per token, over greedy | greedy | T | T, top-k 50 |")
-        assert rows[2].startswith("| Llama-3.2-1B, **`GraphDecoder()`** | 1.00 | 1.10, 1.10x | 1.10, 1.10x |")
+        assert rows[2].startswith(
+            "| Llama-3.2-1B, **`GraphDecoder()`** | 1.00 | 1.10, 1.10x | 1.10, 1.10x |"
+        )
         assert len(rows) == 4
 
     def test_the_pages_have_room_for_all_records(self):
@@ -517,7 +679,9 @@ def rules_record(model):
     from bench_step import variants
 
     row = step_record()["variants"][0]
-    rows = [row | {"words": one.words, "without": list(one.without)} for one in variants(on_gpu=True)]
+    rows = [
+        row | {"words": one.words, "without": list(one.without)} for one in variants(on_gpu=True)
+    ]
     return step_record(model, variants=rows)
 
 
@@ -534,7 +698,11 @@ class TestHistory:
     def test_a_new_run_is_added_once_and_the_old_one_stays(self, tmp_path):
         import history
 
-        path, old, new = tmp_path / "history.csv", generation_record(graph=4.0), generation_record(graph=5.0)
+        path, old, new = (
+            tmp_path / "history.csv",
+            generation_record(graph=4.0),
+            generation_record(graph=5.0),
+        )
         for record in (old, old, new):
             history.add([record], path)
         decode = [row for row in history.read(path) if row["case"].startswith("decode step")]
@@ -559,12 +727,33 @@ class TestFamilies:
 
         monkeypatch.setattr(workload, "dev_config", tiny_family)
         path = tmp_path / "report.json"
-        sizes = ["--contenders", "dynamic,contiguous", "--prompt-len", 8, "--new-tokens", 3, "--trials", 1]
-        result = run("bench_generation", "--model", "qwen3-30b-a3b", "--device", "cpu", *sizes, "--json", path)
+        sizes = [
+            "--contenders",
+            "dynamic,contiguous",
+            "--prompt-len",
+            8,
+            "--new-tokens",
+            3,
+            "--trials",
+            1,
+        ]
+        result = run(
+            "bench_generation",
+            "--model",
+            "qwen3-30b-a3b",
+            "--device",
+            "cpu",
+            *sizes,
+            "--json",
+            path,
+        )
         assert result.returncode == 0, result.stderr
         record = json.loads(path.read_text())
         assert record["random_weights"]
-        assert [row["bytes_per_step"] for row in record["contenders"]] == [None, None]  # a mixture of experts
+        assert [row["bytes_per_step"] for row in record["contenders"]] == [
+            None,
+            None,
+        ]  # a mixture of experts
 
     def test_training_of_experts(self, run, tmp_path, monkeypatch):
         import bench_training
@@ -573,7 +762,16 @@ class TestFamilies:
         monkeypatch.setattr(workload, "dev_config", tiny_family)
         monkeypatch.setattr(bench_training, "TRIALS", 1)
         (name,), path = PARTS, tmp_path / "report.json"
-        result = run("bench_training", "--model", name, "--device", "cpu", *TINY["bench_training"], "--json", path)
+        result = run(
+            "bench_training",
+            "--model",
+            name,
+            "--device",
+            "cpu",
+            *TINY["bench_training"],
+            "--json",
+            path,
+        )
         assert result.returncode == 0, result.stderr
         assert "8 layers of Qwen3-30B-A3B with 16 experts, float32" in result.stdout
         record = json.loads(path.read_text())
@@ -610,9 +808,15 @@ class TestBlocks:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("<!-- results:nonsense --><!-- /results -->", "README.md: no block is named 'nonsense'. Choose from"),
+            (
+                "<!-- results:nonsense --><!-- /results -->",
+                "README.md: no block is named 'nonsense'. Choose from",
+            ),
             ("<!-- results:speed -->", "without its <!-- /results -->"),
-            ("<!-- results:speed -->\n<!-- results:speed --><!-- /results -->", "without its <!-- /results -->"),
+            (
+                "<!-- results:speed -->\n<!-- results:speed --><!-- /results -->",
+                "without its <!-- /results -->",
+            ),
         ],
     )
     def test_a_block_that_cannot_be_filled_is_refused(self, text, message):
@@ -633,16 +837,22 @@ class TestRecords:
         assert record["command"].startswith("python benchmarks/bench_")
         assert f"--json benchmarks/results/{path.name}" in record["command"]
 
-    @pytest.mark.parametrize("path", [path for path in RECORDS if path.stem.startswith(("generation", "batch"))])
+    @pytest.mark.parametrize(
+        "path", [path for path in RECORDS if path.stem.startswith(("generation", "batch"))]
+    )
     def test_summaries_are_those_of_the_raw_times(self, path):
         from bench_generation import summarize
 
         record = json.loads(path.read_text())
         w, ran = record["workload"], [row for row in record["contenders"] if "summary" in row]
-        # The recorded bandwidth was divided by 1e9 after the summaries were made of it: try its neighbours too.
+        # The recorded bandwidth was divided by 1e9 after the summaries were made of it: try its
+        # neighbours too.
         bandwidth = record["bandwidth_gb_per_s"] * 1e9
         near = (math.nextafter(bandwidth, 0), bandwidth, math.nextafter(bandwidth, math.inf))
-        summaries = [[summarize(row, w["prompt_len"], w["batch_size"], number) for row in ran] for number in near]
+        summaries = [
+            [summarize(row, w["prompt_len"], w["batch_size"], number) for row in ran]
+            for number in near
+        ]
         assert [row["summary"] for row in ran] in summaries
 
     def test_the_generated_blocks_are_those_of_the_records(self):
@@ -650,7 +860,9 @@ class TestRecords:
 
         records = load()
         for page in pages():
-            assert fill(page.read_text(), records, page.name) == page.read_text(), f"{page.name}: run `make results`"
+            assert fill(page.read_text(), records, page.name) == page.read_text(), (
+                f"{page.name}: run `make results`"
+            )
 
     def test_the_results_page_is_that_of_the_records(self):
         import history
@@ -665,7 +877,10 @@ class TestRecords:
     def test_history_has_the_rows_of_every_record(self):
         import history
 
-        assert history.missing(history.read(), [json.loads(path.read_text()) for path in RECORDS]) == []
+        assert (
+            history.missing(history.read(), [json.loads(path.read_text()) for path in RECORDS])
+            == []
+        )
 
 
 class TestFreshProcess:
@@ -704,9 +919,32 @@ TINY = {
         *("--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2),
         *("--histories", 9, 16, "--turn-tokens", 3, "--answer-tokens", 2, "--turns", 2),
     ],
-    "bench_context": ["--contexts", 12, 24, "--capacities", 16, 32, "--steps", 4, "--sequence", 10, "--rounds", 1],
+    "bench_context": [
+        "--contexts",
+        12,
+        24,
+        "--capacities",
+        16,
+        32,
+        "--steps",
+        4,
+        "--sequence",
+        10,
+        "--rounds",
+        1,
+    ],
     "bench_exact": ["--prompt-len", 53, "--new-tokens", 3, "--prefills", 8],
-    "bench_generation": ["--compare", "--prompt-len", 8, "--new-tokens", 5, "--uncached-tokens", 4, "--trials", 2],
+    "bench_generation": [
+        "--compare",
+        "--prompt-len",
+        8,
+        "--new-tokens",
+        5,
+        "--uncached-tokens",
+        4,
+        "--trials",
+        2,
+    ],
     "bench_files": ["--tokens", 20, "--question-tokens", 3, "--trials", 2],
     "bench_sampling": ["--prompt-len", 8, "--new-tokens", 4, "--plain-tokens", 3, "--trials", 2],
     "bench_step": ["--prompt-len", 8, "--new-tokens", 8],
@@ -717,11 +955,19 @@ TINY = {
 
 
 def files_record(**changes):
-    """A record of `bench_files.py`: 1 GB, saved at 4 of 5 GB/s, loaded at 10 of 5, the first token 3 times sooner."""
+    """A record of `bench_files.py`:
+
+    1 GB, saved at 4 of 5 GB/s, loaded at 10 of 5, the first token 3 times sooner.
+    """
     from bench_files import factors
     from measure import spread
 
-    seconds = {("save", "plain"): 0.2, ("save", "flushed"): 0.25, ("save", "ours"): 0.25, ("load", "plain"): 0.2}
+    seconds = {
+        ("save", "plain"): 0.2,
+        ("save", "flushed"): 0.25,
+        ("save", "ours"): 0.25,
+        ("load", "plain"): 0.2,
+    }
     seconds |= {("load", "ours"): 0.1, ("first token", "ids"): 0.45, ("first token", "file"): 0.15}
     seconds |= {("next token", "ids"): 0.4, ("next token", "file"): 0.1}
     rows = [
@@ -729,9 +975,25 @@ def files_record(**changes):
         for (case, name), own in seconds.items()
     ]
     workload = {"model": "llama-3.2-1b", "dtype": "bfloat16", "batch_size": 1, "prompt_len": 32768}
-    shared = {"hardware": "NVIDIA H200", "host": "x", "threads": 8, "torch": "2.11", "transformers": "5.17"}
-    shared |= {"commit": "a", "command": "python benchmarks/bench_files.py --model llama-3.2-1b", "workload": workload}
-    figures = {"trials": 3, "question_tokens": 16, "file_bytes": 10**9, "is_what_was_saved": True, "rows": rows}
+    shared = {
+        "hardware": "NVIDIA H200",
+        "host": "x",
+        "threads": 8,
+        "torch": "2.11",
+        "transformers": "5.17",
+    }
+    shared |= {
+        "commit": "a",
+        "command": "python benchmarks/bench_files.py --model llama-3.2-1b",
+        "workload": workload,
+    }
+    figures = {
+        "trials": 3,
+        "question_tokens": 16,
+        "file_bytes": 10**9,
+        "is_what_was_saved": True,
+        "rows": rows,
+    }
     return {**shared, **figures, "factors": factors(rows), **changes}
 
 
@@ -745,20 +1007,28 @@ class TestFiles:
         assert "| tokens of the file + the question; MB | 32,768 + 16; 1,000 |" in page
         assert "| save, GB/s: safetensors → then fsync → `save` | 5.00 → 4.00 → 4.00 |" in page
         assert "| load, GB/s: safetensors → `load` | 5.00 → 10.0 |" in page
-        assert "| first token, ms: from the ids → from the file | 450 → 150, 3.00 times sooner |" in page
+        assert (
+            "| first token, ms: from the ids → from the file | 450 → 150, 3.00 times sooner |"
+            in page
+        )
         next_token = "| the same after one new token, ms: from the ids → from the file"
         assert f"{next_token} | 400 → 100, 4.00 times sooner |" in page
         del record["factors"]["next_token"]  # a record from before it was measured
         assert f"{next_token} | - |" in tables.files([record])
         (line,) = losses.files_behind([record])
-        assert line == "A cache file, in shares of the rate of safetensors alone: saving 80% on Llama-3.2-1B."
+        assert (
+            line
+            == "A cache file, in shares of the rate of safetensors alone: saving 80% on Llama-3.2-1B."
+        )
         assert losses.files_behind([]) == []
 
     def test_a_cache_that_comes_back_changed_is_an_error(self):
         from bench_files import problems
 
         assert problems(files_record()) == []
-        assert problems(files_record(is_what_was_saved=False)) == ["the loaded cache is not what was saved"]
+        assert problems(files_record(is_what_was_saved=False)) == [
+            "the loaded cache is not what was saved"
+        ]
 
     def test_the_page_has_a_section_when_there_is_a_record(self):
         import history
@@ -768,7 +1038,9 @@ class TestFiles:
         assert "## Files" not in results_page(records, history.read())
         assert BLOCKS["files"](records) == "Not measured yet."
         records["files"] = [files_record()]
-        assert "→ 150 (150 to 150), 3.00 (3.00 to 3.00) times sooner |" in results_page(records, history.read())
+        assert "→ 150 (150 to 150), 3.00 (3.00 to 3.00) times sooner |" in results_page(
+            records, history.read()
+        )
 
 
 class TestScripts:
@@ -817,16 +1089,44 @@ class TestScripts:
     @pytest.mark.parametrize(
         ("script", "arguments", "message"),
         [
-            ("bench_generation", ["--model", "lama"], "'lama' is no folder, no hub id (owner/name) and no short name"),
-            ("bench_generation", ["--device", "banana"], "--device banana is no device: use cpu, cuda or cuda:0"),
+            (
+                "bench_generation",
+                ["--model", "lama"],
+                "'lama' is no folder, no hub id (owner/name) and no short name",
+            ),
+            (
+                "bench_generation",
+                ["--device", "banana"],
+                "--device banana is no device: use cpu, cuda or cuda:0",
+            ),
             ("bench_generation", ["--device", "cuda:64"], "--device cuda:64: this machine has"),
-            ("bench_generation", ["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder nowhere"),
-            ("bench_generation", ["--plot", "x.foo"], "--plot x.foo: a picture is .png, .svg or .pdf"),
+            (
+                "bench_generation",
+                ["--json", "nowhere/x.json"],
+                "--json nowhere/x.json: there is no folder nowhere",
+            ),
+            (
+                "bench_generation",
+                ["--plot", "x.foo"],
+                "--plot x.foo: a picture is .png, .svg or .pdf",
+            ),
             ("bench_generation", ["--batch-size", 0], "--batch-size must be at least 1, got 0"),
-            ("bench_generation", ["--contenders", "dynamic,turbo"], "unknown turbo: choose from no-cache, dynamic"),
+            (
+                "bench_generation",
+                ["--contenders", "dynamic,turbo"],
+                "unknown turbo: choose from no-cache, dynamic",
+            ),
             ("bench_generation", ["--new-tokens", 2], "--new-tokens must be at least 3, got 2"),
-            ("bench_generation", ["--max-cache-len", 10], "--max-cache-len 10 is less than 256 + 128 tokens"),
-            ("bench_generation", ["--device", "cpu", "--contenders", "graph"], "nothing can run on cpu (graph: a CUDA"),
+            (
+                "bench_generation",
+                ["--max-cache-len", 10],
+                "--max-cache-len 10 is less than 256 + 128 tokens",
+            ),
+            (
+                "bench_generation",
+                ["--device", "cpu", "--contenders", "graph"],
+                "nothing can run on cpu (graph: a CUDA",
+            ),
             (
                 "bench_context",
                 ["--contexts", 64, "--capacities", 60],
@@ -837,8 +1137,16 @@ class TestScripts:
             ("bench_attach", ["--histories", 0, 64], "--histories 0 is no chat: pass it alone"),
             ("bench_files", ["--tokens", 500], "516 tokens: more than the 512 of llama's context"),
             ("bench_files", ["--folder", "nowhere"], "--folder nowhere: there is no such folder"),
-            ("bench_speedup", ["--tokens", 512], "513 tokens: more than the 512 of llama's context"),
-            ("bench_exact", ["--batch-size", 4], "--batch-size 4: the comparisons have batches of their own"),
+            (
+                "bench_speedup",
+                ["--tokens", 512],
+                "513 tokens: more than the 512 of llama's context",
+            ),
+            (
+                "bench_exact",
+                ["--batch-size", 4],
+                "--batch-size 4: the comparisons have batches of their own",
+            ),
             ("bench_training", ["--prompt-len", 7], "--prompt-len must be at least 8, got 7"),
             ("bench_step", ["--new-tokens", 49], "--new-tokens must be at least 50, got 49"),
             ("bench_sampling", ["--plain-tokens", 2], "--plain-tokens must be at least 3, got 2"),
@@ -864,7 +1172,16 @@ class TestScripts:
             return trial(runner)
 
         monkeypatch.setattr(bench_generation.Runner, "trial", failing_trial)
-        sizes = ["--contenders", "static,contiguous", "--prompt-len", 8, "--new-tokens", 3, "--trials", 1]
+        sizes = [
+            "--contenders",
+            "static,contiguous",
+            "--prompt-len",
+            8,
+            "--new-tokens",
+            3,
+            "--trials",
+            1,
+        ]
         result = run("bench_generation", "--model", "llama", "--device", "cpu", *sizes)
         assert result.returncode == 1
         assert "- static FAILED: OutOfMemoryError: no memory" in result.stdout
@@ -874,24 +1191,44 @@ class TestScripts:
         sizes = ["--contexts", 12, 160, "--capacities", 160, "--steps", 4, "--rounds", 1]
         result = run("bench_context", "--model", "gemma3", "--device", "cpu", "--sliding", *sizes)
         assert result.returncode == 0
-        assert '| `StaticContiguousCache` | `StaticContiguousCache`, `sliding="compact"` |' in result.stdout
+        assert (
+            '| `StaticContiguousCache` | `StaticContiguousCache`, `sliding="compact"` |'
+            in result.stdout
+        )
         assert "Cache: contiguous 0." in result.stdout
 
     def test_the_scripts_import_no_extras_but_tqdm(self):
-        """Pictures import matplotlib when they are drawn; `datasets` and `evaluate` are not on every machine."""
-        own = {path.stem for path in BENCHMARKS.glob("*.py")} | {"torch", "transformers", "hf_static_kv", "tqdm"}
+        """Pictures import matplotlib when they are drawn; `datasets` and `evaluate` are not on
+        every machine.
+        """
+        own = {path.stem for path in BENCHMARKS.glob("*.py")} | {
+            "torch",
+            "transformers",
+            "hf_static_kv",
+            "tqdm",
+        }
         own.add("safetensors")  # which transformers brings
         for path in BENCHMARKS.glob("*.py"):
             nodes = ast.parse(path.read_text()).body
             names = [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
-            names += [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+            names += [
+                alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+            ]
             roots = {name.split(".")[0] for name in names}
             assert roots <= own | sys.stdlib_module_names, path.name
 
     @pytest.mark.slow
     def test_contenders_run_in_processes_of_their_own(self, tmp_path):
         record = tmp_path / "report.json"
-        command = [sys.executable, "benchmarks/bench_generation.py", "--model", "llama", "--device", "cpu", "--json"]
+        command = [
+            sys.executable,
+            "benchmarks/bench_generation.py",
+            "--model",
+            "llama",
+            "--device",
+            "cpu",
+            "--json",
+        ]
         command += [str(record), *map(str, TINY["bench_generation"])]
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr

@@ -13,7 +13,9 @@ class OutOfMemory(Exception):
 
 
 def fail_once(model, layer_idx, at_call, before_write=False):
-    """The layer raises in its `at_call`-th call, just before or just after it has written its keys and values."""
+    """The layer raises in its `at_call`-th call, just before or just after it has written its keys
+    and values.
+    """
     layer = model.model.layers[layer_idx]
     calls = [0]
 
@@ -22,7 +24,9 @@ def fail_once(model, layer_idx, at_call, before_write=False):
         if calls[0] == at_call:
             raise OutOfMemory
 
-    return (layer.self_attn if before_write else layer.mlp).register_forward_pre_hook(hook, with_kwargs=True)
+    return (layer.self_attn if before_write else layer.mlp).register_forward_pre_hook(
+        hook, with_kwargs=True
+    )
 
 
 def generate(model, ids, cache, **kwargs):
@@ -30,14 +34,24 @@ def generate(model, ids, cache, **kwargs):
     new_tokens = max(3, PROMPT.shape[1] + NEW_TOKENS - ids.shape[1])
     mask = torch.ones_like(ids)
     return model.generate(
-        ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=None, **how, **kwargs
+        ids,
+        attention_mask=mask,
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        **how,
+        **kwargs,
     )
 
 
 def snapshot(cache):
     """Everything that a reader can see."""
     visible = [(layer.keys, layer.values) for layer in cache.layers]
-    return cache.seq_len, cache.batch_size, [None if k is None else (k.clone(), v.clone()) for k, v in visible]
+    return (
+        cache.seq_len,
+        cache.batch_size,
+        [None if k is None else (k.clone(), v.clone()) for k, v in visible],
+    )
 
 
 def assert_same(before, after):

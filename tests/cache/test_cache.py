@@ -30,13 +30,24 @@ def make(num_layers=2, heads=1, dim=1, room=8, batch=1, windows=None, **kwargs):
 
 
 def states(*numbers, batch=1, heads=1, dim=1):
-    """One token for each number, the same in every row, head and dim: [batch, heads, tokens, dim]."""
-    return torch.tensor(numbers, dtype=torch.float32).view(1, 1, -1, 1).expand(batch, heads, -1, dim)
+    """One token for each number, the same in every row, head and dim:
+
+    [batch, heads, tokens, dim].
+    """
+    return (
+        torch.tensor(numbers, dtype=torch.float32).view(1, 1, -1, 1).expand(batch, heads, -1, dim)
+    )
 
 
 def step(cache, *numbers, batch=1):
-    """A forward pass: every layer writes the same tokens; values are the keys negated. Returns the views."""
-    return [cache.update(states(*numbers, batch=batch), -states(*numbers, batch=batch), i) for i in range(len(cache))]
+    """A forward pass:
+
+    every layer writes the same tokens; values are the keys negated. Returns the views.
+    """
+    return [
+        cache.update(states(*numbers, batch=batch), -states(*numbers, batch=batch), i)
+        for i in range(len(cache))
+    ]
 
 
 def text(layer):
@@ -56,7 +67,9 @@ class TestAllocation:
         assert cache.max_cache_len == 16
 
     def test_dtype_and_device_default_to_torchs_own(self):
-        cache = StaticContiguousCache.allocate(num_layers=2, num_kv_heads=4, head_dim=8, max_cache_len=16)
+        cache = StaticContiguousCache.allocate(
+            num_layers=2, num_kv_heads=4, head_dim=8, max_cache_len=16
+        )
         assert cache.key_storage.dtype == torch.get_default_dtype()
         assert cache.key_storage.device == torch.get_default_device()
 
@@ -83,27 +96,48 @@ class TestAllocation:
     def test_layers_of_unlike_shape_form_groups(self):
         """Layers 0, 2 and 3 have two heads, layer 1 has one: two pairs of tensors."""
         cache = make(num_layers=4, heads=[2, 1, 2, 2], dim=4)
-        assert [list(group.keys.shape) for group in cache.storage_groups] == [[3, 1, 2, 8, 4], [1, 1, 1, 8, 4]]
+        assert [list(group.keys.shape) for group in cache.storage_groups] == [
+            [3, 1, 2, 8, 4],
+            [1, 1, 1, 8, 4],
+        ]
         assert cache.memory_bytes == sum(group.num_bytes for group in cache.storage_groups)
         for layer_idx, heads in enumerate([2, 1, 2, 2]):
-            cache.update(torch.full((1, heads, 3, 4), float(layer_idx)), torch.ones(1, heads, 3, 4), layer_idx)
+            cache.update(
+                torch.full((1, heads, 3, 4), float(layer_idx)),
+                torch.ones(1, heads, 3, 4),
+                layer_idx,
+            )
         assert [layer.keys.unique().item() for layer in cache.layers] == [0, 1, 2, 3]
         with pytest.raises(ValueError, match="2 groups"):
             _ = cache.key_storage
 
     def test_a_layer_unlike_the_first_gets_storage_of_its_own(self, caplog):
-        """The config says that layers are alike, the states say otherwise: nothing is lost, and it is said."""
+        """The config says that layers are alike, the states say otherwise:
+
+        nothing is lost, and it is said.
+        """
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=3), max_cache_len=8)
         for layer_idx, dim in enumerate([4, 6, 6]):
-            cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
-        assert [list(layer.keys.shape) for layer in cache.layers] == [[1, 1, 2, 4], [1, 1, 2, 6], [1, 1, 2, 6]]
+            cache.update(
+                torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx
+            )
+        assert [list(layer.keys.shape) for layer in cache.layers] == [
+            [1, 1, 2, 4],
+            [1, 1, 2, 6],
+            [1, 1, 2, 6],
+        ]
         assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3]
-        assert "Layer 1 has 1 KV heads of dim 6 on cpu, unlike the config and the first layer" in caplog.text
+        assert (
+            "Layer 1 has 1 KV heads of dim 6 on cpu, unlike the config and the first layer"
+            in caplog.text
+        )
 
     def test_layers_that_have_written_keep_their_storage_when_a_later_one_has_another_shape(self):
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=4), max_cache_len=8)
         for layer_idx, dim in enumerate([4, 4, 6, 6]):
-            cache.update(torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx)
+            cache.update(
+                torch.full((1, 1, 2, dim), layer_idx + 1.0), torch.ones(1, 1, 2, dim), layer_idx
+            )
         assert [layer.keys.unique().item() for layer in cache.layers] == [1, 2, 3, 4]
 
     def test_after_the_first_step_the_shape_is_settled(self):
@@ -112,7 +146,8 @@ class TestAllocation:
         cache.reset()
         for layer_idx in (0, 1):
             with pytest.raises(
-                ValueError, match="1 KV heads of dim 3, this layer was allocated for 1 KV heads of dim 1"
+                ValueError,
+                match="1 KV heads of dim 3, this layer was allocated for 1 KV heads of dim 1",
             ):
                 cache.update(torch.ones(1, 1, 1, 3), torch.ones(1, 1, 1, 3), layer_idx)
 
@@ -127,7 +162,9 @@ class TestAllocation:
 class TestLargeStorageOnCPU:
     """The system zeroes it when it is first touched."""
 
-    @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the resident memory from /proc")
+    @pytest.mark.skipif(
+        not sys.platform.startswith("linux"), reason="reads the resident memory from /proc"
+    )
     def test_free_positions_take_no_memory(self):
         before = resident_bytes()
         cache = make(heads=4, dim=64, room=1 << 19)
@@ -146,7 +183,9 @@ class TestLargeStorageOnCPU:
             assert not storage.any()
         numbers = torch.rand(1, 3, 5, 7)
         for layer_idx in (0, 1):
-            for written, kept in zip((numbers, -numbers), cache.update(numbers, -numbers, layer_idx), strict=True):
+            for written, kept in zip(
+                (numbers, -numbers), cache.update(numbers, -numbers, layer_idx), strict=True
+            ):
                 assert torch.equal(written, kept)
 
 
@@ -158,9 +197,7 @@ def resident_bytes() -> int:
 class TestNoMemory:
     """The allocator fails: what was wanted and what helps is said, and nothing stays allocated."""
 
-    WANTED = (
-        r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, a smaller"
-    )
+    WANTED = r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, a smaller"
 
     def failing_zeros(self, monkeypatch, at_call, error):
         alive, real = [], torch.zeros
@@ -178,7 +215,9 @@ class TestNoMemory:
     @pytest.mark.parametrize("at_call", [1, 2, 3, 4])
     @pytest.mark.parametrize("kind", [RuntimeError, torch.OutOfMemoryError])
     def test_all_or_nothing(self, monkeypatch, at_call, kind):
-        alive = self.failing_zeros(monkeypatch, at_call, kind("DefaultCPUAllocator: not enough memory"))
+        alive = self.failing_zeros(
+            monkeypatch, at_call, kind("DefaultCPUAllocator: not enough memory")
+        )
         with pytest.raises(kind, match=self.WANTED) as raised:
             make(heads=[1, 2], batch=3, dim=[4, 2])
         assert type(raised.value) is kind
@@ -189,7 +228,9 @@ class TestNoMemory:
         cache = StaticContiguousCache(LlamaConfig(num_hidden_layers=2), max_cache_len=8)
         with monkeypatch.context() as patch:
             self.failing_zeros(patch, 2, RuntimeError("DefaultCPUAllocator: not enough memory"))
-            with pytest.raises(RuntimeError, match=r"batch_size=1 in torch.float32 takes 128 bytes on cpu"):
+            with pytest.raises(
+                RuntimeError, match=r"batch_size=1 in torch.float32 takes 128 bytes on cpu"
+            ):
                 step(cache, 1, 2)
         assert cache.memory_bytes == 0
         step(cache, 1, 2)  # once there is memory, the same pass goes on
@@ -205,16 +246,21 @@ class TestNoMemory:
             make()
 
     def test_what_would_fit_on_a_gpu(self, monkeypatch):
-        """2 layers of 2 heads of dim 4 in float16 take 64 bytes a position and row; 4,000 are free or reserved."""
+        """2 layers of 2 heads of dim 4 in float16 take 64 bytes a position and row; 4,000 are free
+        or reserved.
+        """
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3_000, 80_000))
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5_000)
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 4_000)
         self.failing_zeros(monkeypatch, 1, torch.OutOfMemoryError("CUDA out of memory"))
         cuda = torch.device("cuda:0")
         with pytest.raises(
-            torch.OutOfMemoryError, match=r"takes 6,400 bytes on cuda:0, where 4,000 are free.*=62 would"
+            torch.OutOfMemoryError,
+            match=r"takes 6,400 bytes on cuda:0, where 4,000 are free.*=62 would",
         ):
-            allocate_groups([(LayerShape(2, 4, 4), cuda, [0, 1])], 100, 1, (torch.float16, torch.float16))
+            allocate_groups(
+                [(LayerShape(2, 4, 4), cuda, [0, 1])], 100, 1, (torch.float16, torch.float16)
+            )
 
 
 class TestUpdate:
@@ -270,7 +316,11 @@ class TestUpdate:
         """
         cache = make(windows=[3, None])
         seen = [step(cache, *numbers) for numbers in ((1, 2, 3, 4), (5,), (6, 7))]
-        assert [views[0][0].flatten().tolist() for views in seen] == [[1, 2, 3, 4], [3, 4, 5], [4, 5, 6, 7]]
+        assert [views[0][0].flatten().tolist() for views in seen] == [
+            [1, 2, 3, 4],
+            [3, 4, 5],
+            [4, 5, 6, 7],
+        ]
         assert [views[1][0].numel() for views in seen] == [4, 5, 7]
         assert cache.is_sliding == [True, False]
 
@@ -281,7 +331,9 @@ class TestUpdate:
             sizes = [cache.get_mask_sizes(len(numbers), layer_idx) for layer_idx in (0, 1)]
             views = step(cache, *numbers)
             for (kv_length, kv_offset), (keys, _) in zip(sizes, views, strict=True):
-                assert keys.flatten().tolist() == list(range(kv_offset + 1, kv_offset + kv_length + 1))
+                assert keys.flatten().tolist() == list(
+                    range(kv_offset + 1, kv_offset + kv_length + 1)
+                )
 
     def test_a_cache_of_one(self):
         cache = make(num_layers=1, room=1)
@@ -301,7 +353,10 @@ class TestUpdate:
 
 class TestText:
     def test_crop_is_exact_beyond_a_window(self):
-        """Window 3: the text shrinks from 6 to 2 and grows again, and the view still has all that it should."""
+        """Window 3:
+
+        the text shrinks from 6 to 2 and grows again, and the view still has all that it should.
+        """
         cache = make(windows=[3, 3])
         for number in (1, 2, 3, 4, 5, 6):
             step(cache, number)
@@ -442,7 +497,10 @@ class TestBatch:
 
 
 class TestAssignment:
-    """Other libraries write `layer.keys = ...`: a prefix view sets the length, anything else is copied in."""
+    """Other libraries write `layer.keys = ...`:
+
+    a prefix view sets the length, anything else is copied in.
+    """
 
     def filled(self):
         cache = make(batch=2)
@@ -475,9 +533,14 @@ class TestAssignment:
         assert text(layer) == [2, 3, 4]
 
     @pytest.mark.parametrize("first", ["keys", "values"])
-    @pytest.mark.parametrize("change", [lambda t: t[:, :, -3:], lambda t: t[:, :, 1:], lambda t: t[[1]]], ids=range(3))
+    @pytest.mark.parametrize(
+        "change", [lambda t: t[:, :, -3:], lambda t: t[:, :, 1:], lambda t: t[[1]]], ids=range(3)
+    )
     def test_one_after_the_other(self, first, change):
-        """On two lines, each from its own old content: after the first, the other still reads as it was."""
+        """On two lines, each from its own old content:
+
+        after the first, the other still reads as it was.
+        """
         cache = self.filled()
         layer = cache.layers[0]
         expected = change(layer.keys.clone()), change(layer.values.clone())

@@ -1,4 +1,7 @@
-"""The cache on a CUDA device: the same tokens, a stable address, and no device-side assert from bad input."""
+"""The cache on a CUDA device:
+
+the same tokens, a stable address, and no device-side assert from bad input.
+"""
 
 import pytest
 import torch
@@ -24,13 +27,16 @@ def toy(name):
     return toy_model(name, attn="eager" if name in ("gemma2", "gpt_oss") else "sdpa").cuda()
 
 
-@pytest.mark.parametrize("options", [{"do_sample": True, "temperature": 0.7}, {"num_beams": 3}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"do_sample": True, "temperature": 0.7}, {"num_beams": 3}], ids=str
+)
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
 def test_sampling_and_beams(name, options):
     """In float64, whole prompts, five architectures.
 
-    Not covered: seeded sampling in float32 on a left-padded batch. On an H200 (torch 2.11) 1 of 14 runs parted from
-    `use_cache=False` in its last tokens (Cohere2); why is not known. On a CPU none of 348 did.
+    Not covered: seeded sampling in float32 on a left-padded batch. On an H200 (torch 2.11) 1 of 14
+    runs parted from `use_cache=False` in its last tokens (Cohere2); why is not known. On a CPU none
+    of 348 did.
     """
     model = toy(name).double()
     ids = torch.randint(3, 128, (2, 13), device="cuda")
@@ -45,7 +51,9 @@ def test_greedy_on_a_left_padded_batch(name):
     ids = torch.randint(3, 128, (2, 13), device="cuda")
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
-    cached = run(model, ids, StaticContiguousCache(model.config, 64), attention_mask=mask, do_sample=False)
+    cached = run(
+        model, ids, StaticContiguousCache(model.config, 64), attention_mask=mask, do_sample=False
+    )
     assert cached == run(model, ids, None, attention_mask=mask, do_sample=False)
 
 

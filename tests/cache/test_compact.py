@@ -1,7 +1,8 @@
-"""Compact layers: a stretch of about two windows behaves as all positions do, as far as positions are kept.
+"""Compact layers: a stretch of about two windows behaves as all positions do, as far as positions
+are kept.
 
-Random operations are in test_state_machine.py, the modes of `generate` in test_generate.py, the decoder in
-tests/decoding/test_decoder.py. Here toys have 20 slots for a window of 8.
+Random operations are in test_state_machine.py, the modes of `generate` in test_generate.py, the
+decoder in tests/decoding/test_decoder.py. Here toys have 20 slots for a window of 8.
 """
 
 import copy
@@ -76,7 +77,9 @@ def lazy(model):
 
 def initialized(model):
     cache, config = lazy(model), model.config
-    cache.early_initialization(1, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu"))
+    cache.early_initialization(
+        1, config.num_key_value_heads, config.head_dim, torch.float32, torch.device("cpu")
+    )
     return cache
 
 
@@ -90,14 +93,20 @@ def test_all_ways_of_building(name, build):
     model = shared_toy_model(name)
     cache = build(model)
     assert torch.equal(generate(model, PROMPT, cache), generate(model, PROMPT))
-    assert [layer.num_slots for layer in cache.layers] == [SLOTS if layer.is_sliding else 64 for layer in cache.layers]
-    assert cache.memory_bytes == cache_bytes(model.config, 64, dtype=torch.float32, sliding="compact")
+    assert [layer.num_slots for layer in cache.layers] == [
+        SLOTS if layer.is_sliding else 64 for layer in cache.layers
+    ]
+    assert cache.memory_bytes == cache_bytes(
+        model.config, 64, dtype=torch.float32, sliding="compact"
+    )
     assert len(cache.storage_groups) == len({layer.is_sliding for layer in cache.layers})
 
 
 def test_a_capacity_below_the_slots_takes_no_more():
     model = shared_toy_model("mistral")
-    assert compact(model, 10).memory_bytes == StaticContiguousCache.from_model(model, 10).memory_bytes
+    assert (
+        compact(model, 10).memory_bytes == StaticContiguousCache.from_model(model, 10).memory_bytes
+    )
 
 
 @pytest.mark.parametrize("sliding", ["ring", None, True])
@@ -139,7 +148,9 @@ def test_the_newest_positions_move_to_the_first_slot():
 
 @pytest.mark.parametrize("past", [0, 1, 5, 8])
 def test_a_step_that_is_longer_than_the_slots(past):
-    """Its queries see all of it and what the first of them may see before; the last positions are kept."""
+    """Its queries see all of it and what the first of them may see before; the last positions are
+    kept.
+    """
     layer = StaticContiguousLayer(100, 4, is_compact=True)
     if past:
         layer.update(numbered(0, past), numbered(0, past))
@@ -162,7 +173,9 @@ def test_crop_goes_back_as_far_as_positions_are_kept():
     assert 2 <= possible < cache.seq_len
     before = [(layer.length, layer.oldest) for layer in cache.layers]
     oldest = sliding_layers(cache)[0].oldest
-    with pytest.raises(ValueError, match=f"window of 8 keeps the positions from {oldest} on.*at most {possible}"):
+    with pytest.raises(
+        ValueError, match=f"window of 8 keeps the positions from {oldest} on.*at most {possible}"
+    ):
         cache.crop(-possible - 1)
     assert [(layer.length, layer.oldest) for layer in cache.layers] == before
     cache.crop(-possible)
@@ -182,13 +195,24 @@ def test_all_tokens_can_be_removed():
 # --- failures
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 30], ids=["moves", "moves over itself", "longer than the slots"])
+@pytest.mark.parametrize(
+    "tokens", [1, 4, 30], ids=["moves", "moves over itself", "longer than the slots"]
+)
 @pytest.mark.parametrize(
     ("layer_idx", "before_write", "then"),
-    [(0, True, "forward"), (0, False, "forward"), (1, True, "forward"), (1, False, "forward"), (0, False, "decoder")],
+    [
+        (0, True, "forward"),
+        (0, False, "forward"),
+        (1, True, "forward"),
+        (1, False, "forward"),
+        (0, False, "decoder"),
+    ],
 )
 def test_a_pass_that_failed_while_positions_moved(layer_idx, before_write, tokens, then):
-    """All that the next token may see is still there. The decoder needs one offset for all layers."""
+    """All that the next token may see is still there.
+
+    The decoder needs one offset for all layers.
+    """
     model = toy_model("gemma3", seed=3)
     cache, ids = compact(model), torch.cat([LONG, LONG.flip(1)], dim=1)
     with torch.no_grad():
@@ -202,7 +226,8 @@ def test_a_pass_that_failed_while_positions_moved(layer_idx, before_write, token
         cache.crop(0)
         assert cache.seq_len == SLOTS
         assert all(
-            torch.equal(layer.keys[:, :, 1 - WINDOW :], own) for layer, own in zip(cache.layers, seen, strict=True)
+            torch.equal(layer.keys[:, :, 1 - WINDOW :], own)
+            for layer, own in zip(cache.layers, seen, strict=True)
         )
         ids = ids[:, : SLOTS + tokens]
         if then == "forward":
@@ -252,14 +277,20 @@ def test_growing_keeps_the_slots():
     cache = compact(model, 32)
     cache.grows = True
     group = sliding_layers(cache)[0].group
-    assert torch.equal(generate(model, PROMPT, cache, max_new_tokens=40), generate(model, PROMPT, max_new_tokens=40))
+    assert torch.equal(
+        generate(model, PROMPT, cache, max_new_tokens=40),
+        generate(model, PROMPT, max_new_tokens=40),
+    )
     assert cache.max_cache_len == 64
     assert sliding_layers(cache)[0].group is group
 
 
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_the_decoder_on_a_cache_that_grows(name):
-    """Mistral has no full layer: its storage stays, and a step for the longer capacity is a new one."""
+    """Mistral has no full layer:
+
+    its storage stays, and a step for the longer capacity is a new one.
+    """
     model, decoder = shared_toy_model(name), GraphDecoder()
     cache = compact(model, 24)
     cache.grows = True
@@ -286,7 +317,8 @@ def test_assigned_states_replace_what_is_kept():
     layer = sliding_layers(cache)[0]
     kept, offset = layer.keys.clone(), layer.offset
     with pytest.raises(
-        ValueError, match=r"keeps the positions 25 to 44: the assigned keys have 3 and must have as many"
+        ValueError,
+        match=r"keeps the positions 25 to 44: the assigned keys have 3 and must have as many",
     ):
         layer.keys = kept[:, :, :3]
     layer.keys, layer.values = kept + 1, layer.values.clone()
@@ -313,7 +345,9 @@ def test_an_assignment_in_the_middle_of_a_long_step_ends_it():
     layer = sliding_layers(cache)[0]
     _, heads, slots, dim = layer.storage[0].shape
     keys = torch.randn(1, heads, slots + 5, dim)
-    layer.write(keys, keys)  # longer than the storage: the layer holds its newest positions until it is committed
+    layer.write(
+        keys, keys
+    )  # longer than the storage: the layer holds its newest positions until it is committed
     layer.keys, layer.values = keys[:, :, :2], keys[:, :, :2]
     layer.write(keys[:, :, 2:3], keys[:, :, 2:3])
     layer.commit()
@@ -390,7 +424,10 @@ def test_a_file_of_a_compact_cache_is_short_and_says_what_it_has(tmp_path):
     cache.save(tmp_path / "a.safetensors", model=model, tokens=tokens)
     first = sliding_layers(cache)[0].oldest
     with CacheFile(tmp_path / "a.safetensors") as file:
-        assert [(group.layers, group.first) for group in file.header.groups] == [([0, 1], first), ([2], 0)]
+        assert [(group.layers, group.first) for group in file.header.groups] == [
+            ([0, 1], first),
+            ([2], 0),
+        ]
         shapes = {entry.name: entry.shape for entry in file.header.entries()}
         assert shapes["keys.0"][3] == cache.seq_len - first
         fewest = file.header.min_tokens
@@ -398,9 +435,13 @@ def test_a_file_of_a_compact_cache_is_short_and_says_what_it_has(tmp_path):
     with pytest.raises(ValueError, match=f"Load at least {fewest} of its {cache.seq_len} tokens"):
         StaticContiguousCache.load(tmp_path / "a.safetensors", model, tokens=fewest - 1)
     for sliding in ("full", "compact"):
-        loaded = StaticContiguousCache.load(tmp_path / "a.safetensors", model, tokens=fewest, sliding=sliding)
+        loaded = StaticContiguousCache.load(
+            tmp_path / "a.safetensors", model, tokens=fewest, sliding=sliding
+        )
         assert torch.equal(generate(model, tokens, loaded), generate(model, tokens))
-    with pytest.raises(ValueError, match=f"keeps the positions from {first} on.*Save at least {fewest}"):
+    with pytest.raises(
+        ValueError, match=f"keeps the positions from {first} on.*Save at least {fewest}"
+    ):
         cache.save(tmp_path / "b.safetensors", model=model, tokens=tokens[:, : fewest - 1])
 
 
@@ -419,12 +460,16 @@ def test_a_full_cache_from_a_compact_file_knows_what_it_lacks(tmp_path):
     assert [layer.oldest for layer in again.layers] == [layer.oldest for layer in cache.layers]
     decoder = GraphDecoder()
     longer = torch.cat([tokens, tokens[:, :3]], dim=1)
-    assert torch.equal(generate(model, longer, loaded, custom_generate=decoder), generate(model, longer))
+    assert torch.equal(
+        generate(model, longer, loaded, custom_generate=decoder), generate(model, longer)
+    )
     assert decoder.fallback_reason is None
 
 
 def test_damage_to_skipped_positions_is_found(tmp_path):
-    """A compact cache reads all of a file of full layers, since a checksum covers all layers of a position."""
+    """A compact cache reads all of a file of full layers, since a checksum covers all layers of a
+    position.
+    """
     model, path = shared_toy_model("mistral"), tmp_path / "a.safetensors"
     cache = StaticContiguousCache.from_model(model, 128)
     tokens = generate(model, LONG, cache)
@@ -439,7 +484,9 @@ def test_damage_to_skipped_positions_is_found(tmp_path):
 
 
 def test_a_folder_of_prefixes(tmp_path):
-    """A saved prefix serves a prompt that has all of it, or so much that compact layers keep what is needed."""
+    """A saved prefix serves a prompt that has all of it, or so much that compact layers keep what
+    is needed.
+    """
     model, store = shared_toy_model("gemma3"), PrefixStore(tmp_path)
     cache = compact(model)
     with torch.no_grad():
@@ -467,7 +514,9 @@ def test_attach_uses_them_beyond_four_windows(max_cache_len, is_compact):
     assert sliding_layers(cache)[0].is_compact == is_compact
     assert torch.equal(tokens, generate(model, PROMPT))
     sliding = "compact" if is_compact else "full"
-    assert info.memory_bytes == cache_bytes(model.config, cache.max_cache_len, dtype=torch.float32, sliding=sliding)
+    assert info.memory_bytes == cache_bytes(
+        model.config, cache.max_cache_len, dtype=torch.float32, sliding=sliding
+    )
 
 
 def test_prefix_reuse_crops_or_computes_anew():
@@ -489,7 +538,10 @@ def test_prefix_reuse_crops_or_computes_anew():
 
 
 def test_max_bytes_bounds_the_full_layers():
-    """Compact layers take the same at every capacity: what is left decides how long the full ones are."""
+    """Compact layers take the same at every capacity:
+
+    what is left decides how long the full ones are.
+    """
     model = toy_model("gemma3")
     most = cache_bytes(model.config, 300, dtype=torch.float32, sliding="compact")
     with attached(model, reuse_prefix=True, max_cache_len=512, max_bytes=most + 5) as info:

@@ -1,4 +1,7 @@
-"""A compiled model takes the cache as it takes `DynamicCache`: in one graph, compiled no more often."""
+"""A compiled model takes the cache as it takes `DynamicCache`:
+
+in one graph, compiled no more often.
+"""
 
 import pytest
 import torch
@@ -8,7 +11,10 @@ from transformers import DynamicCache
 from hf_static_kv import StaticContiguousCache
 from tests.conftest import toy_model
 
-PROMPTS = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]]), torch.tensor([[9, 9, 31, 60, 12, 101, 3]])
+PROMPTS = (
+    torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93, 5]]),
+    torch.tensor([[9, 9, 31, 60, 12, 101, 3]]),
+)
 BUILD = {
     "DynamicCache": lambda model: DynamicCache(config=model.config),
     "lazy": lambda model: StaticContiguousCache(model.config, 40),
@@ -18,7 +24,10 @@ BUILD = {
 
 
 # A compiler takes seconds a layer: one of each kind.
-FEW_LAYERS = {"llama": {"num_hidden_layers": 1}, "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2}}
+FEW_LAYERS = {
+    "llama": {"num_hidden_layers": 1},
+    "gemma3": {"num_hidden_layers": 2, "sliding_window_pattern": 2},
+}
 
 
 def continued(model, ids, cache, steps=4):
@@ -60,7 +69,10 @@ def test_a_compiled_model_in_one_graph(name, build, options):
 
 @pytest.mark.usefixtures("small_spare")
 def test_compact_layers_that_move():
-    """Eight slots: a prompt is longer, and the positions of the other one move. Each is a graph of its own."""
+    """Eight slots:
+
+    a prompt is longer, and the positions of the other one move. Each is a graph of its own.
+    """
     model = toy_model("gemma3", **FEW_LAYERS["gemma3"], sliding_window=2)
     with torch.no_grad():
         expected = [continued(model, ids, BUILD["DynamicCache"](model)) for ids in PROMPTS]
@@ -71,7 +83,12 @@ def test_compact_layers_that_move():
 
 def test_dynamic_cache_takes_no_fewer_graphs():
     """What the bound above is set by."""
-    assert compiled_graphs(toy_model("llama", **FEW_LAYERS["llama"]), "DynamicCache", backend="eager")[1] >= 3
+    assert (
+        compiled_graphs(toy_model("llama", **FEW_LAYERS["llama"]), "DynamicCache", backend="eager")[
+            1
+        ]
+        >= 3
+    )
 
 
 def test_a_cache_built_inside_a_compiled_model_serves_outside_it():
@@ -80,7 +97,11 @@ def test_a_cache_built_inside_a_compiled_model_serves_outside_it():
     torch._dynamo.reset()
     cache = StaticContiguousCache(model.config, 40)
     with torch.inference_mode():
-        compiled = continued(torch.compile(model, fullgraph=True, backend="eager"), PROMPTS[0], cache, steps=2)
+        compiled = continued(
+            torch.compile(model, fullgraph=True, backend="eager"), PROMPTS[0], cache, steps=2
+        )
     with torch.no_grad():
         eager = continued(model, torch.tensor([[compiled[-1]]]), cache, steps=3)
-        assert compiled + eager == continued(model, PROMPTS[0], DynamicCache(config=model.config), steps=5)
+        assert compiled + eager == continued(
+            model, PROMPTS[0], DynamicCache(config=model.config), steps=5
+        )

@@ -1,4 +1,7 @@
-"""Encoder-decoders: our cache for the decoder's self-attention, transformers' own for cross-attention."""
+"""Encoder-decoders:
+
+our cache for the decoder's self-attention, transformers' own for cross-attention.
+"""
 
 import pytest
 import torch
@@ -16,7 +19,12 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attached
 from tests.conftest import SIZES, tiny_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COMMON = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "decoder_start_token_id": 1}
+COMMON = {
+    "max_new_tokens": 12,
+    "do_sample": False,
+    "eos_token_id": None,
+    "decoder_start_token_id": 1,
+}
 # The decoder differs from the encoder in its number of layers and heads.
 _PARTS = {
     "encoder_layers": 1,
@@ -27,7 +35,12 @@ _PARTS = {
     "decoder_ffn_dim": 32,
     "init_std": 0.4,
 }
-_SPEECH = {"num_mel_bins": 8, "max_source_positions": 16, "max_target_positions": 64, "pad_token_id": 0}
+_SPEECH = {
+    "num_mel_bins": 8,
+    "max_source_positions": 16,
+    "max_target_positions": 64,
+    "pad_token_id": 0,
+}
 
 
 def _seq2seq(model_type, **own):
@@ -41,7 +54,9 @@ def _whisper():
 
 
 def _two_berts():
-    part = CONFIG_MAPPING["bert"](**{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")})
+    part = CONFIG_MAPPING["bert"](
+        **{key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_attention_heads")}
+    )
     part.num_hidden_layers = 2
     config = EncoderDecoderConfig.from_encoder_decoder_configs(part, part)
     config.pad_token_id = 0
@@ -50,14 +65,24 @@ def _two_berts():
 
 
 def _t5gemma():
-    sizes = {key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")}
-    part = {**sizes, "num_hidden_layers": 2, "num_key_value_heads": 2, "intermediate_size": 48, "sliding_window": 4}
+    sizes = {
+        key: SIZES[key] for key in ("vocab_size", "hidden_size", "num_attention_heads", "head_dim")
+    }
+    part = {
+        **sizes,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 48,
+        "sliding_window": 4,
+    }
     return _seq2seq("t5gemma", encoder=part, decoder=part)
 
 
 MODELS = {
     "bart": lambda: _seq2seq("bart", **_PARTS),
-    "t5": lambda: _seq2seq("t5", d_kv=24, initializer_factor=4.0),  # heads whose dims are not hidden_size
+    "t5": lambda: _seq2seq(
+        "t5", d_kv=24, initializer_factor=4.0
+    ),  # heads whose dims are not hidden_size
     "t5gemma": _t5gemma,  # sliding layers
     "whisper": _whisper,
     "two berts": _two_berts,
@@ -85,13 +110,18 @@ def test_the_tokens_are_those_of_the_default_cache(name):
     for seed in (0, 1):  # another input on the same cache
         ours.reset()
         pair, inputs = _pair(ours, model), _inputs(name, seed)
-        assert torch.equal(model.generate(**inputs, past_key_values=pair, **COMMON), model.generate(**inputs, **COMMON))
+        assert torch.equal(
+            model.generate(**inputs, past_key_values=pair, **COMMON),
+            model.generate(**inputs, **COMMON),
+        )
         assert ours.seq_len == COMMON["max_new_tokens"]
     assert len(ours.storage_groups) == 1
 
 
 @pytest.mark.parametrize("name", ["bart", "t5"])
-@pytest.mark.parametrize("how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}], ids=str
+)
 def test_beams_and_return_sequences(name, how):
     model, inputs, tokens = MODELS[name]().to(DEVICE), _inputs(name), []
     for cache in (_pair(StaticContiguousCache(model.config, 16), model), None):
@@ -128,8 +158,13 @@ def test_no_captured_step():
     model, inputs, decoder = MODELS["bart"]().to(DEVICE), _inputs("bart"), GraphDecoder()
     expected = model.generate(**inputs, **COMMON)
     pair = _pair(StaticContiguousCache(model.config, 16), model)
-    assert torch.equal(model.generate(**inputs, past_key_values=pair, custom_generate=decoder, **COMMON), expected)
-    assert decoder.fallback_reason == "past_key_values is a EncoderDecoderCache, not a StaticContiguousCache"
+    assert torch.equal(
+        model.generate(**inputs, past_key_values=pair, custom_generate=decoder, **COMMON), expected
+    )
+    assert (
+        decoder.fallback_reason
+        == "past_key_values is a EncoderDecoderCache, not a StaticContiguousCache"
+    )
     assert torch.equal(model.generate(**inputs, custom_generate=decoder, **COMMON), expected)
 
 
@@ -139,5 +174,8 @@ def test_attach_leaves_the_call_as_it_is(caplog):
     with attached(model) as info:
         assert torch.equal(model.generate(**inputs, **COMMON), expected)
     assert info.fallback_reason == "There is no captured step for an encoder-decoder."
-    assert "run with transformers' own cache. There is no captured step for an encoder-decoder." in caplog.text
+    assert (
+        "run with transformers' own cache. There is no captured step for an encoder-decoder."
+        in caplog.text
+    )
     assert info.caches == []

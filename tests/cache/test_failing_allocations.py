@@ -1,4 +1,5 @@
-"""The n-th allocation of the package fails, for every n: the call is right or raises, and the next one is right.
+"""The n-th allocation of the package fails, for every n: the call is right or raises, and the next
+one is right.
 
 Lines that allocate are counted: a line that allocates again and again fails at its first time.
 """
@@ -17,14 +18,27 @@ from tests.conftest import toy_model
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = PROMPT.to(DEVICE)
 # What allocates memory: functions of torch, and methods of a tensor.
-FUNCTIONS = ("arange", "cat", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "tensor", "zeros")
+FUNCTIONS = (
+    "arange",
+    "cat",
+    "empty",
+    "empty_like",
+    "full",
+    "full_like",
+    "ones",
+    "ones_like",
+    "tensor",
+    "zeros",
+)
 METHODS = ("clone", "index_select", "new_empty", "new_full", "new_zeros")
 MOST = 100  # lines that allocate in one call
 
 
 @contextmanager
 def failing_at(number):
-    """The line of this number raises when it allocates; yields the lines so far, in the order of their first time."""
+    """The line of this number raises when it allocates; yields the lines so far, in the order of
+    their first time.
+    """
     places = {}
 
     def counted(function):
@@ -68,10 +82,15 @@ def numbers(act):
 
 def held(cache, length):
     """All that a reader sees of the first tokens."""
-    return [(layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone()) for layer in cache.layers]
+    return [
+        (layer.keys[:, :, :length].clone(), layer.values[:, :, :length].clone())
+        for layer in cache.layers
+    ]
 
 
-@pytest.mark.parametrize(("storage", "loop"), [("allocated", "plain"), ("grows", "plain"), ("grows", "decoder")])
+@pytest.mark.parametrize(
+    ("storage", "loop"), [("allocated", "plain"), ("grows", "plain"), ("grows", "decoder")]
+)
 def test_a_second_turn_on_a_cache_of_ones_own(storage, loop):
     """Tokens that the cache held read as before, and the turn can be taken again."""
     model = toy_model("llama").to(DEVICE)

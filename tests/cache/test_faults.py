@@ -1,4 +1,6 @@
-"""A forward pass that fails anywhere can be retried, and batch rows that cannot be copied are not lost."""
+"""A forward pass that fails anywhere can be retried, and batch rows that cannot be copied are not
+lost.
+"""
 
 import pickle
 
@@ -11,13 +13,17 @@ from hf_static_kv.cache.hybrid import UnfinishedPass
 from tests.cache.conftest import PROMPT, OutOfMemory, assert_same, fail_once, generate, snapshot
 from tests.conftest import toy_model
 
-EVERY_PLACE = [(layer_idx, True) for layer_idx in range(3)] + [(layer_idx, False) for layer_idx in range(2)]
+EVERY_PLACE = [(layer_idx, True) for layer_idx in range(3)] + [
+    (layer_idx, False) for layer_idx in range(2)
+]
 
 
 @pytest.mark.parametrize("whole_steps", [0, 3], ids=["prefill", "decode"])
 @pytest.mark.parametrize(("layer_idx", "before_write"), EVERY_PLACE)
 def test_a_generation_that_failed_in_any_layer_goes_on(layer_idx, before_write, whole_steps):
-    """The cache holds the whole steps and no more, and `generate` on it gives the tokens that it would have given."""
+    """The cache holds the whole steps and no more, and `generate` on it gives the tokens that it
+    would have given.
+    """
     model = toy_model("gemma3")
     expected = generate(model, PROMPT, None)
     cache = StaticContiguousCache.from_model(model, 40)
@@ -33,7 +39,9 @@ def test_a_generation_that_failed_in_any_layer_goes_on(layer_idx, before_write, 
 
 @pytest.mark.parametrize("tokens", [11, 1], ids=["prefill", "decode"])
 @pytest.mark.parametrize(("layer_idx", "before_write"), EVERY_PLACE)
-def test_a_failed_forward_reads_as_before_and_can_be_retried(layer_idx, before_write, tokens, caplog):
+def test_a_failed_forward_reads_as_before_and_can_be_retried(
+    layer_idx, before_write, tokens, caplog
+):
     model = toy_model("gemma3")
     cache = StaticContiguousCache.from_model(model, 40)
     start = PROMPT.shape[1] - tokens
@@ -50,13 +58,16 @@ def test_a_failed_forward_reads_as_before_and_can_be_retried(layer_idx, before_w
         assert model(PROMPT[:, start:], past_key_values=cache).logits[:, -1].argmax() == expected
     assert cache.seq_len == PROMPT.shape[1]
     something_was_written = not (layer_idx == 0 and before_write)
-    assert (f"did not finish: it is discarded, and writing starts again at position {start}" in caplog.text) == (
-        something_was_written
-    )
+    assert (
+        f"did not finish: it is discarded, and writing starts again at position {start}"
+        in caplog.text
+    ) == (something_was_written)
 
 
 def test_a_failure_behind_the_last_layer_is_undone_with_crop():
-    """In the head all layers have written, and the cache cannot know that the pass did not end well."""
+    """In the head all layers have written, and the cache cannot know that the pass did not end
+    well.
+    """
     model = toy_model("llama")
     cache = StaticContiguousCache.from_model(model, 40)
     hook = fail_once(model, layer_idx=1, at_call=1)
@@ -65,7 +76,10 @@ def test_a_failure_behind_the_last_layer_is_undone_with_crop():
             model(PROMPT, past_key_values=cache)
         hook.remove()
         cache.crop(-PROMPT.shape[1])
-        assert model(PROMPT, past_key_values=cache).logits[:, -1].argmax() == model(PROMPT).logits[:, -1].argmax()
+        assert (
+            model(PROMPT, past_key_values=cache).logits[:, -1].argmax()
+            == model(PROMPT).logits[:, -1].argmax()
+        )
     assert cache.seq_len == PROMPT.shape[1]
 
 
@@ -91,7 +105,10 @@ def test_a_pass_that_fails_again_and_again_can_still_be_retried():
             with pytest.raises(OutOfMemory):
                 model(PROMPT[:, :tokens], past_key_values=cache)
             hook.remove()
-        assert model(PROMPT, past_key_values=cache).logits[:, -1].argmax() == model(PROMPT).logits[:, -1].argmax()
+        assert (
+            model(PROMPT, past_key_values=cache).logits[:, -1].argmax()
+            == model(PROMPT).logits[:, -1].argmax()
+        )
 
 
 @pytest.mark.parametrize("order", [[1, 0, 2, 3], [3, 2, 1, 0], [3, 0, 1, 2]], ids=str)
@@ -120,7 +137,9 @@ def test_a_pickled_cache_goes_on_with_the_same_tokens():
 
 
 def skip(layer, when=lambda hidden_states: True):
-    """The layer passes its input on, as in layer skipping and early exit; `when` the states make it."""
+    """The layer passes its input on, as in layer skipping and early exit; `when` the states make
+    it.
+    """
     own = layer.forward
 
     def forward(hidden_states, *args, **kwargs):
@@ -129,13 +148,17 @@ def skip(layer, when=lambda hidden_states: True):
     layer.forward = forward
 
 
-@pytest.mark.parametrize("how", [{}, {"num_beams": 2}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}])
+@pytest.mark.parametrize(
+    "how", [{}, {"num_beams": 2}, {"prefill_chunk_size": 4}, {"prompt_lookup_num_tokens": 3}]
+)
 @pytest.mark.parametrize("when", ["always", "decoding"])
 def test_a_layer_that_does_not_run_is_named(how, when):
     model = toy_model("llama", num_hidden_layers=3)
     cache = StaticContiguousCache.from_model(model, 64, batch_size=2)
     skip(model.model.layers[1], lambda states: when == "always" or states.shape[1] < 4)
-    with pytest.raises(UnfinishedPass, match=r"[Ll]ayers? \[1\] of 3 .*DynamicCache\(config=model.config\)"):
+    with pytest.raises(
+        UnfinishedPass, match=r"[Ll]ayers? \[1\] of 3 .*DynamicCache\(config=model.config\)"
+    ):
         generate(model, PROMPT, cache, **how)
     del model.model.layers[1].forward
     cache.reset()
@@ -168,7 +191,9 @@ def test_what_a_failed_call_left_is_no_layer_that_does_not_run(caplog):
         hook.remove()
         caplog.clear()
         assert generate(model, PROMPT, cache, custom_generate=own).tolist() == expected
-        assert "did not finish: it is discarded, and writing starts again at position 0" in caplog.text
+        assert (
+            "did not finish: it is discarded, and writing starts again at position 0" in caplog.text
+        )
 
 
 def rows_in_order(cache):
@@ -176,7 +201,9 @@ def rows_in_order(cache):
 
 
 def three_rows():
-    cache = StaticContiguousCache.allocate(4, [1, 1, 2, 2], 4, 8, batch_size=3, dtype=torch.float32, device="cpu")
+    cache = StaticContiguousCache.allocate(
+        4, [1, 1, 2, 2], 4, 8, batch_size=3, dtype=torch.float32, device="cpu"
+    )
     for layer_idx, heads in enumerate([1, 1, 2, 2]):
         numbers = torch.arange(6.0).view(3, 1, 2, 1).expand(3, heads, 2, 4) + 10 * layer_idx
         cache.update(numbers, -numbers, layer_idx)
@@ -225,7 +252,9 @@ def test_while_rows_are_copied_nothing_is_allocated():
 
 def test_an_interrupt_while_rows_are_copied_empties_the_cache(monkeypatch):
     cache = three_rows()
-    monkeypatch.setattr(cache.layers[2], "select_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        cache.layers[2], "select_rows", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     with pytest.raises(KeyboardInterrupt):
         cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert cache.seq_len == 0

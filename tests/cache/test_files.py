@@ -1,4 +1,7 @@
-"""Caches in files: loaded, they go on as if they had never left; a file that is not what was saved is refused."""
+"""Caches in files:
+
+loaded, they go on as if they had never left; a file that is not what was saved is refused.
+"""
 
 import json
 import os
@@ -29,7 +32,10 @@ from tests.hybrids import hybrid_model
 
 ROOT = Path(__file__).parents[2]
 MODELS = [*MINIATURES, "gpt2", "mistral"]
-MODES = {"greedy": {"do_sample": False}, "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20}}
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampled": {"do_sample": True, "temperature": 0.8, "top_k": 20},
+}
 
 
 @cache
@@ -68,14 +74,21 @@ def go_on_in_this_process(folder):
         model = model_named(name)
         cache = StaticContiguousCache.load(path, model)
         with CacheFile(path) as file:
-            last = json.loads(path.with_suffix(".json").read_text())  # the token that was returned and not written
+            last = json.loads(
+                path.with_suffix(".json").read_text()
+            )  # the token that was returned and not written
             tokens = torch.cat([file.tokens, torch.tensor([[last]])], dim=1)
-        path.with_suffix(".json").write_text(json.dumps(go_on(model, tokens, cache, **MODES[mode]).tolist()))
+        path.with_suffix(".json").write_text(
+            json.dumps(go_on(model, tokens, cache, **MODES[mode]).tolist())
+        )
 
 
 @pytest.fixture(scope="module")
 def after_a_new_process(tmp_path_factory):
-    """Tokens by (model, mode): of a cache that never left, and of its file in one fresh process for all."""
+    """Tokens by (model, mode):
+
+    of a cache that never left, and of its file in one fresh process for all.
+    """
     folder, stayed = tmp_path_factory.mktemp("files"), {}
     for name in MODELS:
         for mode, how in MODES.items():
@@ -85,8 +98,13 @@ def after_a_new_process(tmp_path_factory):
             stayed[name, mode] = go_on(model, tokens, cache, **how)
     code = f"from tests.cache.test_files import go_on_in_this_process as f; f({str(folder)!r})"
     command = [sys.executable, "-c", code]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    return {key: (ids, json.loads((folder / f"{'-'.join(key)}.json").read_text())) for key, ids in stayed.items()}
+    subprocess.run(
+        command, cwd=ROOT, check=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    )
+    return {
+        key: (ids, json.loads((folder / f"{'-'.join(key)}.json").read_text()))
+        for key, ids in stayed.items()
+    }
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -116,7 +134,9 @@ def test_the_decoder_goes_on_too_and_all_tokens_are_known(tmp_path):
     cache.save(path, model=model)
     loaded = StaticContiguousCache.load(path, model)
     assert loaded.seq_len == cache.seq_len == tokens.shape[1] - 1
-    expected, got = (go_on(model, tokens, c, custom_generate=GraphDecoder()) for c in (cache, loaded))
+    expected, got = (
+        go_on(model, tokens, c, custom_generate=GraphDecoder()) for c in (cache, loaded)
+    )
     assert torch.equal(got, expected)
 
 
@@ -178,16 +198,27 @@ def test_each_row_becomes_several(tmp_path, max_cache_len):
 
 
 def test_layers_of_unlike_shape_and_dtype_have_a_pair_of_tensors_each(tmp_path):
-    model, path, ids = shared_toy_model("llama"), tmp_path / "a.safetensors", torch.arange(10).view(2, 5)
+    model, path, ids = (
+        shared_toy_model("llama"),
+        tmp_path / "a.safetensors",
+        torch.arange(10).view(2, 5),
+    )
     sizes = {"num_layers": 2, "num_kv_heads": [2, 1], "head_dim": [4, 7], "value_head_dim": [3, 7]}
-    cache = StaticContiguousCache.allocate(**sizes, max_cache_len=9, batch_size=2, dtype=torch.bfloat16)
+    cache = StaticContiguousCache.allocate(
+        **sizes, max_cache_len=9, batch_size=2, dtype=torch.bfloat16
+    )
     for i, layer in enumerate(cache.layers):
         shape = layer.shape
         heads = (2, shape.num_kv_heads, 5)
-        keys, values = (torch.randn(*heads, dim).bfloat16() for dim in (shape.key_head_dim, shape.value_head_dim))
+        keys, values = (
+            torch.randn(*heads, dim).bfloat16()
+            for dim in (shape.key_head_dim, shape.value_head_dim)
+        )
         cache.update(keys, values, i)
     cache.save(path, model=model, tokens=ids)
-    other = StaticContiguousCache.allocate(**sizes, max_cache_len=30, batch_size=4, dtype=torch.bfloat16)
+    other = StaticContiguousCache.allocate(
+        **sizes, max_cache_len=30, batch_size=4, dtype=torch.bfloat16
+    )
     with CacheFile(path) as file:
         other.fill(file, model, 5)
     assert_same(snapshot(cache), snapshot(other))
@@ -196,7 +227,10 @@ def test_layers_of_unlike_shape_and_dtype_have_a_pair_of_tensors_each(tmp_path):
 def test_a_window_of_one_token_may_keep_no_position(tmp_path):
     model, path = shared_toy_model("llama"), tmp_path / "a.safetensors"
     sizes = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 4, "max_cache_len": 300}
-    cache, loaded = (StaticContiguousCache.allocate(**sizes, sliding_windows=[1], sliding="compact") for _ in range(2))
+    cache, loaded = (
+        StaticContiguousCache.allocate(**sizes, sliding_windows=[1], sliding="compact")
+        for _ in range(2)
+    )
     for _ in range(200):
         cache.update(torch.randn(1, 1, 1, 4), torch.randn(1, 1, 1, 4), 0)
     cache.save(path, model=model, tokens=torch.arange(cache.layers[0].oldest)[None])
@@ -209,7 +243,9 @@ def test_pieces_smaller_than_a_layer(tmp_path, monkeypatch):
     monkeypatch.setattr(filepieces, "PIECE_BYTES", 300)
     model = shared_toy_model("gemma3")
     cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
-    assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
+    assert_same(
+        snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model))
+    )
 
 
 @pytest.mark.parametrize("piece_bytes", [300, 1 << 20])  # a part of a head, all heads
@@ -219,7 +255,9 @@ def test_through_staging_memory_as_for_a_gpu(tmp_path, name, piece_bytes, monkey
     monkeypatch.setattr(filepieces.LayerStates, "is_staged", True)
     model = shared_toy_model(name)
     cache, _ = saved(tmp_path / "a.safetensors", model, BATCH)
-    assert_same(snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model)))
+    assert_same(
+        snapshot(cache), snapshot(StaticContiguousCache.load(tmp_path / "a.safetensors", model))
+    )
 
 
 def test_pieces_from_a_gpu_are_written_from_one_memory(tmp_path, monkeypatch):
@@ -228,7 +266,9 @@ def test_pieces_from_a_gpu_are_written_from_one_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(filepieces.LayerStates, "is_staged", True)
     written = []
     monkeypatch.setattr(
-        files, "memories", lambda states: written.append(states.data_ptr()) or filepieces.memories(states)
+        files,
+        "memories",
+        lambda states: written.append(states.data_ptr()) or filepieces.memories(states),
     )
     saved(tmp_path / "a.safetensors", shared_toy_model("gemma3"), BATCH)
     assert len(written) > 10
@@ -252,7 +292,11 @@ def test_what_is_in_a_file(tmp_path):
     assert json.loads(metadata["tokens"]) == tokens[:, :-1].tolist()
     assert json.loads(metadata["sliding_windows"]) == [8, 8, None]
     assert json.loads(metadata["config"])["sliding_window"] == 8
-    assert (metadata["format_version"], metadata["dtype"], metadata["left_padding"]) == ("1", "float32", "[0]")
+    assert (metadata["format_version"], metadata["dtype"], metadata["left_padding"]) == (
+        "1",
+        "float32",
+        "[0]",
+    )
 
 
 def test_saving_replaces_the_old_file_or_leaves_it(tmp_path, monkeypatch):
@@ -299,11 +343,25 @@ def with_other_weights(model):
 
 
 OTHER_MODELS = {
-    "architecture": (lambda model: shared_toy_model("qwen3"), "config is mistral, and this model has qwen3"),
-    "layers": (lambda model: toy_model("mistral", num_hidden_layers=3), "num_hidden_layers of its config is 2, and"),
+    "architecture": (
+        lambda model: shared_toy_model("qwen3"),
+        "config is mistral, and this model has qwen3",
+    ),
+    "layers": (
+        lambda model: toy_model("mistral", num_hidden_layers=3),
+        "num_hidden_layers of its config is 2, and",
+    ),
     "window": (with_window, "sliding_window of its config is 8, and this model has 9"),
-    "rope": (lambda model: toy_model("mistral", rope_parameters={"rope_type": "default", "rope_theta": 9.0}), "rope_"),
-    "dtype": (lambda model: toy_model("mistral").bfloat16(), "it is in float32, and this model is in bfloat16"),
+    "rope": (
+        lambda model: toy_model(
+            "mistral", rope_parameters={"rope_type": "default", "rope_theta": 9.0}
+        ),
+        "rope_",
+    ),
+    "dtype": (
+        lambda model: toy_model("mistral").bfloat16(),
+        "it is in float32, and this model is in bfloat16",
+    ),
     "weights": (with_other_weights, "its weights are others"),
     "seed": (lambda model: toy_model("mistral", seed=1), "its weights are others"),
 }
@@ -316,7 +374,9 @@ def test_the_states_of_another_model(tmp_path, other):
     build, message = OTHER_MODELS[other]
     with pytest.raises(ValueError, match=message):
         StaticContiguousCache.load(tmp_path / "a.safetensors", build(model))
-    assert StaticContiguousCache.load(tmp_path / "a.safetensors", toy_model("mistral")).seq_len == 26
+    assert (
+        StaticContiguousCache.load(tmp_path / "a.safetensors", toy_model("mistral")).seq_len == 26
+    )
 
 
 class Adapter(torch.nn.Module):
@@ -342,7 +402,9 @@ def test_settings_of_modules_are_told_apart(tmp_path, change):
         adapter.enabled = False
     else:
         adapter.scales["mine"][0] = 3.0
-    with pytest.raises(ValueError, match=rf"model\.layers\.\*\.mlp\.up_proj\.{change} is .*, and in this model"):
+    with pytest.raises(
+        ValueError, match=rf"model\.layers\.\*\.mlp\.up_proj\.{change} is .*, and in this model"
+    ):
         StaticContiguousCache.load(tmp_path / "a.safetensors", model)
 
 
@@ -357,7 +419,11 @@ def test_a_file_without_settings_is_of_an_older_version(tmp_path):
 def test_what_does_not_change_keys_does_not_change_the_identity(tmp_path):
     model = toy_model("llama")
     before = ModelIdentity.of(model)
-    model.config.pad_token_id, model.config.use_cache, model.config.name_or_path = 7, False, "elsewhere"
+    model.config.pad_token_id, model.config.use_cache, model.config.name_or_path = (
+        7,
+        False,
+        "elsewhere",
+    )
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path)
     assert before == ModelIdentity.of(model)
@@ -388,18 +454,32 @@ def set_metadata(**strings):
 
 
 SHAPE = {"num_kv_heads": 10**40, "key_head_dim": 16, "value_head_dim": 16}
-GROUP = {"layers": [0, 1], "shape": {**SHAPE, "num_kv_heads": 2}, "dtypes": ["float32", "float32"], "first": 0}
-HUGE_GROUP, LATE_GROUP = json.dumps([{**GROUP, "shape": SHAPE}]), json.dumps([{**GROUP, "first": 3}])
+GROUP = {
+    "layers": [0, 1],
+    "shape": {**SHAPE, "num_kv_heads": 2},
+    "dtypes": ["float32", "float32"],
+    "first": 0,
+}
+HUGE_GROUP, LATE_GROUP = (
+    json.dumps([{**GROUP, "shape": SHAPE}]),
+    json.dumps([{**GROUP, "first": 3}]),
+)
 SECOND_GROUP = json.dumps([{**GROUP, "first": 1}])
 LISTED_GROUP = json.dumps([{**GROUP, "dtypes": [["float32"], {}]}])
 DAMAGES = {
-    "a newer format": (set_metadata(format_version="2", library_version="9.0"), "format is 2, of hf_static_kv 9.0"),
+    "a newer format": (
+        set_metadata(format_version="2", library_version="9.0"),
+        "format is 2, of hf_static_kv 9.0",
+    ),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
     "tokens that are no ids": (set_metadata(tokens="[[true, 1.5]]"), "the tokens in its header"),
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
     "one string more": (set_metadata(more="x"), "its header is damaged"),
     "a group of 10^40 heads": (set_metadata(groups=HUGE_GROUP), "has .* bytes and should have"),
-    "a group without its first tokens": (set_metadata(groups=LATE_GROUP), "layer 0 begins at position 3 and has no"),
+    "a group without its first tokens": (
+        set_metadata(groups=LATE_GROUP),
+        "layer 0 begins at position 3 and has no",
+    ),
     "full attention without its first token": (
         set_metadata(groups=SECOND_GROUP),
         "layer 0 begins at position 1 and has",
@@ -413,9 +493,15 @@ DAMAGES = {
     "a byte less": (lambda path: path.write_bytes(path.read_bytes()[:-1]), "should have"),
     "a byte more": (lambda path: path.write_bytes(path.read_bytes() + b"\0"), "should have"),
     "half": (lambda path: os.truncate(path, path.stat().st_size // 2), "should have"),
-    "weights": (lambda path: save_file({"x": torch.ones(4)}, path), "no file of `StaticContiguousCache.save`"),
+    "weights": (
+        lambda path: save_file({"x": torch.ones(4)}, path),
+        "no file of `StaticContiguousCache.save`",
+    ),
     "a bit": (lambda path: flip(path, -1000, 3), "values.0 does not have its checksum at position"),
-    "swapped positions": (lambda path: swap(path, -64, -128, 64), "does not have its checksum at position 2[45]"),
+    "swapped positions": (
+        lambda path: swap(path, -64, -128, 64),
+        "does not have its checksum at position 2[45]",
+    ),
 }
 
 
@@ -502,7 +588,10 @@ def test_a_header_is_not_read_beyond_its_bound(tmp_path):
 
 
 ARGUMENTS = [
-    ({"max_cache_len": 25}, "holds 26 tokens, and max_cache_len=25 is too short for 26. .* tokens=25"),
+    (
+        {"max_cache_len": 25},
+        "holds 26 tokens, and max_cache_len=25 is too short for 26. .* tokens=25",
+    ),
     ({"tokens": 27}, "tokens=27: .* holds 26"),
     ({"tokens": 0}, "tokens must be a positive int"),
     ({"repeat": 0}, "repeat must be a positive int"),
@@ -536,18 +625,50 @@ def with_another_layer(cache):
 UNSAVED = {
     "empty": (StaticContiguousCache.reset, {}, "ids of the cached tokens are not known"),
     "empty, with tokens": (StaticContiguousCache.reset, {"tokens": PROMPT}, "no tokens to save"),
-    "unknown tokens": (lambda cache: cache.batch_select_indices(torch.tensor([0])), {}, "pass them as tokens"),
-    "assigned": (lambda cache: setattr(cache.layers[0], "keys", cache.layers[0].keys), {}, "pass them as tokens"),
+    "unknown tokens": (
+        lambda cache: cache.batch_select_indices(torch.tensor([0])),
+        {},
+        "pass them as tokens",
+    ),
+    "assigned": (
+        lambda cache: setattr(cache.layers[0], "keys", cache.layers[0].keys),
+        {},
+        "pass them as tokens",
+    ),
     "rows": (lambda cache: None, {"tokens": BATCH}, "the cache holds 1 rows of 26 tokens"),
-    "other tokens": (lambda cache: None, {"tokens": PROMPT.flip(1)}, "not those that the cache was computed from"),
+    "other tokens": (
+        lambda cache: None,
+        {"tokens": PROMPT.flip(1)},
+        "not those that the cache was computed from",
+    ),
     "dtype": (lambda cache: None, {"tokens": PROMPT.float()}, "torch.float32, and the cache holds"),
     "booleans": (lambda cache: None, {"tokens": PROMPT > 0}, "torch.bool, and the cache holds"),
-    "negative ids": (forget, {"tokens": PROMPT - 90}, r"id -73 at position 0 of row 0\. Ids are 0 or more: .*mask"),
+    "negative ids": (
+        forget,
+        {"tokens": PROMPT - 90},
+        r"id -73 at position 0 of row 0\. Ids are 0 or more: .*mask",
+    ),
     "a step": (in_a_step, {"tokens": PROMPT}, "Layer 0 is in the middle of a step"),
-    "another layer": (with_another_layer, {"tokens": PROMPT}, "Layer 1 is a OtherLayer, which cannot be saved yet"),
-    "a hole": (lambda cache: None, {"attention_mask": torch.tensor([[1, 0] + [1] * 30])}, "must have their rows"),
-    "a mask of other rows": (lambda cache: None, {"attention_mask": torch.ones(2, 3)}, "must have their rows"),
-    "no token": (lambda cache: None, {"attention_mask": torch.zeros(1, 30)}, "must have their rows"),
+    "another layer": (
+        with_another_layer,
+        {"tokens": PROMPT},
+        "Layer 1 is a OtherLayer, which cannot be saved yet",
+    ),
+    "a hole": (
+        lambda cache: None,
+        {"attention_mask": torch.tensor([[1, 0] + [1] * 30])},
+        "must have their rows",
+    ),
+    "a mask of other rows": (
+        lambda cache: None,
+        {"attention_mask": torch.ones(2, 3)},
+        "must have their rows",
+    ),
+    "no token": (
+        lambda cache: None,
+        {"attention_mask": torch.zeros(1, 30)},
+        "must have their rows",
+    ),
 }
 
 
@@ -568,7 +689,9 @@ def test_a_header_that_load_would_refuse_is_not_written(tmp_path, monkeypatch):
     length = int.from_bytes(path.read_bytes()[:8], "little")
     path.unlink()
     monkeypatch.setattr(fileformat, "MAX_HEADER_BYTES", length - 1)
-    with pytest.raises(ValueError, match=rf"{length:,} bytes is more than the {length - 1:,}.* 1 rows of 26 tokens"):
+    with pytest.raises(
+        ValueError, match=rf"{length:,} bytes is more than the {length - 1:,}.* 1 rows of 26 tokens"
+    ):
         cache.save(path, model=model, tokens=tokens)
     assert os.listdir(tmp_path) == []
 
@@ -582,7 +705,9 @@ def test_the_name_of_a_file_may_be_as_long_as_the_system_allows(tmp_path):
 def test_a_folder_that_is_missing_is_named(tmp_path):
     model = shared_toy_model("llama")
     cache, tokens = saved(tmp_path / "a.safetensors", model)
-    with pytest.raises(FileNotFoundError, match=r"There is no folder .*missing.* os\.makedirs") as error:
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no folder .*missing.* os\.makedirs"
+    ) as error:
         cache.save(tmp_path / "missing" / "a.safetensors", model=model, tokens=tokens)
     assert ".tmp" not in str(error.value)
     with pytest.raises(IsADirectoryError, match="is a folder: give the name of a file"):
@@ -598,7 +723,9 @@ def test_a_folder_that_may_not_be_written(tmp_path, monkeypatch):
         saved(tmp_path / "a.safetensors", shared_toy_model("llama"))
 
 
-@pytest.mark.parametrize(("family", "kind"), [("lfm2", "LinearAttentionLayer"), ("falcon_h1", "StatefulLayer")])
+@pytest.mark.parametrize(
+    ("family", "kind"), [("lfm2", "LinearAttentionLayer"), ("falcon_h1", "StatefulLayer")]
+)
 def test_hybrid_caches_are_refused_by_name(tmp_path, monkeypatch, family, kind):
     model = hybrid_model(family)
     cache = StaticContiguousCache.from_model(model, 64)
@@ -615,7 +742,8 @@ def test_hybrid_caches_are_refused_by_name(tmp_path, monkeypatch, family, kind):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim"), [(torch.float32, 3), (torch.bfloat16, 8), (torch.float16, 5), (torch.float64, 1)]
+    ("dtype", "dim"),
+    [(torch.float32, 3), (torch.bfloat16, 8), (torch.float16, 5), (torch.float64, 1)],
 )
 def test_checksums_are_the_sum_of_words_times_odd_weights(dtype, dim):
     states = torch.randn(2, 3, 4, dim).to(dtype)
@@ -626,7 +754,10 @@ def test_checksums_are_the_sum_of_words_times_odd_weights(dtype, dim):
     expected = []
     for position in range(4):
         content = states[1, 2, position].view(torch.uint8).numpy().tobytes()
-        words = [int.from_bytes(content[i : i + word], "little", signed=True) for i in range(0, len(content), word)]
+        words = [
+            int.from_bytes(content[i : i + word], "little", signed=True)
+            for i in range(0, len(content), word)
+        ]
         total = sum(a * b for a, b in zip(words, weights[1, 2].tolist(), strict=True)) % 2**64
         expected.append(total - 2**64 if total >= 2**63 else total)
     assert position_checksums(states[1, 2:3], weights[1, 2:3]).tolist() == expected
@@ -640,12 +771,18 @@ def test_every_flipped_bit_and_every_swap_of_two_words_changes_a_checksum():
     for word in range(12):
         for bit in range(32):
             changed = words.clone()
-            changed[0, word] ^= torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
-            assert not torch.equal(position_checksums(changed.view(torch.float32)[None], weights), before)
+            changed[0, word] ^= (
+                torch.tensor(1, dtype=torch.int64).bitwise_left_shift(bit).to(torch.int32)
+            )
+            assert not torch.equal(
+                position_checksums(changed.view(torch.float32)[None], weights), before
+            )
         for other in range(word):
             changed = words.clone()
             changed[0, [word, other]] = words[0, [other, word]]
-            assert not torch.equal(position_checksums(changed.view(torch.float32)[None], weights), before)
+            assert not torch.equal(
+                position_checksums(changed.view(torch.float32)[None], weights), before
+            )
 
 
 # --- mutated files
@@ -660,12 +797,28 @@ def original(tmp_path_factory):
 
 
 def mutate(content, rng):
-    """Bits flipped, bytes replaced, blocks swapped, parts removed or doubled, the header's length and numbers lied."""
+    """Bits flipped, bytes replaced, blocks swapped, parts removed or doubled, the header's length
+    and numbers lied.
+    """
     content, header = bytearray(content), int.from_bytes(content[:8], "little") + 8
-    kind = rng.choice(["bits", "bits in the header", "bytes", "swap", "cut", "remove", "double", "length", "number"])
+    kind = rng.choice(
+        [
+            "bits",
+            "bits in the header",
+            "bytes",
+            "swap",
+            "cut",
+            "remove",
+            "double",
+            "length",
+            "number",
+        ]
+    )
     if kind.startswith("bits"):
         for _ in range(rng.choice([1, 1, 1, 2, 8])):
-            content[rng.randrange(header if "header" in kind else len(content))] ^= 1 << rng.randrange(8)
+            content[rng.randrange(header if "header" in kind else len(content))] ^= (
+                1 << rng.randrange(8)
+            )
     elif kind == "bytes":
         start = rng.randrange(len(content))
         content[start : start + 16] = rng.randbytes(len(content[start : start + 16]))
@@ -681,7 +834,9 @@ def mutate(content, rng):
         part = content[start : start + rng.choice([1, 8, 64])]
         content[start : start + len(part)] = b"" if kind == "remove" else part * 2
     elif kind == "length":
-        content[:8] = rng.choice([rng.randrange(1 << 16), rng.randrange(1 << 64), header - 7, 0]).to_bytes(8, "little")
+        content[:8] = rng.choice(
+            [rng.randrange(1 << 16), rng.randrange(1 << 64), header - 7, 0]
+        ).to_bytes(8, "little")
     else:  # a number of the header, and the length is right
         digits = [i for i in range(8, header) if 48 <= content[i] < 58]
         content[rng.choice(digits)] = rng.choice(b"0123456789")
@@ -704,14 +859,20 @@ def test_a_mutated_file_is_refused(original, seed):
 
 
 STRANGE = [
-    None, True, -1, 0, 1, 2, 7, 26, 1 << 40, 10**30, 10**400, 1.5, float("nan"), "", "x", "\ud800", "float16", [], [[]],
+    None, True, -1, 0, 1, 2, 7, 26, 1 << 40, 10**30, 10**400, 1.5, float("nan"), "", "x", "\ud800",
+    "float16", [], [[]],
     {}, {"x": []}, [0], [0, 1], ["float32"], [["float32"], {}], "[" * 3000, "[]", "{}", "[[1]]",
 ]  # fmt: skip
 
 
 def distort(value, rng):
     """Put something strange in the place of the value or of something inside it."""
-    if isinstance(value, str) and value[:1] in ("[", "{") and value not in STRANGE and rng.random() < 0.9:
+    if (
+        isinstance(value, str)
+        and value[:1] in ("[", "{")
+        and value not in STRANGE
+        and rng.random() < 0.9
+    ):
         return json.dumps(distort(json.loads(value), rng))
     if isinstance(value, list | dict) and value and rng.random() < 0.9:
         value = copy(value)
@@ -725,19 +886,25 @@ def distort(value, rng):
 
 
 def signed(content):
-    """The start of a file with these values and a right digest, and how many bytes follow it, all of them 0."""
+    """The start of a file with these values and a right digest, and how many bytes follow it, all
+    of them 0.
+    """
     text = json.dumps(content, separators=(",", ":")).encode()
     try:
         header = fileformat.Header.parse(text)
     except (ValueError, RecursionError):
         return fileformat._signed(text, b""), 0
-    return header.encode(bytes(header.checksum_bytes)), header.num_bytes  # its tensors are those of its groups
+    return header.encode(
+        bytes(header.checksum_bytes)
+    ), header.num_bytes  # its tensors are those of its groups
 
 
 @settings(max_examples=1000, deadline=None)
 @given(seed=st.integers(0, 1 << 60))
 def test_no_header_raises_anything_but_a_value_error(original, seed):
-    """Headers of strange values whose digest and sizes are right, as whoever can write the file can make them."""
+    """Headers of strange values whose digest and sizes are right, as whoever can write the file can
+    make them.
+    """
     model, path, content = original
     rng, length = random.Random(seed), int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -789,7 +956,9 @@ def test_ten_thousand_mutated_files_are_refused_in_bounded_memory(original):
 def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
     """SIGKILL at random moments of a process that saves two caches in turn, under one name."""
     model, path, rng = shared_toy_model("llama"), tmp_path / "a.safetensors", random.Random(0)
-    both = [saved(path, model, ids, max_cache_len=200, max_new_tokens=100) for ids in (PROMPT, BATCH)]
+    both = [
+        saved(path, model, ids, max_cache_len=200, max_new_tokens=100) for ids in (PROMPT, BATCH)
+    ]
     rows = set()
     for _ in range(200):
         if (child := os.fork()) == 0:
@@ -815,7 +984,10 @@ def test_a_process_that_is_killed_leaves_the_old_file_or_the_new_one(tmp_path):
 @pytest.mark.parametrize("here", ["cpu", "cuda"])
 @pytest.mark.parametrize("there", ["cpu", "cuda"])
 def test_from_one_device_to_another(tmp_path, here, there):
-    path, models = tmp_path / "a.safetensors", {device: toy_model("gemma3").to(device) for device in (here, there)}
+    path, models = (
+        tmp_path / "a.safetensors",
+        {device: toy_model("gemma3").to(device) for device in (here, there)},
+    )
     cache = StaticContiguousCache.from_model(models[here], 64)
     generate(models[here], PROMPT.to(here), cache)
     cache.save(path, model=models[here], tokens=PROMPT)

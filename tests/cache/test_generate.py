@@ -1,6 +1,8 @@
-"""`generate` gives the tokens of `use_cache=False`: architectures x modes x attention implementations.
+"""`generate` gives the tokens of `use_cache=False`: architectures x modes x attention
+implementations.
 
-Every case compares whole runs in float32 with eos off, so that lengths are full. Prompts are longer than every window.
+Every case compares whole runs in float32 with eos off, so that lengths are full. Prompts are longer
+than every window.
 """
 
 import copy
@@ -17,7 +19,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import DynamicCache, PreTrainedTokenizerFast, pipeline
 
 from hf_static_kv import StaticContiguousCache
-from tests.conftest import ARCHITECTURES, BATCH, COMMON, PROMPT, Collect, shared_toy_model, toy_model
+from tests.conftest import (
+    ARCHITECTURES,
+    BATCH,
+    COMMON,
+    PROMPT,
+    Collect,
+    shared_toy_model,
+    toy_model,
+)
 
 NEW_TOKENS = 10  # past a window, and past a border of Llama 4's chunks
 COMMON = COMMON | {"max_new_tokens": NEW_TOKENS}
@@ -35,7 +45,9 @@ def run(model, ids, cache, seed=None, **kwargs):
     if seed is not None:
         torch.manual_seed(seed)
     how = {"use_cache": False} if cache is None else {"past_key_values": cache}
-    return model.generate(ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how, **kwargs})
+    return model.generate(
+        ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how, **kwargs}
+    )
 
 
 def both(model, ids, **kwargs):
@@ -77,7 +89,9 @@ def assistant_of(model):
 
 
 def assisted(model):
-    return uncached_prompt(model), run(model, PROMPT, new_cache(model), assistant_model=assistant_of(model))
+    return uncached_prompt(model), run(
+        model, PROMPT, new_cache(model), assistant_model=assistant_of(model)
+    )
 
 
 def prompt_lookup(model):
@@ -95,7 +109,8 @@ def chunked_prefill(model):
 
 
 def inputs_embeds(model):
-    # Without a cache, generate forgets the embeds after the first token: the reference starts from the same ids.
+    # Without a cache, generate forgets the embeds after the first token: the reference starts from
+    # the same ids.
     embeds = model.get_input_embeddings()(PROMPT)
     cached = model.generate(inputs_embeds=embeds, past_key_values=new_cache(model), **COMMON)
     return uncached_prompt(model)[:, PROMPT.shape[1] :], cached
@@ -112,8 +127,11 @@ def return_dict(model):
     options = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
     reference, cached = both(model, BATCH, **options)
     assert isinstance(cached.past_key_values, StaticContiguousCache)
-    # The two runs multiply matrices of unlike height, so float32 rounds differently; the logits' size is about 10.
-    torch.testing.assert_close(torch.stack(cached.logits), torch.stack(reference.logits), rtol=0, atol=5e-4)
+    # The two runs multiply matrices of unlike height, so float32 rounds differently; the logits'
+    # size is about 10.
+    torch.testing.assert_close(
+        torch.stack(cached.logits), torch.stack(reference.logits), rtol=0, atol=5e-4
+    )
     return reference.sequences, cached.sequences
 
 
@@ -143,7 +161,9 @@ def text_pipeline(model):
     words = {f"w{i}": i for i in range(model.config.vocab_size)}
     backend = Tokenizer(WordLevel(words, unk_token="w0"))
     backend.pre_tokenizer = WhitespaceSplit()
-    pipe = pipeline("text-generation", model=model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend))
+    pipe = pipeline(
+        "text-generation", model=model, tokenizer=PreTrainedTokenizerFast(tokenizer_object=backend)
+    )
     text = " ".join(f"w{i}" for i in PROMPT[0].tolist())
     (result,) = pipe(text, past_key_values=new_cache(model), return_tensors=True, **COMMON)
     return uncached_prompt(model), torch.tensor([result["generated_token_ids"]])
@@ -168,12 +188,15 @@ MODES = [
     text_pipeline,
 ]
 
-# What eager attention is given differs from what SDPA is given in these: masks, and more than one row or token.
+# What eager attention is given differs from what SDPA is given in these: masks, and more than one
+# row or token.
 WITH_EAGER_TOO = [greedy, beam_search, assisted, left_padded, chunked_prefill, continuing, rollback]
 
 transformers_version = version.parse(transformers.__version__)
 # Sinks; soft caps.
-WITHOUT_SDPA = ["gpt_oss", "gemma2"] if transformers_version >= version.parse("5.21") else ["gpt_oss"]
+WITHOUT_SDPA = (
+    ["gpt_oss", "gemma2"] if transformers_version >= version.parse("5.21") else ["gpt_oss"]
+)
 CASES = [
     (mode, name, attn)
     for mode in MODES
@@ -183,7 +206,9 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("mode", "name", "attn"), CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("mode", "name", "attn"), CASES, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_tokens_equal_use_cache_false(mode, name, attn):
     reference, cached = tokens_of(mode, name, attn)
     assert cached.shape[1] >= NEW_TOKENS
@@ -195,7 +220,9 @@ COMPACT_CASES = [(mode, name, attn) for mode, name, attn in CASES if name in WIT
 
 
 @pytest.mark.usefixtures("small_spare")
-@pytest.mark.parametrize(("mode", "name", "attn"), COMPACT_CASES, ids=lambda value: getattr(value, "__name__", value))
+@pytest.mark.parametrize(
+    ("mode", "name", "attn"), COMPACT_CASES, ids=lambda value: getattr(value, "__name__", value)
+)
 def test_tokens_of_compact_layers_equal_use_cache_false(monkeypatch, mode, name, attn):
     monkeypatch.setattr(sys.modules[__name__], "SLIDING", "compact")
     reference, cached = tokens_of(mode, name, attn)
@@ -215,9 +242,15 @@ def skip_where_transformers_cannot_assist(model):
     """After showing that it fails without our cache."""
     if transformers_version < version.parse("5.18") and any(new_cache(model).is_sliding):
         with pytest.raises(RuntimeError, match="must match"):
-            run(model, PROMPT, DynamicCache(config=model.config), assistant_model=assistant_of(model))
+            run(
+                model,
+                PROMPT,
+                DynamicCache(config=model.config),
+                assistant_model=assistant_of(model),
+            )
         pytest.skip(
-            f"transformers {transformers_version}: the assistant's own sliding DynamicCache fails (mended in 5.18)"
+            f"transformers {transformers_version}: the assistant's own sliding DynamicCache fails "
+            "(mended in 5.18)"
         )
 
 
@@ -253,7 +286,9 @@ def attention_calls(monkeypatch, model, cache):
     real = torch.nn.functional.scaled_dot_product_attention
 
     def spy(query, key, value, attn_mask=None, **kwargs):
-        calls.append((list(query.shape), list(key.shape), attn_mask is None, kwargs.get("enable_gqa", False)))
+        calls.append(
+            (list(query.shape), list(key.shape), attn_mask is None, kwargs.get("enable_gqa", False))
+        )
         return real(query, key, value, attn_mask=attn_mask, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -264,11 +299,16 @@ def attention_calls(monkeypatch, model, cache):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "mistral"])
 def test_a_decode_step_makes_the_sdpa_calls_of_dynamic_cache(monkeypatch, name):
-    """No copied heads and no mask where there need be none: the text's keys only, whatever the capacity."""
+    """No copied heads and no mask where there need be none:
+
+    the text's keys only, whatever the capacity.
+    """
     model = toy_model(name)
     ours = attention_calls(monkeypatch, model, new_cache(model, max_cache_len=200))
     assert ours == attention_calls(monkeypatch, model, DynamicCache(config=model.config))
-    full_layers = [call for call, sliding in zip(ours, new_cache(model).is_sliding, strict=True) if not sliding]
+    full_layers = [
+        call for call, sliding in zip(ours, new_cache(model).is_sliding, strict=True) if not sliding
+    ]
     assert all(no_mask and enable_gqa for _, _, no_mask, enable_gqa in full_layers)
 
 
@@ -291,7 +331,9 @@ def test_a_copied_cache_goes_on_alone():
         model(PROMPT, past_key_values=prompt_cache)
     for word in (7, 70):
         ids = torch.cat([PROMPT, torch.tensor([[word]])], dim=1)
-        assert run(model, ids, copy.deepcopy(prompt_cache)).tolist() == run(model, ids, None).tolist()
+        assert (
+            run(model, ids, copy.deepcopy(prompt_cache)).tolist() == run(model, ids, None).tolist()
+        )
     assert prompt_cache.seq_len == PROMPT.shape[1]
 
 
@@ -310,7 +352,10 @@ def test_fewer_rows_than_allocated():
     address = cache.key_storage.data_ptr()
     assert run(model, BATCH, cache).tolist() == run(model, BATCH, None).tolist()
     cache.reset()
-    assert run(model, PROMPT, cache, num_beams=4).tolist() == run(model, PROMPT, None, num_beams=4).tolist()
+    assert (
+        run(model, PROMPT, cache, num_beams=4).tolist()
+        == run(model, PROMPT, None, num_beams=4).tolist()
+    )
     assert cache.key_storage.data_ptr() == address
 
 
@@ -319,7 +364,10 @@ def test_fewer_rows_than_allocated():
 def test_a_cache_is_iterable_as_transformers_own(name, sliding):
     """(keys, values, window) of each layer; a sliding layer gives what the next token may see."""
     model = shared_toy_model(name)
-    cache, theirs = StaticContiguousCache(model.config, 64, sliding=sliding), DynamicCache(config=model.config)
+    cache, theirs = (
+        StaticContiguousCache(model.config, 64, sliding=sliding),
+        DynamicCache(config=model.config),
+    )
     assert [entry[:2] for entry in cache] == [(None, None)] * len(cache.layers)
     for tokens in (3, 8):
         with torch.no_grad():

@@ -21,7 +21,9 @@ def test_a_forward_pass_outside_no_grad_gives_the_logits():
     assert ours.key_storage.grad_fn is None
     cache = StaticContiguousCache.from_model(model, 40)
     with torch.no_grad():
-        assert torch.equal(model(PROMPT, past_key_values=cache).logits[:, -1:].argmax(), logits.argmax())
+        assert torch.equal(
+            model(PROMPT, past_key_values=cache).logits[:, -1:].argmax(), logits.argmax()
+        )
 
 
 @pytest.mark.parametrize("passes", [[11], [6, 5], [10, 1]], ids=str)
@@ -33,11 +35,16 @@ def test_a_backward_pass_through_the_cache_raises(passes, what):
     for ids in PROMPT.split(passes, dim=1):
         logits = model(ids, past_key_values=cache).logits
     with pytest.raises(RuntimeError, match="Gradients cannot flow through a StaticContiguousCache"):
-        logits.sum().backward() if what == "all" else torch.autograd.grad(logits.sum(), model.model.embed_tokens.weight)
+        logits.sum().backward() if what == "all" else torch.autograd.grad(
+            logits.sum(), model.model.embed_tokens.weight
+        )
 
 
 def test_a_frozen_model_behind_a_prompt_with_gradients_raises_too():
-    """Only the first pass's embeddings require grad: their gradient through the cache must not silently be missing."""
+    """Only the first pass's embeddings require grad:
+
+    their gradient through the cache must not silently be missing.
+    """
     model = toy_model("llama").requires_grad_(False)
     cache = StaticContiguousCache(model.config, 40)
     embeds = model.get_input_embeddings()(PROMPT[:, :6]).requires_grad_()
@@ -50,6 +57,8 @@ def test_a_frozen_model_behind_a_prompt_with_gradients_raises_too():
 
 
 def test_assigned_states_with_gradients_leave_the_storage_out_of_the_graph():
-    cache = StaticContiguousCache.allocate(1, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu")
+    cache = StaticContiguousCache.allocate(
+        1, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu"
+    )
     cache.layers[0].keys = states(requires_grad=True)
     assert not cache.key_storage.requires_grad

@@ -78,7 +78,9 @@ def test_a_captured_step_moves_the_states(family, models):
     decoder.warns = False
     for how in (MODES["greedy"], MODES["sampled"], MODES["padded"], {"inputs": PROMPT + 1}):
         cache.reset()
-        assert torch.equal(run(model, past_key_values=cache, custom_generate=decoder, **how), run(model, **how))
+        assert torch.equal(
+            run(model, past_key_values=cache, custom_generate=decoder, **how), run(model, **how)
+        )
         if family in LOOPED:
             assert LOOPED[family] in decoder.fallback_reason
         else:
@@ -87,7 +89,9 @@ def test_a_captured_step_moves_the_states(family, models):
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_next"])
 def test_verification_begins_with_the_states_of_the_prompt(family, models, monkeypatch):
-    """On a GPU no kernel runs while a pass is recorded, so states come from memory that nobody has written."""
+    """On a GPU no kernel runs while a pass is recorded, so states come from memory that nobody has
+    written.
+    """
     own, decoder = DecodeStep.record, GraphDecoder()
 
     def record(step, *args, **kwargs):
@@ -159,7 +163,9 @@ def test_a_state_cannot_go_back():
     cache.crop(0)
     tokens = run(model, past_key_values=cache)
     cache.crop(0)
-    with pytest.raises(ValueError, match=r"crop\(-2\): 2 of 4 layers keep a recurrent state.*reset\(\)"):
+    with pytest.raises(
+        ValueError, match=r"crop\(-2\): 2 of 4 layers keep a recurrent state.*reset\(\)"
+    ):
         cache.crop(-2)
     assert cache.seq_len == tokens.shape[1] - 1
     assert not cache.is_croppable
@@ -175,7 +181,11 @@ def test_a_pass_that_fails_on_the_way_is_never_continued(family, when, models):
     model = copy.deepcopy(models(family))
     cache = StaticContiguousCache.from_model(model, CAPACITY)
     expected = run(model)
-    layers = [module for name, module in model.named_modules() if name.split(".")[-1].isdigit() and ".layers." in name]
+    layers = [
+        module
+        for name, module in model.named_modules()
+        if name.split(".")[-1].isdigit() and ".layers." in name
+    ]
     for failing in layers:
         cache.reset()
         if when == "later":
@@ -191,7 +201,9 @@ def test_a_pass_that_fails_on_the_way_is_never_continued(family, when, models):
             assert cache.seq_len == length + PROMPT.shape[1]
             continue
         for _ in range(2):
-            with pytest.raises(RuntimeError, match=r"recurrent state, which cannot go back.*Call reset\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"recurrent state, which cannot go back.*Call reset\(\)"
+            ):
                 model(PROMPT, past_key_values=cache, use_cache=True)
         cache.reset()
         assert torch.equal(run(model, past_key_values=cache), expected)
@@ -200,13 +212,17 @@ def test_a_pass_that_fails_on_the_way_is_never_continued(family, when, models):
 @pytest.mark.parametrize("family", ["qwen3_5_text", "falcon_h1"])
 def test_rows_are_selected_in_both_parts(family, models):
     model = models(family)
-    cache, other = (StaticContiguousCache.from_model(model, CAPACITY, batch_size=4) for _ in range(2))
+    cache, other = (
+        StaticContiguousCache.from_model(model, CAPACITY, batch_size=4) for _ in range(2)
+    )
     model(BATCH, past_key_values=cache, use_cache=True)
     cache.batch_select_indices(torch.tensor([1, 1, 0], device=DEVICE))
     rows = BATCH[[1, 1, 0]]
     model(rows, past_key_values=other, use_cache=True)
     token = rows[:, :1]
-    got, expected = (model(token, past_key_values=each, use_cache=True).logits for each in (cache, other))
+    got, expected = (
+        model(token, past_key_values=each, use_cache=True).logits for each in (cache, other)
+    )
     torch.testing.assert_close(got, expected)
 
 
@@ -217,7 +233,9 @@ def test_a_copy_has_both_parts(copied, models):
     tokens = run(model, past_key_values=cache, new=4)
     other = copied(cache)
     ids = torch.cat([tokens, PROMPT[:, :2]], dim=1)
-    assert torch.equal(run(model, inputs=ids, past_key_values=cache), run(model, inputs=ids, past_key_values=other))
+    assert torch.equal(
+        run(model, inputs=ids, past_key_values=cache), run(model, inputs=ids, past_key_values=other)
+    )
 
 
 def test_states_made_in_inference_mode_serve_outside_of_it(models):
@@ -232,7 +250,9 @@ def test_states_made_in_inference_mode_serve_outside_of_it(models):
     assert torch.equal(run(model, past_key_values=cache), run(model))
 
 
-@pytest.mark.parametrize(("family", "skipped"), [("qwen3_5_text", 0), ("qwen3_5_text", 1), ("lfm2", 1)])
+@pytest.mark.parametrize(
+    ("family", "skipped"), [("qwen3_5_text", 0), ("qwen3_5_text", 1), ("lfm2", 1)]
+)
 def test_a_layer_of_either_kind_that_does_not_run_is_named(family, skipped, models):
     model = copy.deepcopy(models(family))
     layer = model.model.layers[skipped]
@@ -260,7 +280,9 @@ def turns(model):
 @served
 @pytest.mark.parametrize("scale", [1, 4])
 def test_a_chat_has_the_tokens_of_no_reuse(family, scale, models):
-    """Where a model computes several tokens on a kept state otherwise than in one pass, it is not asked to."""
+    """Where a model computes several tokens on a kept state otherwise than in one pass, it is not
+    asked to.
+    """
     model = copy.deepcopy(models(family))
     for parameter in model.parameters():
         parameter.data.mul_(scale if parameter.ndim > 1 else 1)
@@ -273,7 +295,9 @@ def test_a_chat_has_the_tokens_of_no_reuse(family, scale, models):
         assert info.reused_tokens > 0
 
 
-@pytest.mark.parametrize(("family", "is_right"), [("jamba", False), ("zamba", False), ("lfm2", True)])
+@pytest.mark.parametrize(
+    ("family", "is_right"), [("jamba", False), ("zamba", False), ("lfm2", True)]
+)
 def test_a_cache_that_is_continued_by_hand_warns_once(family, is_right, models, caplog):
     model = copy.deepcopy(models(family))
     for _ in range(2):
@@ -293,7 +317,10 @@ def test_one_new_token_is_no_reason_to_warn(models, caplog):
 
 def test_a_trial_leaves_everything_as_it_was(models):
     model = copy.deepcopy(models("jamba"))
-    before = torch.get_rng_state(), {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    before = (
+        torch.get_rng_state(),
+        {name: tensor.clone() for name, tensor in model.state_dict().items()},
+    )
     assert continuation_of(model) == Continuation(by_token=True, by_chunk=False)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert all(torch.equal(tensor, before[1][name]) for name, tensor in model.state_dict().items())

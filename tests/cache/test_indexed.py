@@ -23,7 +23,8 @@ _EXPERTS = {
 }  # fmt: skip
 # Many heads: with few of them all scores of a token may be zero, and equal scores have no order.
 _LATENT = {
-    "num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     "index_topk": 4, "index_n_heads": 8, "index_head_dim": INDEX_DIM, **_EXPERTS,
 }  # fmt: skip
@@ -33,9 +34,12 @@ FAMILIES = {
     "glm_moe_dsa": {**_LATENT, "indexer_types": ["full", "shared", "full", "shared"]},
     "hy_v4": {**_LATENT, "indexer_types": ["full", "shared", "full", "full"]},
     "qwen4_exp_text": {
-        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "indexer_n_heads": 8,
-        "indexer_kv_heads": 1, "indexer_head_dim": INDEX_DIM, "indexer_budget": 4, "indexer_compress_ratio": 2,
+        "num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+        "indexer_n_heads": 8,
+        "indexer_kv_heads": 1, "indexer_head_dim": INDEX_DIM, "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
         **_EXPERTS,
     },
 }  # fmt: skip
@@ -88,7 +92,10 @@ def test_tokens_are_those_of_no_cache(family, mode, models):
 @served
 def test_an_index_matters(family, models):
     """Tokens that are not selected would change the logits."""
-    model, field = copy.deepcopy(models(family)), "indexer_budget" if "qwen" in family else "index_topk"
+    model, field = (
+        copy.deepcopy(models(family)),
+        "indexer_budget" if "qwen" in family else "index_topk",
+    )
     wide = tiny_model(family, **{**FAMILIES[family], field: 64})
     wide.load_state_dict(model.state_dict())
     with torch.no_grad():
@@ -102,14 +109,18 @@ def test_continuing_is_one_sequence(family, models):
     ids = torch.cat([first, PROMPT[:, :3]], dim=1)
     kept = DynamicCache(config=model.config)
     run(model, past_key_values=kept, new=4)
-    assert torch.equal(run(model, inputs=ids, past_key_values=cache), run(model, inputs=ids, past_key_values=kept))
+    assert torch.equal(
+        run(model, inputs=ids, past_key_values=cache), run(model, inputs=ids, past_key_values=kept)
+    )
 
 
 @served
 def test_the_decoder_falls_back_and_says_why(family, models):
     model, decoder = models(family), GraphDecoder()
     cache = StaticContiguousCache(model.config, CAPACITY)
-    assert torch.equal(run(model, past_key_values=cache, custom_generate=decoder), run(model, use_cache=False))
+    assert torch.equal(
+        run(model, past_key_values=cache, custom_generate=decoder), run(model, use_cache=False)
+    )
     assert decoder.fallback_reason == "layers attend to the tokens that an index selects"
 
 
@@ -126,9 +137,16 @@ def test_an_attached_model_keeps_its_tokens(family, models):
 @served
 def test_bytes(family, models):
     model = models(family)
-    plans, cache = plan_layers(model.config), StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
+    plans, cache = (
+        plan_layers(model.config),
+        StaticContiguousCache.from_model(model, CAPACITY, batch_size=2),
+    )
     number = sum(plan.index_shape is not None for plan in plans)
-    assert number == len(cache.index_layers) == {"glm_moe_dsa": 2, "hy_v4": 3, "qwen4_exp_text": 2}.get(family, 4)
+    assert (
+        number
+        == len(cache.index_layers)
+        == {"glm_moe_dsa": 2, "hy_v4": 3, "qwen4_exp_text": 2}.get(family, 4)
+    )
     assert cache.memory_bytes == cache_bytes(model.config, CAPACITY, 2, torch.float32)
     index = cache.storage_groups[-1]
     assert index.keys.shape == (number, 2, 1, CAPACITY, INDEX_DIM)
@@ -160,7 +178,9 @@ def test_the_sequence_goes_on_after(model, act):
         torch.testing.assert_close(got, model(ids).logits[:, -1])
     assert cache.seq_len == ids.shape[1]
     assert cache.layers[0].indexer_keys.shape == (len(ids), ids.shape[1], INDEX_DIM)
-    assert (cache.storage_groups[-1].keys.data_ptr() == address) == (act not in ("grow", "pickle", "copy"))
+    assert (cache.storage_groups[-1].keys.data_ptr() == address) == (
+        act not in ("grow", "pickle", "copy")
+    )
 
 
 @served
@@ -201,7 +221,9 @@ def test_positions_that_a_model_keeps_follow_the_sequence(models):
     with torch.no_grad():
         model(BATCH, past_key_values=cache)
     assert layer.indexer_position_ids.shape == (3, 2, BATCH.shape[1])
-    layer.indexer_position_ids = torch.cat([layer.indexer_position_ids, torch.zeros(3, 2, 5)], dim=-1)
+    layer.indexer_position_ids = torch.cat(
+        [layer.indexer_position_ids, torch.zeros(3, 2, 5)], dim=-1
+    )
     assert layer.indexer_position_ids.shape == (3, 2, BATCH.shape[1])  # as after a pass that failed
     cache.batch_select_indices(torch.tensor([1]))
     assert layer.indexer_position_ids.shape == (3, 1, BATCH.shape[1])
@@ -223,11 +245,21 @@ def test_index_keys_are_on_the_device_of_their_keys(model):
     cache, plans = StaticContiguousCache(model.config, 8), plan_layers(model.config)
     for layer_idx, device in enumerate(["cpu", "cpu", "meta", "meta"]):
         shape = plans[layer_idx].shape
-        sizes = [(2, shape.num_kv_heads, 3, dim) for dim in (shape.key_head_dim, shape.value_head_dim)]
+        sizes = [
+            (2, shape.num_kv_heads, 3, dim) for dim in (shape.key_head_dim, shape.value_head_dim)
+        ]
         cache.update(*(torch.zeros(size, device=device) for size in sizes), layer_idx)
-        assert cache.update_indexer(torch.zeros(2, 3, INDEX_DIM, device=device), layer_idx).device.type == device
+        assert (
+            cache.update_indexer(torch.zeros(2, 3, INDEX_DIM, device=device), layer_idx).device.type
+            == device
+        )
     assert cache.seq_len == 3
-    assert [layer.device.type for layer in cache.index_layers.values()] == ["cpu", "cpu", "meta", "meta"]
+    assert [layer.device.type for layer in cache.index_layers.values()] == [
+        "cpu",
+        "cpu",
+        "meta",
+        "meta",
+    ]
 
 
 # --- what is refused
@@ -235,15 +267,22 @@ def test_index_keys_are_on_the_device_of_their_keys(model):
 
 def test_index_keys_that_do_not_fit(model, models):
     cache = StaticContiguousCache.from_model(model, 8)
-    with pytest.raises(ValueError, match=f"1 KV heads of dim 3 .*allocated for 1 KV heads of dim {INDEX_DIM}"):
+    with pytest.raises(
+        ValueError, match=f"1 KV heads of dim 3 .*allocated for 1 KV heads of dim {INDEX_DIM}"
+    ):
         cache.update_indexer(torch.zeros(1, 2, 3), 0)
-    with pytest.raises(ValueError, match="The cache is full: it holds 0 of at most 8 tokens and cannot take 9"):
+    with pytest.raises(
+        ValueError, match="The cache is full: it holds 0 of at most 8 tokens and cannot take 9"
+    ):
         cache.update_indexer(torch.zeros(1, 9, INDEX_DIM), 0)
     with torch.no_grad():
         model(PROMPT[:, :3], past_key_values=cache)
     cache = StaticContiguousCache.from_model(models("glm_moe_dsa"), 8)
     for layer_idx in (1, 4, -1):
-        with pytest.raises(ValueError, match=f"Layer {layer_idx} brings index keys, and by the config .* it has none"):
+        with pytest.raises(
+            ValueError,
+            match=f"Layer {layer_idx} brings index keys, and by the config .* it has none",
+        ):
             cache.update_indexer(torch.zeros(1, 2, INDEX_DIM), layer_idx)
 
 

@@ -1,4 +1,7 @@
-"""What is read from a config: windows, shapes, bytes. The numbers of the dev models are their published ones."""
+"""What is read from a config:
+
+windows, shapes, bytes. The numbers of the dev models are their published ones.
+"""
 
 from dataclasses import astuple
 from types import SimpleNamespace
@@ -33,7 +36,10 @@ LLAMA, QWEN3, GEMMA3 = (dev_config(name) for name in ("llama-3.2-1b", "qwen3-1.7
 )
 def test_bytes_of_the_dev_models(config, bytes_per_token):
     assert cache_bytes(config, 1024, dtype=torch.bfloat16) == 1024 * bytes_per_token
-    assert cache_bytes(config, 8192, batch_size=3, dtype=torch.float32) == 2 * 3 * 8192 * bytes_per_token
+    assert (
+        cache_bytes(config, 8192, batch_size=3, dtype=torch.float32)
+        == 2 * 3 * 8192 * bytes_per_token
+    )
 
 
 def test_the_dtype_defaults_to_the_configs_own():
@@ -56,7 +62,9 @@ def test_bytes_foretold_are_the_bytes_allocated(name):
     lazy = StaticContiguousCache(model.config, 32)
     with torch.no_grad():
         model(torch.ones(2, 3, dtype=torch.long), past_key_values=lazy)
-    assert cache_bytes(model.config, 32, 2, torch.float32) == early.memory_bytes == lazy.memory_bytes
+    assert (
+        cache_bytes(model.config, 32, 2, torch.float32) == early.memory_bytes == lazy.memory_bytes
+    )
     assert len(early.storage_groups) == len(lazy.storage_groups) == 1
     assert early.key_storage.shape == lazy.key_storage.shape
 
@@ -95,23 +103,37 @@ LATENT = {
     "moe_intermediate_size": 32,
 }
 # Each of its layers has two attentions, which have a layer of the cache each.
-LONGCAT = {**LATENT, "num_layers": 2, "num_hidden_layers": 4, "moe_topk": 2, "zero_expert_num": 2, "head_dim": 8}
+LONGCAT = {
+    **LATENT,
+    "num_layers": 2,
+    "num_hidden_layers": 4,
+    "moe_topk": 2,
+    "zero_expert_num": 2,
+    "head_dim": 8,
+}
 # name: (config, shapes of the storage groups: layers, heads, key dim, value dim)
 UNUSUAL: dict[str, tuple[PreTrainedConfig, list]] = {
     # the last two layers read earlier keys and values and store none
     "gemma3n": (
         AutoConfig.for_model(
-            "gemma3n_text", **{**COMMON, "intermediate_size": [64] * 6}, activation_sparsity_pattern=None
+            "gemma3n_text",
+            **{**COMMON, "intermediate_size": [64] * 6},
+            activation_sparsity_pattern=None,
         ),
         [(4, 2, 16, 16)],
     ),
     # full layers have larger heads than sliding ones
-    "gemma4": (AutoConfig.for_model("gemma4_text", **COMMON, global_head_dim=32), [(2, 2, 16, 16), (2, 2, 32, 32)]),
+    "gemma4": (
+        AutoConfig.for_model("gemma4_text", **COMMON, global_head_dim=32),
+        [(2, 2, 16, 16), (2, 2, 32, 32)],
+    ),
     # caches a latent of dim 24 as keys and the rotary part of dim 8 as values
     "deepseek_v3": (AutoConfig.for_model("deepseek_v3", **LATENT), [(2, 1, 24, 8)]),
     # one KV head, said in words of its own
     "falcon": (
-        AutoConfig.for_model("falcon", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4),
+        AutoConfig.for_model(
+            "falcon", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4
+        ),
         [(2, 1, 16, 16)],
     ),
 }
@@ -125,7 +147,11 @@ def test_unusual_layers(name, early):
     model = AutoModelForCausalLM.from_config(config).eval()
     ids = torch.arange(3, 16)[None]
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    cache = StaticContiguousCache.from_model(model, 32) if early else StaticContiguousCache(model.config, 32)
+    cache = (
+        StaticContiguousCache.from_model(model, 32)
+        if early
+        else StaticContiguousCache(model.config, 32)
+    )
     cached = model.generate(ids, past_key_values=cache, **options)
     assert cached.tolist() == model.generate(ids, use_cache=False, **options).tolist()
     groups = [(group.keys.shape[0], *astuple(group.shape)[:3]) for group in cache.storage_groups]
@@ -158,15 +184,24 @@ def test_an_offloaded_model_computes_on_its_execution_device():
     cache = StaticContiguousCache.from_model(model, 16)
     assert [layer.device.type for layer in cache.layers] == ["cpu", "cpu"]
     ids = torch.tensor([[5, 6, 7]])
-    tokens = model.generate(ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=5)
+    tokens = model.generate(
+        ids, past_key_values=cache, attention_mask=torch.ones_like(ids), max_new_tokens=5
+    )
     assert cache.seq_len == tokens.shape[1] - 1
 
 
 def test_under_autocast_keys_and_values_may_differ_in_dtype():
-    """RoPE leaves the keys in float32, the values come out of their linear in bfloat16; both are kept as they are."""
+    """RoPE leaves the keys in float32, the values come out of their linear in bfloat16; both are
+    kept as they are.
+    """
     model = toy_model("qwen3")
     ids = torch.tensor([[5, 6, 7]])
-    options = {"max_new_tokens": 5, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    options = {
+        "max_new_tokens": 5,
+        "do_sample": False,
+        "attention_mask": torch.ones_like(ids),
+        "eos_token_id": None,
+    }
     cache = StaticContiguousCache(model.config, 16)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tokens = model.generate(ids, past_key_values=cache, **options)
@@ -176,7 +211,10 @@ def test_under_autocast_keys_and_values_may_differ_in_dtype():
 
 
 def test_each_layer_is_placed_where_it_computes():
-    """A model spread over devices: here the second half of its layers is on `meta`, as accelerate would say it."""
+    """A model spread over devices:
+
+    here the second half of its layers is on `meta`, as accelerate would say it.
+    """
     model = toy_model("llama", num_hidden_layers=4)
     for layer in model.model.layers[2:]:
         layer.self_attn._hf_hook = type("Hook", (), {"execution_device": "meta"})()
@@ -191,12 +229,21 @@ def test_each_layer_is_placed_where_it_computes():
 MIXED = ["full_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, tuple[str, dict]] = {
     # caches its KV heads repeated for every query head
-    "falcon, new decoder architecture": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}),
-    "falcon, new, alibi": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True}),
+    "falcon, new decoder architecture": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    "falcon, new, alibi": (
+        "falcon",
+        {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": True},
+    ),
     "falcon, many queries to one key": ("falcon", {"multi_query": True}),
     "falcon, a key for every query": ("falcon", {"multi_query": False}),
     # sliding layers have twice the KV heads
-    "mimo_v2_flash": ("mimo_v2_flash", {"v_head_dim": 12, "layer_types": MIXED, "sliding_window": 8}),
+    "mimo_v2_flash": (
+        "mimo_v2_flash",
+        {"v_head_dim": 12, "layer_types": MIXED, "sliding_window": 8},
+    ),
     # 2 modules run 16 times, and each run has a layer of the cache
     "hrm_text": ("hrm_text", {"num_hidden_layers": 2}),
     "bert as a decoder": ("bert", {"is_decoder": True}),
@@ -204,7 +251,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "ernie4_5": ("ernie4_5", {}),
     "exaone4": ("exaone4", {"layer_types": MIXED, "sliding_window": 8}),
     "gpt_bigcode": ("gpt_bigcode", {}),
-    "gpt_neo": ("gpt_neo", {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8}),
+    "gpt_neo": (
+        "gpt_neo",
+        {"num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 8},
+    ),
     "gptj": ("gptj", {}),
     "granite": ("granite", {}),
     # its config has a window and its attention applies none
@@ -222,13 +272,19 @@ FAMILIES: dict[str, tuple[str, dict]] = {
 def test_a_familys_bytes_are_foretold_and_its_tokens_are_those_without_a_cache(name):
     model_type, own = FAMILIES[name]
     model = tiny_model(model_type, **own)
-    early, lazy = StaticContiguousCache.from_model(model, 32), StaticContiguousCache(model.config, 32)
+    early, lazy = (
+        StaticContiguousCache.from_model(model, 32),
+        StaticContiguousCache(model.config, 32),
+    )
     assert early.memory_bytes == cache_bytes(model.config, 32, dtype=torch.float32)
     ids = torch.arange(3, 16)[None]
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(ids, use_cache=False, **options).tolist()
     for cache in (early, lazy):
-        assert model.generate(ids, past_key_values=cache, use_cache=True, **options).tolist() == expected
+        assert (
+            model.generate(ids, past_key_values=cache, use_cache=True, **options).tolist()
+            == expected
+        )
     assert lazy.memory_bytes == early.memory_bytes
     assert [layer.shape for layer in early.layers] == [layer.shape for layer in lazy.layers]
 
@@ -237,8 +293,19 @@ def test_a_familys_bytes_are_foretold_and_its_tokens_are_those_without_a_cache(n
 
 
 def vision_language_model() -> PreTrainedModel:
-    text = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4, "head_dim": 16}
-    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 6, "num_attention_heads": 2}
+    text = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "head_dim": 16,
+    }
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 2,
+    }
     config = Gemma3Config(
         text_config={**text, "num_attention_heads": 4, "num_key_value_heads": 2},
         vision_config={**vision, "image_size": 32, "patch_size": 8},
@@ -272,7 +339,11 @@ def cut(model: PreTrainedModel, layers: slice) -> PreTrainedModel:
         (lambda: cut(gemma3n(), slice(3)), 4, [3]),
         (lambda: tiny_model("mpt"), 3, []),
         (lambda: tiny_model("bloom"), 3, []),
-        (lambda: AutoModelForCausalLM.from_config(CONFIG_MAPPING["longcat_flash"](**LONGCAT)), 4, []),
+        (
+            lambda: AutoModelForCausalLM.from_config(CONFIG_MAPPING["longcat_flash"](**LONGCAT)),
+            4,
+            [],
+        ),
     ],
     ids=[
         "llama",
@@ -318,7 +389,9 @@ def test_a_cut_model_is_refused_with_the_edit_that_mends_it(build, remedy):
         StaticContiguousCache.from_model(build(), 8)
 
 
-@pytest.mark.parametrize("build", [lambda: toy_model("llama", num_hidden_layers=4), vision_language_model])
+@pytest.mark.parametrize(
+    "build", [lambda: toy_model("llama", num_hidden_layers=4), vision_language_model]
+)
 def test_the_edit_for_a_cut_model_works(build):
     model = cut(build(), slice(2)).eval()
     text_config = model.config.get_text_config()
@@ -327,7 +400,11 @@ def test_the_edit_for_a_cut_model_works(build):
         text_config.layer_types = text_config.layer_types[:2]
     cache = StaticContiguousCache.from_model(model, 16)
     model.generate(
-        torch.tensor([[5, 6, 7]]), past_key_values=cache, max_new_tokens=4, eos_token_id=None, pad_token_id=0
+        torch.tensor([[5, 6, 7]]),
+        past_key_values=cache,
+        max_new_tokens=4,
+        eos_token_id=None,
+        pad_token_id=0,
     )
     assert cache.seq_len == 6
 
@@ -383,7 +460,9 @@ def test_bytes_that_cannot_be_told():
     config = toy_config("llama")
     with pytest.raises(ValueError, match="2 KV heads cannot be split over tp_size=4 ranks"):
         cache_bytes(config, 16, tp=4)
-    assert cache_bytes(config, 16, tp=4, tp_plan=plan_of("colwise_gather_output")) == cache_bytes(config, 16)
+    assert cache_bytes(config, 16, tp=4, tp_plan=plan_of("colwise_gather_output")) == cache_bytes(
+        config, 16
+    )
     with pytest.raises(ValueError, match="does not tell how tp=2 ranks share"):
         cache_bytes(config, 16, tp=2, tp_plan=plan_of("a style of its own"))
     with pytest.raises(ValueError, match="tp must be a positive int, got 0"):

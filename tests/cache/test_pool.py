@@ -34,7 +34,9 @@ def use(pool, asked, content=None, error=None):
     return cache, before
 
 
-@pytest.mark.parametrize(("length", "new", "capacity"), [(10, 20, 256), (200, 57, 256), (200, 58, 512), (600, 1, 1024)])
+@pytest.mark.parametrize(
+    ("length", "new", "capacity"), [(10, 20, 256), (200, 57, 256), (200, 58, 512), (600, 1, 1024)]
+)
 def test_a_capacity_is_a_power_of_two(model, length, new, capacity):
     with CachePool().cache_for(request(model, length, new_tokens=new)) as cache:
         assert cache.max_cache_len == capacity
@@ -91,7 +93,9 @@ def test_the_bound_holds_for_free_and_lent_caches(model):
         assert pool.num_bytes == 512 * token
         with pool.cache_for(request(model)) as small:  # 188 are left
             assert small.max_cache_len == 188
-        with pytest.raises(NotPooled, match=f"a prompt of 300 tokens in 1 rows takes {300 * token:,} bytes"):
+        with pytest.raises(
+            NotPooled, match=f"a prompt of 300 tokens in 1 rows takes {300 * token:,} bytes"
+        ):
             pool.cache_for(request(model, length=300)).__enter__()
     use(pool, request(model))
     assert pool.num_bytes <= 700 * token
@@ -129,14 +133,20 @@ def test_a_prefix_is_kept_for_the_same_content(model):
     longer = torch.cat([ids, ids], dim=1)
     assert use(pool, request(model, ids=longer), content="b")[1] == 0
     assert use(pool, request(model, ids=longer), content="a")[1] == 30
-    assert use(pool, request(model, ids=longer), content="a")[1] == 59  # one token is left to compute
+    assert (
+        use(pool, request(model, ids=longer), content="a")[1] == 59
+    )  # one token is left to compute
     assert use(pool, request(model, ids=longer))[1] == 0
     other = longer.clone()
     other[0, 40] += 1
     assert use(pool, request(model, ids=other), content="a")[1] == 40
     other[0, 5] += 1
-    assert use(pool, request(model, ids=other), content="a")[1] == 0  # most of the tokens on both sides differ
-    assert use(pool, request(model, ids=longer[:, :8]), content="a")[1] == 7  # most of the prompt is there
+    assert (
+        use(pool, request(model, ids=other), content="a")[1] == 0
+    )  # most of the tokens on both sides differ
+    assert (
+        use(pool, request(model, ids=longer[:, :8]), content="a")[1] == 7
+    )  # most of the prompt is there
     assert pool.reused_tokens == 30 + 59 + 40 + 7
 
 
@@ -173,7 +183,9 @@ class TestGrow:
         expected = model.generate(ids, max_new_tokens=50, do_sample=False, eos_token_id=None)
         cache = StaticContiguousCache(model.config, 8)
         cache.grows = True
-        got = model.generate(ids, past_key_values=cache, max_new_tokens=50, do_sample=False, eos_token_id=None)
+        got = model.generate(
+            ids, past_key_values=cache, max_new_tokens=50, do_sample=False, eos_token_id=None
+        )
         assert torch.equal(got, expected)
         assert cache.max_cache_len == 120  # 8, 30 for the prompt, 60, 120
 
@@ -184,7 +196,9 @@ def test_a_window_that_was_changed_makes_another_cache(monkeypatch):
     attach(model)  # without prefixes any free cache of the same kind is taken
     how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
     model.generate(PROMPT, **how)
-    model.config.sliding_window = 20  # wider than before: a view of the old cache would be too short
+    model.config.sliding_window = (
+        20  # wider than before: a view of the old cache would be too short
+    )
     for layer in model.model.layers:
         if layer.self_attn.sliding_window is not None:
             layer.self_attn.sliding_window = 20

@@ -1,4 +1,7 @@
-"""Prefixes in a folder: found by their tokens, shared by processes, bounded, and never a reason for a call to fail."""
+"""Prefixes in a folder:
+
+found by their tokens, shared by processes, bounded, and never a reason for a call to fail.
+"""
 
 import gc
 import logging
@@ -13,7 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_static_kv import CacheFile, PrefixStore, StaticContiguousCache, attach, attached, attachment, detach
+from hf_static_kv import (
+    CacheFile,
+    PrefixStore,
+    StaticContiguousCache,
+    attach,
+    attached,
+    attachment,
+    detach,
+)
 from hf_static_kv.cache.prefixes import _STALE_SECONDS
 from tests.conftest import COMMON, shared_toy_model, toy_model
 
@@ -23,11 +34,15 @@ QUESTION = torch.tensor([[9, 55, 9]])
 
 
 def ask(model, ids, **how):
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6, **how})
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6, **how}
+    )
 
 
 def reused(model, ids, folder, **settings):
-    """Tokens of a new attachment to the model, and how many tokens of the prompt it has not computed."""
+    """Tokens of a new attachment to the model, and how many tokens of the prompt it has not
+    computed.
+    """
     with attached(model, reuse_prefix=folder, **settings) as info:
         tokens = ask(model, ids)
     assert torch.equal(tokens, ask(model, ids))
@@ -56,8 +71,8 @@ def test_in_a_new_process(tmp_path):
     model = shared_toy_model("llama")
     save(model, tmp_path)
     code = (
-        "from tests.cache.test_prefixes import *\n"
-        f"print(reused(shared_toy_model('llama'), torch.cat([TEXT, QUESTION], dim=1), {str(tmp_path)!r}))"
+        "from tests.cache.test_prefixes import *\nprint(reused(shared_toy_model('llama'), "
+        f"torch.cat([TEXT, QUESTION], dim=1), {str(tmp_path)!r}))"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
@@ -162,7 +177,9 @@ def test_a_cache_of_fixed_capacity_takes_what_fits(tmp_path, small_spare, slidin
     assert torch.equal(cache.known_ids, TEXT[:, :64])
 
 
-def test_a_file_of_a_compact_cache_is_not_taken_by_a_capacity_below_its_least(tmp_path, small_spare, caplog):
+def test_a_file_of_a_compact_cache_is_not_taken_by_a_capacity_below_its_least(
+    tmp_path, small_spare, caplog
+):
     model = shared_toy_model("mistral")
     cache = StaticContiguousCache.from_model(model, 128, sliding="compact")
     ask(model, TEXT, past_key_values=cache)
@@ -195,7 +212,9 @@ def test_the_least_recently_used_goes_first(tmp_path):
     model = shared_toy_model("llama")
     texts = [torch.randint(3, 100, (1, 60)) for _ in range(4)]
     first = save(model, tmp_path, texts[0])
-    (tmp_path / "mine.safetensors").write_bytes(first.read_bytes())  # another name: not counted, not removed
+    (tmp_path / "mine.safetensors").write_bytes(
+        first.read_bytes()
+    )  # another name: not counted, not removed
     store = PrefixStore(tmp_path, max_bytes=int(2.5 * first.stat().st_size))
     paths = [first, save(model, store, texts[1])]
     os.utime(first, (1, 1))
@@ -215,7 +234,9 @@ def test_a_prefix_beyond_the_bound_is_refused_and_nothing_is_removed(tmp_path, i
         large.unlink()
     before = set(os.listdir(tmp_path))
     size = small.stat().st_size
-    with pytest.raises(ValueError, match=rf"A prefix of .* bytes is more than the {size:,} of max_bytes"):
+    with pytest.raises(
+        ValueError, match=rf"A prefix of .* bytes is more than the {size:,} of max_bytes"
+    ):
         save(model, PrefixStore(tmp_path, max_bytes=size))
     assert set(os.listdir(tmp_path)) == before
     assert save(model, PrefixStore(tmp_path, max_bytes=size), TEXT[:, :20]) == small
@@ -325,7 +346,9 @@ def unreadable(kind):
     return opened
 
 
-@pytest.mark.parametrize("kind", [PermissionError, OSError, TypeError, KeyError, MemoryError, RecursionError])
+@pytest.mark.parametrize(
+    "kind", [PermissionError, OSError, TypeError, KeyError, MemoryError, RecursionError]
+)
 def test_a_file_that_cannot_be_read(tmp_path, monkeypatch, caplog, kind):
     model = shared_toy_model("llama")
     save(model, tmp_path)
@@ -347,7 +370,9 @@ def check_that_one_is_skipped(model, folder, caplog):
 
 def lists_of_dtypes(path, good):
     content = good.read_bytes()
-    path.write_bytes(content.replace(rb"[\"float32\", \"float32\"]", rb"[[], [\"float32\"]]       "))
+    path.write_bytes(
+        content.replace(rb"[\"float32\", \"float32\"]", rb"[[], [\"float32\"]]       ")
+    )
     assert path.read_bytes() != content
 
 
@@ -358,7 +383,9 @@ def gigabytes_of_checksums(path, good):
     groups = [replace(header.groups[0], layers=[i]) for i in range(4000)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(header), "__post_init__", lambda self: None)
-        huge = replace(header, tokens=[[7] * 20_000], groups=groups, sliding_windows=[None] * len(groups))
+        huge = replace(
+            header, tokens=[[7] * 20_000], groups=groups, sliding_windows=[None] * len(groups)
+        )
     with open(path, "wb") as file:
         file.write(huge.encode(b""))
         file.truncate(file.tell() + huge.num_bytes)
@@ -500,7 +527,9 @@ def interrupted(model):
 
 LAST_CALLS = {
     "a padded batch": padded,
-    "embeddings": lambda model: model.generate(inputs_embeds=model.get_input_embeddings()(OTHER), **COMMON),
+    "embeddings": lambda model: model.generate(
+        inputs_embeds=model.get_input_embeddings()(OTHER), **COMMON
+    ),
     "beams": lambda model: ask(model, OTHER, num_beams=2),
     "a cache that the caller has": lambda model: ask(model, OTHER, return_dict_in_generate=True),
     "too long for the pool": lambda model: ask(model, OTHER.repeat(40, 10)),
@@ -531,7 +560,9 @@ def test_only_the_last_call_is_saved(tmp_path, kind):
     with attached(model, reuse_prefix=tmp_path, max_bytes=1 << 20) as info:
         ask(model, first)
         LAST_CALLS[kind](model)
-        with pytest.raises(ValueError, match=r"Nothing is kept of a last call: .* save\(input_ids\)"):
+        with pytest.raises(
+            ValueError, match=r"Nothing is kept of a last call: .* save\(input_ids\)"
+        ):
             info.save()
         assert os.listdir(tmp_path) == []
         info.save(first)  # of the call before

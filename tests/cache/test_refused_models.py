@@ -15,7 +15,10 @@ REFUSED = {
         # transformers 5.17 has no number of layers in this config.
         r"All \d+ layers of 'gemma4_unified_text' read the keys.*to that model|'gemma4_unified_assistant' does not say",
     ),
-    "openai-gpt": (lambda: CONFIG_MAPPING["openai-gpt"](), r"'openai-gpt' takes no cache.*`use_cache=False`"),
+    "openai-gpt": (
+        lambda: CONFIG_MAPPING["openai-gpt"](),
+        r"'openai-gpt' takes no cache.*`use_cache=False`",
+    ),
     "xlm": (lambda: CONFIG_MAPPING["xlm"](), r"'xlm' takes no cache"),
     "cpmant": (lambda: CONFIG_MAPPING["cpmant"](), r"'cpmant' prepends tokens of its own"),
     "prophetnet": (
@@ -24,14 +27,22 @@ REFUSED = {
     ),
     "bert": (lambda: CONFIG_MAPPING["bert"](), r"'bert' is an encoder.*is_decoder=True"),
     "roberta": (lambda: CONFIG_MAPPING["roberta"](), r"'roberta' is an encoder.*is_decoder=True"),
-    "minimax": (lambda: CONFIG_MAPPING["minimax"](), r"'minimax' takes a cache of its own kind only.*`generate` then"),
-    "mamba": (lambda: CONFIG_MAPPING["mamba"](), r"'mamba' has no layer with keys and values \(linear_attention\)"),
+    "minimax": (
+        lambda: CONFIG_MAPPING["minimax"](),
+        r"'minimax' takes a cache of its own kind only.*`generate` then",
+    ),
+    "mamba": (
+        lambda: CONFIG_MAPPING["mamba"](),
+        r"'mamba' has no layer with keys and values \(linear_attention\)",
+    ),
     "deepseek_v4": (
         lambda: CONFIG_MAPPING["deepseek_v4"](),
         r"'deepseek_v4' has layers of type compressed_sparse_attention, heavily_compressed_attention, whose state",
     ),
     "minimax_m3": (
-        lambda: CONFIG_MAPPING["minimax_m3_vl_text"](layer_types=["minimax_m3_sparse"] * 2, num_hidden_layers=2),
+        lambda: CONFIG_MAPPING["minimax_m3_vl_text"](
+            layer_types=["minimax_m3_sparse"] * 2, num_hidden_layers=2
+        ),
         r"'minimax_m3_vl_text' has layers of type minimax_m3_sparse, whose state is not",
     ),
     "glm5_next": (
@@ -46,7 +57,10 @@ REFUSED = {
         lambda: CONFIG_MAPPING["prophetnet"](),
         r"'prophetnet' computes other logits with a cache",
     ),
-    "blt": (lambda: CONFIG_MAPPING["blt"](), r"'blt' keeps the keys of its byte encoder and .* decoder in two caches"),
+    "blt": (
+        lambda: CONFIG_MAPPING["blt"](),
+        r"'blt' keeps the keys of its byte encoder and .* decoder in two caches",
+    ),
 }
 if "mistral_large4_text" in CONFIG_MAPPING:  # transformers 5.22
     REFUSED["mistral_large4"] = (
@@ -64,7 +78,10 @@ def test_what_cannot_be_served_is_refused_by_name(name):
 
 @pytest.mark.parametrize("act", [StaticContiguousCache, cache_bytes], ids=["cache", "cache_bytes"])
 def test_a_model_in_the_place_of_its_config_is_refused(act):
-    with pytest.raises(TypeError, match=r"LlamaForCausalLM is a model: .*`model.config`.*from_model\(model, max_cache"):
+    with pytest.raises(
+        TypeError,
+        match=r"LlamaForCausalLM is a model: .*`model.config`.*from_model\(model, max_cache",
+    ):
         act(toy_model("llama"), 8)
     with pytest.raises(TypeError, match="The config is of type str"):
         act("llama", 8)
@@ -73,11 +90,16 @@ def test_a_model_in_the_place_of_its_config_is_refused(act):
 # --- warnings
 
 
-@pytest.mark.parametrize(("model_type", "positions"), [("gptj", 2048), ("ctrl", 256), ("mpt", 2048), ("opt", 2048)])
+@pytest.mark.parametrize(
+    ("model_type", "positions"), [("gptj", 2048), ("ctrl", 256), ("mpt", 2048), ("opt", 2048)]
+)
 def test_room_behind_the_end_of_a_table_of_positions_is_refused(model_type, positions, caplog):
     config = CONFIG_MAPPING[model_type](use_cache=True)
     StaticContiguousCache(config, positions)
-    with pytest.raises(ValueError, match=rf"positions 0 to {positions - 1}, .*={positions + 1}\. .* <= {positions}\."):
+    with pytest.raises(
+        ValueError,
+        match=rf"positions 0 to {positions - 1}, .*={positions + 1}\. .* <= {positions}\.",
+    ):
         StaticContiguousCache(config, positions + 1)
     assert caplog.text == ""
 
@@ -104,12 +126,20 @@ ROPE = {"rope_theta": 10_000.0, "original_max_position_embeddings": 512}
         ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, **ROPE}}, 2048),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ROPE}}, 2048),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, **ROPE}}, 2048),
-        ({"max_position_embeddings": 2048, "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ROPE}}, 2048),
+        (
+            {
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ROPE},
+            },
+            2048,
+        ),
     ],
     ids=["default", "linear", "yarn", "dynamic", "yarn, said in both"],
 )
 def test_more_room_than_the_model_was_trained_for_is_said(own, longest, caplog):
-    config = CONFIG_MAPPING["llama"](**{"num_hidden_layers": 2, "max_position_embeddings": 512, **own})
+    config = CONFIG_MAPPING["llama"](
+        **{"num_hidden_layers": 2, "max_position_embeddings": 512, **own}
+    )
     StaticContiguousCache(config, longest)
     assert caplog.text == ""
     StaticContiguousCache(config, longest + 1)

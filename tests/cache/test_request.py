@@ -10,7 +10,9 @@ from hf_static_kv.cache.request import _CHUNKS_CONTINUE, running_request
 from hf_static_kv.testing import load_model
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
 
-BOTH = pytest.mark.parametrize("loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
+BOTH = pytest.mark.parametrize(
+    "loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"]
+)
 ASKED = {**COMMON, "max_new_tokens": 5}
 WHOLE = torch.cat([PROMPT, PROMPT + 1], dim=1)  # other tokens after the prompt
 
@@ -21,7 +23,9 @@ def model():
 
 
 def generate(model, cache, ids=PROMPT, **kwargs):
-    return model.generate(ids, **{**ASKED, "attention_mask": torch.ones_like(ids), **kwargs}, past_key_values=cache)
+    return model.generate(
+        ids, **{**ASKED, "attention_mask": torch.ones_like(ids), **kwargs}, past_key_values=cache
+    )
 
 
 def test_outside_of_generate_there_is_no_request():
@@ -37,7 +41,9 @@ class TestUseCache:
             model.generation_config.use_cache = False
         else:
             call = {"use_cache": False}
-        with pytest.raises(ValueError, match=r"use_cache=False, and a cache is passed.*Pass use_cache=True"):
+        with pytest.raises(
+            ValueError, match=r"use_cache=False, and a cache is passed.*Pass use_cache=True"
+        ):
             generate(model, cache, **call, **loop)
         assert cache.seq_len == 0
 
@@ -56,7 +62,10 @@ class TestOtherTexts:
         cache = StaticContiguousCache(model.config, 64)
         first = generate(model, cache, **loop)
         assert cache.seq_len == 17
-        with pytest.raises(ValueError, match=r"A prompt of 13 has no new tokens: the cache already holds 17. Call res"):
+        with pytest.raises(
+            ValueError,
+            match=r"A prompt of 13 has no new tokens: the cache already holds 17. Call res",
+        ):
             generate(model, cache, **loop)
         assert cache.seq_len == 17
         cache.reset()
@@ -68,7 +77,9 @@ class TestOtherTexts:
         generate(model, cache, **loop)
         other = WHOLE.clone()
         other[0, 4] += 1
-        with pytest.raises(ValueError, match=r"token 4 of row 0 is \d+, and the cache holds \d+ there. Call reset"):
+        with pytest.raises(
+            ValueError, match=r"token 4 of row 0 is \d+, and the cache holds \d+ there. Call reset"
+        ):
             generate(model, cache, other, **loop)
         assert cache.seq_len == 17
 
@@ -89,7 +100,9 @@ class TestOtherTexts:
         generate(model, cache, **loop)
         cache.crop(-10)
         other = torch.cat([PROMPT[:, :7], WHOLE[:, 13:]], dim=1)
-        assert torch.equal(generate(model, cache, other, **loop), model.generate(other, **ASKED, use_cache=False))
+        assert torch.equal(
+            generate(model, cache, other, **loop), model.generate(other, **ASKED, use_cache=False)
+        )
 
     def test_what_other_passes_wrote_is_not_known_and_not_refused(self, model):
         cache = StaticContiguousCache(model.config, 64)
@@ -104,7 +117,9 @@ class TestOtherTexts:
         out = generate(model, cache, both)
         cache.batch_select_indices(torch.tensor([1]))
         longer = torch.cat([out[1:], PROMPT], dim=1)
-        assert torch.equal(generate(model, cache, longer), model.generate(longer, **ASKED, use_cache=False))
+        assert torch.equal(
+            generate(model, cache, longer), model.generate(longer, **ASKED, use_cache=False)
+        )
 
     @BOTH
     @pytest.mark.parametrize("is_empty", [False, True])
@@ -116,19 +131,28 @@ class TestOtherTexts:
             cache.reset()
         held = cache.seq_len
         with pytest.raises(
-            ValueError, match=rf"covers 18 tokens before the 13 that are passed, and the cache holds {held}"
+            ValueError,
+            match=rf"covers 18 tokens before the 13 that are passed, and the cache holds {held}",
         ):
             generate(model, cache, PROMPT, attention_mask=torch.ones_like(whole), **loop)
         if not is_empty:
             expected = model.generate(whole, **ASKED, use_cache=False)
-            got = generate(model, cache, whole[:, 17:], attention_mask=torch.ones_like(whole), **loop)
+            got = generate(
+                model, cache, whole[:, 17:], attention_mask=torch.ones_like(whole), **loop
+            )
             assert torch.equal(got, expected[:, 17:])
 
     def test_new_tokens_alone_are_remembered_too(self, model):
         cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
         first = generate(model, cache, custom_generate=decoder)
         whole = torch.cat([first, PROMPT], dim=1)
-        second = generate(model, cache, whole[:, 17:], attention_mask=torch.ones_like(whole), custom_generate=decoder)
+        second = generate(
+            model,
+            cache,
+            whole[:, 17:],
+            attention_mask=torch.ones_like(whole),
+            custom_generate=decoder,
+        )
         third = torch.cat([whole[:, :17], second, PROMPT], dim=1)
         third[0, 20] += 1
         with pytest.raises(ValueError, match="token 20 of row 0"):
@@ -148,7 +172,9 @@ class TestOtherTexts:
             with pytest.raises(ValueError, match=f"token {position} of row 0"):
                 generate(model, cache, other, custom_generate=decoder)
 
-    @pytest.mark.parametrize("way", ["a call that never ran", "layers that were cropped", "layers that were emptied"])
+    @pytest.mark.parametrize(
+        "way", ["a call that never ran", "layers that were cropped", "layers that were emptied"]
+    )
     def test_tokens_that_were_never_written_are_not_known(self, model, way):
         cache = StaticContiguousCache.from_model(model, 64)
         if way == "a call that never ran":
@@ -163,14 +189,22 @@ class TestOtherTexts:
                     layer.keys = layer.values = None
         with torch.no_grad():
             model(PROMPT, past_key_values=cache)
-        assert torch.equal(generate(model, cache, WHOLE), model.generate(WHOLE, **ASKED, use_cache=False))
+        assert torch.equal(
+            generate(model, cache, WHOLE), model.generate(WHOLE, **ASKED, use_cache=False)
+        )
 
     def test_ids_beside_vectors_are_no_text(self, model):
         cache = StaticContiguousCache(model.config, 64)
         whole = torch.cat([generate(model, cache), PROMPT], dim=1)
-        how = {**ASKED, "inputs_embeds": model.get_input_embeddings()(whole), "attention_mask": torch.ones_like(whole)}
+        how = {
+            **ASKED,
+            "inputs_embeds": model.get_input_embeddings()(whole),
+            "attention_mask": torch.ones_like(whole),
+        }
         got = model.generate(PROMPT, **how, past_key_values=cache)
-        assert torch.equal(got, model.generate(PROMPT, **how, past_key_values=DynamicCache(config=model.config)))
+        assert torch.equal(
+            got, model.generate(PROMPT, **how, past_key_values=DynamicCache(config=model.config))
+        )
 
     def test_a_text_that_was_assigned_is_not_known(self, model):
         first, second = (StaticContiguousCache.from_model(model, 64) for _ in range(2))
@@ -179,7 +213,9 @@ class TestOtherTexts:
         for ours, theirs in zip(first.layers, second.layers, strict=True):
             ours.keys, ours.values = theirs.keys.clone(), theirs.values.clone()
         longer = torch.cat([model.generate(PROMPT, **ASKED, use_cache=False), PROMPT], dim=1)
-        assert torch.equal(generate(model, first, longer), model.generate(longer, **ASKED, use_cache=False))
+        assert torch.equal(
+            generate(model, first, longer), model.generate(longer, **ASKED, use_cache=False)
+        )
 
     def test_padding_may_hold_anything(self, model):
         mask = torch.ones_like(PROMPT)
@@ -193,9 +229,14 @@ class TestOtherTexts:
         assert torch.equal(generate(model, cache, longer, attention_mask=mask), expected)
 
     def test_vectors_that_bring_nothing_new(self, model):
-        cache, embeds = StaticContiguousCache(model.config, 64), model.get_input_embeddings()(PROMPT)
+        cache, embeds = (
+            StaticContiguousCache(model.config, 64),
+            model.get_input_embeddings()(PROMPT),
+        )
         model.generate(inputs_embeds=embeds, **ASKED, past_key_values=cache)
-        with pytest.raises(ValueError, match="A prompt of 13 has no new tokens: the cache already holds 17"):
+        with pytest.raises(
+            ValueError, match="A prompt of 13 has no new tokens: the cache already holds 17"
+        ):
             model.generate(inputs_embeds=embeds, **ASKED, past_key_values=cache)
 
     def test_a_pipeline_with_two_texts_and_one_cache(self):
@@ -203,7 +244,11 @@ class TestOtherTexts:
         cache = StaticContiguousCache(model.config, 128)
         pipe = pipeline("text-generation", model=model, tokenizer=tokenizer)
         with pytest.raises(ValueError, match=r"Call reset\(\) before another sequence"):
-            pipe(["To be, or not", "Now is the winter of our discontent"], past_key_values=cache, max_new_tokens=8)
+            pipe(
+                ["To be, or not", "Now is the winter of our discontent"],
+                past_key_values=cache,
+                max_new_tokens=8,
+            )
 
     @BOTH
     def test_chunks_go_on_where_transformers_lets_them(self, model, loop):
@@ -211,15 +256,21 @@ class TestOtherTexts:
         longer = torch.cat([generate(model, cache, **loop), PROMPT], dim=1)
         if _CHUNKS_CONTINUE:
             expected = model.generate(longer, **ASKED, use_cache=False)
-            assert torch.equal(generate(model, cache, longer, prefill_chunk_size=4, **loop), expected)
+            assert torch.equal(
+                generate(model, cache, longer, prefill_chunk_size=4, **loop), expected
+            )
         else:
-            with pytest.raises(ValueError, match="starts at position 0, and the cache already holds 17 tokens"):
+            with pytest.raises(
+                ValueError, match="starts at position 0, and the cache already holds 17 tokens"
+            ):
                 generate(model, cache, longer, prefill_chunk_size=4, **loop)
 
     def test_prompt_lookup_wants_an_empty_cache(self, model):
         cache = StaticContiguousCache(model.config, 64)
         generate(model, cache)
-        with pytest.raises(ValueError, match=r"compute the whole prompt, and the cache already holds 17 tokens"):
+        with pytest.raises(
+            ValueError, match=r"compute the whole prompt, and the cache already holds 17 tokens"
+        ):
             generate(model, cache, WHOLE, prompt_lookup_num_tokens=3)
 
 
@@ -227,7 +278,10 @@ class TestLengths:
     @BOTH
     def test_what_cannot_fit_is_refused_before_any_token(self, model, loop):
         cache = StaticContiguousCache(model.config, 16)
-        with pytest.raises(ValueError, match=r"13 and 5 new tokens take 17 positions.*has 16.*>= 17.* at most 4 new"):
+        with pytest.raises(
+            ValueError,
+            match=r"13 and 5 new tokens take 17 positions.*has 16.*>= 17.* at most 4 new",
+        ):
             generate(model, cache, **loop)
         assert cache.seq_len == 0
         assert cache.memory_bytes == 0
@@ -237,14 +291,23 @@ class TestLengths:
 
     @pytest.mark.parametrize("seed", range(6))
     def test_prompt_lookup_fits_into_what_the_error_asks_for(self, model, seed):
-        """It proposes past the end: prompt + max_new_tokens + prompt_lookup_num_tokens - 2 positions."""
+        """It proposes past the end:
+
+        prompt + max_new_tokens + prompt_lookup_num_tokens - 2 positions.
+        """
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(3, 9, (1, 12), generator=generator)  # few kinds of tokens, so that there is much to find
+        ids = torch.randint(
+            3, 9, (1, 12), generator=generator
+        )  # few kinds of tokens, so that there is much to find
         asked = {"prompt_lookup_num_tokens": 6, "max_new_tokens": 10}
-        with pytest.raises(ValueError, match=r"take 26 positions.*may write 5 beyond its end.*>= 26"):
+        with pytest.raises(
+            ValueError, match=r"take 26 positions.*may write 5 beyond its end.*>= 26"
+        ):
             generate(model, StaticContiguousCache(model.config, 22), ids, **asked)
         got = generate(model, StaticContiguousCache(model.config, 26), ids, **asked)
-        assert torch.equal(got, model.generate(ids, **{**ASKED, "max_new_tokens": 10}, use_cache=False))
+        assert torch.equal(
+            got, model.generate(ids, **{**ASKED, "max_new_tokens": 10}, use_cache=False)
+        )
 
     @BOTH
     def test_a_long_default_that_ends_early_runs(self, model, loop):
@@ -264,20 +327,28 @@ class TestLengths:
     def test_a_limit_that_the_caller_did_not_give_is_not_checked(self, model, loop):
         eos = int(model.generate(PROMPT, **ASKED, use_cache=False)[0, -2])
         how = {"eos_token_id": eos, "pad_token_id": 0, "do_sample": False, **loop}
-        expected = model.generate(PROMPT, **{**ASKED, "eos_token_id": eos, "max_new_tokens": 20}, use_cache=False)
+        expected = model.generate(
+            PROMPT, **{**ASKED, "eos_token_id": eos, "max_new_tokens": 20}, use_cache=False
+        )
         for config in (GenerationConfig(max_length=500), GenerationConfig()):
             model.generation_config = config
             cache = StaticContiguousCache(model.config, 24)
-            assert torch.equal(model.generate(PROMPT, max_new_tokens=None, **how, past_key_values=cache), expected)
+            assert torch.equal(
+                model.generate(PROMPT, max_new_tokens=None, **how, past_key_values=cache), expected
+            )
 
     def test_a_length_of_ones_own_criterion_counts(self, model):
         how = {"max_new_tokens": 100, "stopping_criteria": [MaxLengthCriteria(20)]}
         got = generate(model, StaticContiguousCache(model.config, 24), **how)
-        assert torch.equal(got, model.generate(PROMPT, **{**ASKED, "max_new_tokens": 7}, use_cache=False))
+        assert torch.equal(
+            got, model.generate(PROMPT, **{**ASKED, "max_new_tokens": 7}, use_cache=False)
+        )
 
     def test_vectors_in_chunks_are_refused_with_the_reason(self, model):
         embeds = model.get_input_embeddings()(PROMPT)
-        with pytest.raises(ValueError, match="the prompt is inputs_embeds: omit prefill_chunk_size"):
+        with pytest.raises(
+            ValueError, match="the prompt is inputs_embeds: omit prefill_chunk_size"
+        ):
             model.generate(
                 inputs_embeds=embeds,
                 **ASKED,
@@ -291,7 +362,11 @@ class TestLengths:
         cache = StaticContiguousCache(model.config, 24)
         with pytest.raises(ValueError, match="The cache is full: it holds 24 of at most 24 tokens"):
             model.generate(
-                PROMPT, attention_mask=torch.ones_like(PROMPT), do_sample=False, **loop, past_key_values=cache
+                PROMPT,
+                attention_mask=torch.ones_like(PROMPT),
+                do_sample=False,
+                **loop,
+                past_key_values=cache,
             )
         assert cache.seq_len == 24
 
@@ -299,13 +374,19 @@ class TestLengths:
         model.generation_config = GenerationConfig(max_length=500, pad_token_id=0)
         cache = StaticContiguousCache(model.config, 24)
         expected = model.generate(PROMPT, **{**ASKED, "max_new_tokens": 12}, use_cache=False)
-        how = {"attention_mask": torch.ones_like(PROMPT), "do_sample": False, "custom_generate": GraphDecoder()}
+        how = {
+            "attention_mask": torch.ones_like(PROMPT),
+            "do_sample": False,
+            "custom_generate": GraphDecoder(),
+        }
         with pytest.raises(ValueError, match="The cache is full"):
             model.generate(PROMPT, **how, past_key_values=cache)
         cache.crop(-4)
         others = expected[:, :21].clone()
         others[0, 15] = 127 - others[0, 15]
-        with pytest.raises(ValueError, match="does not continue the cached sequence: token 15 of row 0"):
+        with pytest.raises(
+            ValueError, match="does not continue the cached sequence: token 15 of row 0"
+        ):
             model.generate(others, max_new_tokens=2, past_key_values=cache)
 
 
@@ -317,7 +398,9 @@ class TestWhatGenerateKeepsFromALoop:
         assert stream.ended
 
     def test_an_assistant_is_refused(self, model):
-        with pytest.raises(ValueError, match=r"this is assisted_generation. Leave `custom_generate` out"):
+        with pytest.raises(
+            ValueError, match=r"this is assisted_generation. Leave `custom_generate` out"
+        ):
             generate(
                 model,
                 StaticContiguousCache(model.config, 40),
@@ -333,12 +416,19 @@ class TestWhatGenerateKeepsFromALoop:
             return ids
 
         monkeypatch.setattr(type(model), "_sample", sample)
-        generate(model, StaticContiguousCache(model.config, 40), synced_gpus=True, custom_generate=decoder)
+        generate(
+            model,
+            StaticContiguousCache(model.config, 40),
+            synced_gpus=True,
+            custom_generate=decoder,
+        )
         assert seen == [True]
         assert decoder.fallback_reason == "synced_gpus is asked for"
 
     def test_the_class_in_the_place_of_the_object(self, model):
-        with pytest.raises(TypeError, match=r"takes an object and not a class: pass GraphDecoder\(\)"):
+        with pytest.raises(
+            TypeError, match=r"takes an object and not a class: pass GraphDecoder\(\)"
+        ):
             generate(model, StaticContiguousCache(model.config, 40), custom_generate=GraphDecoder)
 
     def test_a_subclass_of_the_length_criterion_has_a_will_of_its_own(self, model):
@@ -349,7 +439,9 @@ class TestWhatGenerateKeepsFromALoop:
         asked = {"stopping_criteria": [Twice(max_length=99)], "max_new_tokens": 12}
         expected = model.generate(PROMPT, **{**ASKED, **asked}, use_cache=False)
         assert expected.shape[1] == 16
-        got = generate(model, StaticContiguousCache(model.config, 40), custom_generate=GraphDecoder(), **asked)
+        got = generate(
+            model, StaticContiguousCache(model.config, 40), custom_generate=GraphDecoder(), **asked
+        )
         assert torch.equal(got, expected)
 
 
@@ -378,12 +470,16 @@ class TestAModelThatUsesAnotherCache:
         model = toy_model("llama", num_hidden_layers=4)
         cache = StaticContiguousCache(model.config, 40)
         model.model.layers = model.model.layers[:2]
-        with pytest.raises(ValueError, match=r"has 2 layers and its config says 4.*without layer 2, 3"):
+        with pytest.raises(
+            ValueError, match=r"has 2 layers and its config says 4.*without layer 2, 3"
+        ):
             generate(model, cache, custom_generate=GraphDecoder())
 
     @BOTH
     def test_gradient_checkpointing_while_training_is_refused(self, model, loop):
         model.gradient_checkpointing_enable()
         model.train()
-        with pytest.raises(ValueError, match=r"gradient checkpointing writes to no cache. Call model.eval\(\)"):
+        with pytest.raises(
+            ValueError, match=r"gradient checkpointing writes to no cache. Call model.eval\(\)"
+        ):
             generate(model, StaticContiguousCache(model.config, 40), **loop)

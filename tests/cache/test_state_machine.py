@@ -1,7 +1,8 @@
-"""Random sequences of every operation against a naive cache: one Python list of tokens for each layer.
+"""Random sequences of every operation against a naive cache: one Python list of tokens for each
+layer.
 
-Compact layers run against the same lists, with a longer capacity. There `seen` counts how far a layer has ever been, as
-positions that were dropped do not come back.
+Compact layers run against the same lists, with a longer capacity. There `seen` counts how far a
+layer has ever been, as positions that were dropped do not come back.
 """
 
 import pickle
@@ -23,7 +24,9 @@ SPARE = 1  # of compact layers: they have 6 and 10 slots
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`self.text[layer]` lists the tokens of a layer, each a pair of key and value [batch, heads, dim]."""
+    """`self.text[layer]` lists the tokens of a layer, each a pair of key and value [batch, heads,
+    dim].
+    """
 
     SLIDING, ROOM, MAX_STEP = "full", 9, 4
 
@@ -43,7 +46,9 @@ class CacheMachine(RuleBasedStateMachine):
         self.serial = 0
 
     def addresses(self):
-        return [(group.keys.data_ptr(), group.values.data_ptr()) for group in self.cache.storage_groups]
+        return [
+            (group.keys.data_ptr(), group.values.data_ptr()) for group in self.cache.storage_groups
+        ]
 
     def new_states(self, tokens):
         """Numbers that were never used before, so that no two tokens are alike."""
@@ -53,7 +58,9 @@ class CacheMachine(RuleBasedStateMachine):
         return keys, -keys
 
     def write(self, layer_idx, tokens):
-        """Write one layer, check the views against the naive text and return that text as it will be."""
+        """Write one layer, check the views against the naive text and return that text as it will
+        be.
+        """
         keys, values = self.new_states(tokens)
         past = self.text[layer_idx]
         grown = past + [(keys[:, :, i], values[:, :, i]) for i in range(tokens)]
@@ -74,9 +81,16 @@ class CacheMachine(RuleBasedStateMachine):
         if self.empty():
             self.batch = batch
 
-    @rule(data=st.data(), batch=st.integers(1, ROWS), layers=st.integers(1, LAYERS), finish=st.booleans())
+    @rule(
+        data=st.data(),
+        batch=st.integers(1, ROWS),
+        layers=st.integers(1, LAYERS),
+        finish=st.booleans(),
+    )
     def step(self, data, batch, layers, finish):
-        """A forward pass that reaches `layers` layers; if not all, it failed there or is finished by `advance`."""
+        """A forward pass that reaches `layers` layers; if not all, it failed there or is finished
+        by `advance`.
+        """
         tokens = data.draw(st.integers(1, self.MAX_STEP))
         if not self.has_room(tokens):
             return
@@ -133,7 +147,9 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.text[0])
     @rule(data=st.data())
     def select(self, data):
-        indices = torch.tensor(data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=ROWS)))
+        indices = torch.tensor(
+            data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=ROWS))
+        )
         self.cache.batch_select_indices(indices)
         self.take(indices)
 
@@ -164,7 +180,11 @@ class CacheMachine(RuleBasedStateMachine):
 class CompactMachine(CacheMachine):
     SLIDING, ROOM, MAX_STEP = "compact", 40, 14
 
-    @precondition(lambda self: self.text[0] and len({len(text) for text in self.text}) == 1 and self.has_room(1))
+    @precondition(
+        lambda self: (
+            self.text[0] and len({len(text) for text in self.text}) == 1 and self.has_room(1)
+        )
+    )
     @rule()
     def replay(self):
         """A captured step: room is made between the steps, and the device writes to slots."""
@@ -198,7 +218,11 @@ class CompactMachine(CacheMachine):
 
     def can_crop(self, layer, count):
         window = layer.sliding_window
-        return window is None or layer.oldest <= max(0, layer.length - count - window + 1) or count == layer.length
+        return (
+            window is None
+            or layer.oldest <= max(0, layer.length - count - window + 1)
+            or count == layer.length
+        )
 
     def kept(self, layer, text):
         return text[layer.oldest :]
@@ -207,7 +231,10 @@ class CompactMachine(CacheMachine):
     def keeps_enough(self):
         if not hasattr(self, "cache"):
             return
-        self.seen = [max(seen, len(text)) if text else 0 for seen, text in zip(self.seen, self.text, strict=True)]
+        self.seen = [
+            max(seen, len(text)) if text else 0
+            for seen, text in zip(self.seen, self.text, strict=True)
+        ]
         for layer, seen, window in zip(self.cache.layers, self.seen, WINDOWS, strict=True):
             assert layer.num_slots == (self.ROOM if window is None else 2 * (window + SPARE))
             assert layer.oldest <= (0 if window is None else max(0, layer.length - window + 1))

@@ -49,7 +49,9 @@ def test_a_second_thread_is_refused_and_the_first_goes_on(module, at_call):
     assert "one for each thread" in str(error)
 
 
-@pytest.mark.parametrize("loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"])
+@pytest.mark.parametrize(
+    "loop", [{}, {"custom_generate": GraphDecoder()}], ids=["plain", "decoder"]
+)
 def test_a_turn_may_begin_as_soon_as_the_stream_of_the_last_one_has_ended(loop):
     """The thread of a streamed call is still inside of `generate` for a moment."""
     model, ended = toy_model("llama"), threading.Event()
@@ -63,7 +65,9 @@ def test_a_turn_may_begin_as_soon_as_the_stream_of_the_last_one_has_ended(loop):
             ended.set()
             time.sleep(0.1)
 
-    first = threading.Thread(target=lambda: generate(model, PROMPT, cache, streamer=Stream(), **loop))
+    first = threading.Thread(
+        target=lambda: generate(model, PROMPT, cache, streamer=Stream(), **loop)
+    )
     first.start()
     assert ended.wait(60)
     cache.reset()
@@ -85,7 +89,9 @@ def test_a_method_that_waits_for_the_thread_of_a_call_is_no_second_user():
 
 
 def test_threads_without_a_model_do_not_share_a_step():
-    cache = StaticContiguousCache.allocate(3, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu")
+    cache = StaticContiguousCache.allocate(
+        3, 2, 4, 8, batch_size=2, dtype=torch.float32, device="cpu"
+    )
     update(layer_idx=0)(cache)
     error = in_thread(lambda: update(layer_idx=1)(cache))
     assert isinstance(error, RuntimeError)

@@ -1,4 +1,6 @@
-"""A program runs without `attach` and with it; the tokens must agree, and the cache must have been ours."""
+"""A program runs without `attach` and with it; the tokens must agree, and the cache must have been
+ours.
+"""
 
 from functools import cache
 
@@ -9,7 +11,10 @@ from hf_static_kv import attach, attaching, attachment, detach
 from hf_static_kv.testing import MINIATURES, load_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-QUESTION, ANSWER = "ROMEO: What lady is that?", "JULIET: Good pilgrim, you do wrong your hand too much."
+QUESTION, ANSWER = (
+    "ROMEO: What lady is that?",
+    "JULIET: Good pilgrim, you do wrong your hand too much.",
+)
 CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -35,7 +40,9 @@ def miniature(request):
 
 
 def same_with_attach(model, program, **settings):
-    """What `program()` returns is the same without and with `attach`; returns it and the attachment."""
+    """What `program()` returns is the same without and with `attach`; returns it and the
+    attachment.
+    """
     torch.manual_seed(0)
     expected = program()
     attach(model, **settings)

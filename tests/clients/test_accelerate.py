@@ -16,22 +16,39 @@ pytestmark = pytest.mark.clients
 def answers(model, tokenizer):
     """The tokens of a prompt, of a padded batch, and of the prompt again."""
     tokenizer.padding_side = "left"
-    prompts = [tokenizer(text, return_tensors="pt", padding=True) for text in (QUESTION, [QUESTION, ANSWER], QUESTION)]
-    return [model.generate(**ids.to(model.device), max_new_tokens=8, do_sample=False).tolist() for ids in prompts]
+    prompts = [
+        tokenizer(text, return_tensors="pt", padding=True)
+        for text in (QUESTION, [QUESTION, ANSWER], QUESTION)
+    ]
+    return [
+        model.generate(**ids.to(model.device), max_new_tokens=8, do_sample=False).tolist()
+        for ids in prompts
+    ]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
 def test_device_map_auto(name):
     _, tokenizer = load_model(name)
-    model = AutoModelForCausalLM.from_pretrained(find_source(name).location, device_map="auto", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        find_source(name).location, device_map="auto", dtype=torch.float32
+    )
     _, info = same_with_attach(model, lambda: answers(model, tokenizer))
     assert (info.calls, info.hits) == (3, 1)
 
 
 def layer_map(model, first, last):
     """Every part of the model on `first`, the second half of its layers on `last`."""
-    layers = {f"model.layers.{number}": first if number < 3 else last for number in range(len(model.model.layers))}
-    return {"model.embed_tokens": first, "model.norm": first, "model.rotary_emb": first, "lm_head": first, **layers}
+    layers = {
+        f"model.layers.{number}": first if number < 3 else last
+        for number in range(len(model.model.layers))
+    }
+    return {
+        "model.embed_tokens": first,
+        "model.norm": first,
+        "model.rotary_emb": first,
+        "lm_head": first,
+        **layers,
+    }
 
 
 PLACES = {
@@ -42,7 +59,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("is_attached_first", [False, True], ids=["dispatched, attached", "attached, dispatched"])
+@pytest.mark.parametrize(
+    "is_attached_first", [False, True], ids=["dispatched, attached", "attached, dispatched"]
+)
 def test_dispatch_model(place, is_attached_first, tmp_path):
     model, tokenizer = load_model("llama")
     expected = answers(model, tokenizer)
@@ -50,7 +69,9 @@ def test_dispatch_model(place, is_attached_first, tmp_path):
         attach(model)
         answers(model, tokenizer)  # its caches are in the pool before the model is moved
     before = attachment(model).calls if is_attached_first else 0
-    model = dispatch_model(model, PLACES[place](model), main_device="cpu", offload_dir=tmp_path, force_hooks=True)
+    model = dispatch_model(
+        model, PLACES[place](model), main_device="cpu", offload_dir=tmp_path, force_hooks=True
+    )
     if not is_attached_first:
         assert answers(model, tokenizer) == expected
         attach(model)

@@ -14,11 +14,18 @@ NEW_TOKENS = 8
 
 
 def with_adapters(name="llama", **settings):
-    """A miniature with two adapters of large random weights, so that each state of it has other tokens."""
+    """A miniature with two adapters of large random weights, so that each state of it has other
+    tokens.
+    """
     model, tokenizer = load_model(name, device=DEVICE)
     targets = ["q_proj", "k_proj", "v_proj"]
     config = peft.LoraConfig(
-        r=4, lora_alpha=32, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM", **settings
+        r=4,
+        lora_alpha=32,
+        target_modules=targets,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **settings,
     )
     torch.manual_seed(1)
     wrapper = peft.get_peft_model(model, config, "first")
@@ -27,7 +34,9 @@ def with_adapters(name="llama", **settings):
 
 
 def answer(model, tokenizer, text=QUESTION, **how):
-    inputs = tokenizer(text, return_tensors="pt", padding=True, padding_side="left").to(model.device)
+    inputs = tokenizer(text, return_tensors="pt", padding=True, padding_side="left").to(
+        model.device
+    )
     return model.generate(**inputs, max_new_tokens=NEW_TOKENS, do_sample=False, **how).tolist()
 
 
@@ -47,7 +56,9 @@ def disabled(model, ask):
 
 
 def merged(model, ask):
-    """Merging leaves the tokens as they are, but for rounding; the adapter that is merged is another one here."""
+    """Merging leaves the tokens as they are, but for rounding; the adapter that is merged is
+    another one here.
+    """
     found = [ask()]
     model.base_model.merge_adapter(["second"])
     found.append(ask())
@@ -57,7 +68,9 @@ def merged(model, ask):
 
 def scaled(model, ask):
     found = [ask()]
-    layers = [module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)
+    ]
     [layer.scale_layer(-2.0) for layer in layers]
     found.append(ask())
     [layer.unscale_layer() for layer in layers]
@@ -129,9 +142,13 @@ def test_an_adapter_for_each_row(reuse_prefix):
     """`adapter_names` is in hooks during the call: nothing else of the model tells it."""
     (plain, tokenizer), (model, _) = with_adapters(), with_adapters()
     choices = [["first", "second"], ["second", "__base__"], ["first", "second"]]
-    expected = [answer(plain, tokenizer, [QUESTION, QUESTION], adapter_names=names) for names in choices]
+    expected = [
+        answer(plain, tokenizer, [QUESTION, QUESTION], adapter_names=names) for names in choices
+    ]
     info = attach(model, reuse_prefix=reuse_prefix)
-    assert [answer(model, tokenizer, [QUESTION, QUESTION], adapter_names=names) for names in choices] == expected
+    assert [
+        answer(model, tokenizer, [QUESTION, QUESTION], adapter_names=names) for names in choices
+    ] == expected
     assert expected[0] != expected[1]
     assert (info.calls, info.hits, info.reused_tokens) == (3, 2, 0)
 
@@ -161,13 +178,13 @@ def test_an_adapter_of_stacked_experts_inside_exact():
     """Refused by the name of its module while it is in use; merged or disabled it is served."""
     model, ids = toy_model("qwen3_moe", "eager"), torch.arange(5, 25).view(1, 20)
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=parameters, init_lora_weights=False)
+    config = peft.LoraConfig(
+        r=4, target_modules=[], target_parameters=parameters, init_lora_weights=False
+    )
     with torch.no_grad(), exact(model):
         base = model(ids, use_cache=False).logits
     wrapper = peft.get_peft_model(model, config).eval()
-    remedy = (
-        r"^model\.layers\.0\.mlp\.experts has a LoRA adapter of its parameter (down|gate_up)_proj.* Merge the adapter"
-    )
+    remedy = r"^model\.layers\.0\.mlp\.experts has a LoRA adapter of its parameter (down|gate_up)_proj.* Merge the adapter"
     with torch.no_grad(), exact(wrapper):
         with pytest.raises(ValueError, match=remedy):
             wrapper(input_ids=ids, use_cache=False)

@@ -6,10 +6,18 @@ import transformers
 from tests.clients.conftest import ANSWER, CHAT_TEMPLATE, QUESTION, same_with_attach
 
 pytestmark = pytest.mark.clients
-ONE_MODEL = pytest.mark.parametrize("miniature", ["gemma3"], indirect=True)  # the one with sliding windows
+ONE_MODEL = pytest.mark.parametrize(
+    "miniature", ["gemma3"], indirect=True
+)  # the one with sliding windows
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 SAMPLED = {"do_sample": True, "top_p": 0.9, "temperature": 1.1, "max_new_tokens": 12}
-TEXTS = [QUESTION, "Enter the NURSE and", ANSWER, "KING: My", "First Citizen: Before we proceed any further, hear me"]
+TEXTS = [
+    QUESTION,
+    "Enter the NURSE and",
+    ANSWER,
+    "KING: My",
+    "First Citizen: Before we proceed any further, hear me",
+]
 CHAT = [
     {"role": "system", "content": "You speak in verse."},
     {"role": "user", "content": QUESTION},
@@ -40,7 +48,9 @@ def test_chat_messages(pipe):
 @ONE_MODEL
 @pytest.mark.parametrize("batch_size", [1, 2, 5])
 def test_a_batch(pipe, batch_size):
-    answers, info = same_with_attach(pipe.model, lambda: pipe(TEXTS, batch_size=batch_size, **GREEDY))
+    answers, info = same_with_attach(
+        pipe.model, lambda: pipe(TEXTS, batch_size=batch_size, **GREEDY)
+    )
     assert len(answers) == len(TEXTS)
     calls = -(-len(TEXTS) // batch_size)
     assert (info.calls, info.hits) == (calls, calls - 1)
@@ -49,7 +59,9 @@ def test_a_batch(pipe, batch_size):
 @ONE_MODEL
 def test_repeated_calls_share_a_cache(pipe):
     def program():
-        return [pipe(TEXTS[number % 3], **(SAMPLED if number % 2 else GREEDY)) for number in range(4)]
+        return [
+            pipe(TEXTS[number % 3], **(SAMPLED if number % 2 else GREEDY)) for number in range(4)
+        ]
 
     _, info = same_with_attach(pipe.model, program)
     assert (info.calls, info.hits, len(info.caches)) == (4, 3, 1)
@@ -58,7 +70,10 @@ def test_repeated_calls_share_a_cache(pipe):
 @ONE_MODEL
 def test_several_answers_and_beams(pipe):
     def program():
-        return [pipe(QUESTION, num_return_sequences=3, **SAMPLED), pipe(QUESTION, num_beams=3, **GREEDY)]
+        return [
+            pipe(QUESTION, num_return_sequences=3, **SAMPLED),
+            pipe(QUESTION, num_beams=3, **GREEDY),
+        ]
 
     answers, info = same_with_attach(pipe.model, program)
     assert [len(answer) for answer in answers] == [3, 1]

@@ -23,7 +23,10 @@ def test_text_streamer(miniature, capsys):
     def program():
         capsys.readouterr()
         streamer = TextStreamer(tokenizer, skip_prompt=True)
-        tokens = [model.generate(**inputs_of(*miniature, text), streamer=streamer).tolist() for text in TEXTS]
+        tokens = [
+            model.generate(**inputs_of(*miniature, text), streamer=streamer).tolist()
+            for text in TEXTS
+        ]
         return tokens, capsys.readouterr().out
 
     (tokens, printed), info = same_with_attach(model, program)
@@ -37,7 +40,9 @@ def test_text_streamer(miniature, capsys):
 def streamed(model, tokenizer, text):
     """The pieces of text as they come from another thread."""
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    thread = Thread(target=model.generate, kwargs={**inputs_of(model, tokenizer, text), "streamer": streamer})
+    thread = Thread(
+        target=model.generate, kwargs={**inputs_of(model, tokenizer, text), "streamer": streamer}
+    )
     thread.start()
     pieces = list(streamer)
     thread.join()
@@ -46,7 +51,9 @@ def streamed(model, tokenizer, text):
 
 def test_text_iterator_streamer(miniature):
     model, _ = miniature
-    pieces, info = same_with_attach(model, lambda: [streamed(*miniature, text) for text in (*TEXTS, QUESTION)])
+    pieces, info = same_with_attach(
+        model, lambda: [streamed(*miniature, text) for text in (*TEXTS, QUESTION)]
+    )
     assert len(pieces[0]) > 3
     assert pieces[0] == pieces[2] != pieces[1]
     assert (info.calls, info.hits) == (3, 2)
@@ -59,7 +66,9 @@ def test_two_streams_at_once(miniature):
     def program():
         streamers = [TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60) for _ in TEXTS]
         threads = [
-            Thread(target=model.generate, kwargs={**inputs_of(*miniature, text), "streamer": streamer})
+            Thread(
+                target=model.generate, kwargs={**inputs_of(*miniature, text), "streamer": streamer}
+            )
             for text, streamer in zip(TEXTS, streamers, strict=True)
         ]
         [thread.start() for thread in threads]

@@ -10,13 +10,20 @@ from hf_static_kv import attach, attachment, exact, selected_logprobs, token_log
 from hf_static_kv.testing import load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION
 
-datasets = pytest.importorskip("datasets", reason="datasets is not installed: it is in the extra `clients`")
+datasets = pytest.importorskip(
+    "datasets", reason="datasets is not installed: it is in the extra `clients`"
+)
 peft = pytest.importorskip("peft", reason="peft is not installed: it is in the extra `clients`")
 trl = pytest.importorskip("trl", reason="trl is not installed: it is in the extra `clients`")
 pytestmark = pytest.mark.clients
 STEPS = 3
 PROMPTS = [QUESTION, ANSWER, "KING: My", "Enter the NURSE and"]
-LORA = {"r": 4, "lora_alpha": 32, "target_modules": ["q_proj", "k_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+LORA = {
+    "r": 4,
+    "lora_alpha": 32,
+    "target_modules": ["q_proj", "k_proj", "v_proj"],
+    "task_type": "CAUSAL_LM",
+}
 SETTINGS = {
     "plain": {},
     "checkpointed": {"gradient_checkpointing": True},
@@ -26,13 +33,26 @@ SETTINGS = {
 
 
 def train(name, folder, attach_settings=None, texts=PROMPTS, evaluations=0, **own):
-    """Completions, losses and norms of a few steps; the weights after them; the attachment, or None."""
-    trainer, completions = make_trainer(trl.GRPOTrainer, name, folder, attach_settings, texts, **own)
+    """Completions, losses and norms of a few steps; the weights after them; the attachment, or
+    None.
+    """
+    trainer, completions = make_trainer(
+        trl.GRPOTrainer, name, folder, attach_settings, texts, **own
+    )
     trainer.train()
     [trainer.evaluate() for _ in range(evaluations)]
-    losses = [(entry["loss"], entry["grad_norm"]) for entry in trainer.state.log_history if "loss" in entry]
+    losses = [
+        (entry["loss"], entry["grad_norm"])
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
     weights = {key: weight.detach().clone() for key, weight in trainer.model.named_parameters()}
-    return completions, losses, weights, None if attach_settings is None else attachment(trainer.model)
+    return (
+        completions,
+        losses,
+        weights,
+        None if attach_settings is None else attachment(trainer.model),
+    )
 
 
 def make_trainer(kind, name, folder, attach_settings=None, texts=PROMPTS, **own):
@@ -47,8 +67,17 @@ def make_trainer(kind, name, folder, attach_settings=None, texts=PROMPTS, **own)
         return [float(sum(token % 7 for token in ids)) for ids in completion_ids]
 
     torch.manual_seed(0)
-    adapter = {"peft_config": peft.LoraConfig(init_lora_weights=False, **LORA)} if own.pop("peft", False) else {}
-    given = {"bf16": False, "gradient_checkpointing": False, "learning_rate": 0.01, "lr_scheduler_type": "constant"}
+    adapter = (
+        {"peft_config": peft.LoraConfig(init_lora_weights=False, **LORA)}
+        if own.pop("peft", False)
+        else {}
+    )
+    given = {
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "learning_rate": 0.01,
+        "lr_scheduler_type": "constant",
+    }
     arguments = trl.GRPOConfig(
         output_dir=str(folder),
         max_steps=STEPS,
@@ -83,7 +112,8 @@ def test_grpo_trains_alike(setting, tmp_path):
     *got, got_weights, info = train("llama", tmp_path, {}, **SETTINGS[setting])
     assert got == [completions, losses]
     assert all(torch.equal(weight, got_weights[key]) for key, weight in weights.items())
-    # The loss of a first pass over completions is zero by its definition, where no reference is in it.
+    # The loss of a first pass over completions is zero by its definition, where no reference is in
+    # it.
     assert [norm > 0 for _, norm in losses] == [True] * STEPS
     assert info.calls == len(completions) >= STEPS
     assert info.hits == info.calls - 1
@@ -94,7 +124,8 @@ def test_a_prefix_is_reused_between_evaluations_and_not_after_a_step(tmp_path):
     completions, losses, *_ = train("qwen3", tmp_path, **same)
     *got, _, info = train("qwen3", tmp_path, {"reuse_prefix": True}, **same)
     assert got == [completions, losses]
-    # An evaluation is two calls. All rows have one prompt, and of the four calls the first computes it.
+    # An evaluation is two calls. All rows have one prompt, and of the four calls the first computes
+    # it.
     _, tokenizer = load_model("qwen3")
     assert info.calls == STEPS + 4
     assert info.reused_tokens == 3 * (len(tokenizer(QUESTION).input_ids) - 1)
@@ -111,8 +142,12 @@ def trainer_of_the_page():
 class NotingTrainer(trainer_of_the_page()):
     """Notes the log-probabilities of each sequence, sampled and trained on."""
 
-    def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs):
-        result = super()._get_per_token_logps_and_entropies(model, input_ids, attention_mask, logits_to_keep)
+    def _get_per_token_logps_and_entropies(
+        self, model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+    ):
+        result = super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep
+        )
         self.trained.append(by_sequence(input_ids, attention_mask, result[0]))
         return result
 
@@ -125,7 +160,10 @@ class NotingTrainer(trainer_of_the_page()):
                 input_ids=input_ids, attention_mask=attention_mask, **kwargs,
                 return_dict_in_generate=True, output_logits=True,
             )  # fmt: skip
-            tokens, logits = output.sequences[:, input_ids.shape[1] :], torch.stack(output.logits, dim=1)
+            tokens, logits = (
+                output.sequences[:, input_ids.shape[1] :],
+                torch.stack(output.logits, dim=1),
+            )
             logps = selected_logprobs(logits, tokens, self.temperature)
             mask = torch.nn.functional.pad(attention_mask, (0, tokens.shape[1]), value=1)
             self.sampled.append(by_sequence(output.sequences, mask, logps))

@@ -1,4 +1,5 @@
-"""What the package does with each decoder of the installed transformers: small random models, float32, greedy.
+"""What the package does with each decoder of the installed transformers: small random models,
+float32, greedy.
 
 python -m tests.coverage.measure              all decoders, into records/
 python -m tests.coverage.measure llama bert   these alone, printed
@@ -51,7 +52,12 @@ def measure(model_type: str) -> Row:
     compared = reference(model, got)
     if compared is None:
         return {"cache": "other tokens"}
-    return {"cache": YES, "compared with": compared, "step": captured(model, got), "exact": exactness(model)}
+    return {
+        "cache": YES,
+        "compared with": compared,
+        "step": captured(model, got),
+        "exact": exactness(model),
+    }
 
 
 def new_cache(model: PreTrainedModel) -> StaticContiguousCache:
@@ -62,7 +68,9 @@ def generated(model: PreTrainedModel, call: tuple[Tensor, Tensor], **how: Any) -
     """One greedy call."""
     ids, mask = call
     how = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "use_cache": True, **how}
-    output = model.generate(ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **how)
+    output = model.generate(
+        ids, attention_mask=mask, return_dict_in_generate=True, output_logits=True, **how
+    )
     return output.sequences, torch.stack(output.logits, dim=1)
 
 
@@ -74,13 +82,19 @@ def same(got: Output, expected: Output) -> bool:
 
 
 def reference(model: PreTrainedModel, got: list[Output]) -> str | None:
-    """What these outputs are equal to: all of those without a cache, or else with transformers' own."""
+    """What these outputs are equal to:
+
+    all of those without a cache, or else with transformers' own.
+    """
     references = {
         NO_CACHE: lambda: {"use_cache": False},
         OWN_CACHE: lambda: {"past_key_values": DynamicCache(config=model.config)},
     }
     for name, how in references.items():
-        if all(same(output, generated(model, call, **how())) for output, call in zip(got, CALLS, strict=True)):
+        if all(
+            same(output, generated(model, call, **how()))
+            for output, call in zip(got, CALLS, strict=True)
+        ):
             return name
     return None
 
@@ -127,12 +141,15 @@ def in_chunks(model: PreTrainedModel, ids: Tensor, mask: Tensor, positions: Tens
     for size in (5, 1, 1, ids.shape[1] - 7):
         start, end = end, end + size
         inputs = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
-        parts.append(model(ids[:, start:end], past_key_values=cache, use_cache=True, **inputs).logits)
+        parts.append(
+            model(ids[:, start:end], past_key_values=cache, use_cache=True, **inputs).logits
+        )
     return torch.cat(parts, dim=1)
 
 
 def first_clause(message: Exception | str) -> str:
-    """The message of the package without names and numbers, and without what follows its first clause.
+    """The message of the package without names and numbers, and without what follows its first
+    clause.
 
     >>> first_clause("'mamba' has no layer with keys and values (linear_attention). Leave `past_key_values` out.")
     'has no layer with keys and values'
@@ -144,13 +161,18 @@ def first_clause(message: Exception | str) -> str:
     words = re.sub(r"^the step cannot be captured \(\w+: (.*)\)$", r"\1", str(message).strip())
     if found := re.match(r"aten\.(\w+)", words):
         return f"no batch-invariant kernel for {found[1]}"
-    words = re.sub(r"^('[\w-]+'|\w+For[A-Z]\w+) | \[[\d, ]+\]| of ('[\w-]+'|\w+For[A-Z]\w+)", "", words)
+    words = re.sub(
+        r"^('[\w-]+'|\w+For[A-Z]\w+) | \[[\d, ]+\]| of ('[\w-]+'|\w+For[A-Z]\w+)", "", words
+    )
     words = re.split(r"[.,:;]( |$)| \(", re.sub(r"(?<!\w)\d[\d.e+-]*", "N", words))[0]
     return words[:1].lower() + words[1:]
 
 
 def measure_all(names: list[str], jobs: int = 2, seconds: float = SECONDS) -> dict[str, Row]:
-    """Rows by name. Every decoder has a process of its own, so that one that hangs or dies gets a row too."""
+    """Rows by name.
+
+    Every decoder has a process of its own, so that one that hangs or dies gets a row too.
+    """
     context, rows, running, waiting = multiprocessing.get_context("fork"), {}, {}, list(names)
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -162,7 +184,11 @@ def measure_all(names: list[str], jobs: int = 2, seconds: float = SECONDS) -> di
         ready = wait(list(running), timeout=0.5)
         for here, (name, process, deadline) in list(running.items()):
             if here in ready or time.monotonic() > deadline:
-                rows[name] = _receive(here) if here in ready else {"cache": f"{NOT_MEASURED}no answer in {seconds} s"}
+                rows[name] = (
+                    _receive(here)
+                    if here in ready
+                    else {"cache": f"{NOT_MEASURED}no answer in {seconds} s"}
+                )
                 process.kill()
                 process.join()
                 del running[here]
@@ -186,7 +212,9 @@ def _receive(here: Connection) -> Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("decoders", nargs="*")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     args = parser.parse_args()

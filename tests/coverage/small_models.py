@@ -24,23 +24,72 @@ def _each(size: int, names: str) -> dict[str, int]:
 # Fields that are a size, in configs of any type and in the configs inside them.
 SIZES = {
     **COMMON_SIZES,
-    **_each(_LAYERS, "decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_layers depth num_blocks"),
+    **_each(
+        _LAYERS,
+        "decoder_layers encoder_layers num_decoder_layers num_encoder_layers num_layers depth "
+        "num_blocks",
+    ),
     **_each(_LAYERS, "num_hidden_layers n_layer n_layers"),
     **_each(1, "num_lstm_layers num_global_layers conf_num_hidden_layers"),
-    **_each(_WIDTH, "embedding_dim emb_dim d_inner attention_hidden_size lru_width word_embed_proj_dim embedding_size"),
-    **_each(_WIDTH, "out_hidden_size hidden_size_global output_channels backbone_hidden_size input_embedding_size"),
-    **_each(_WIDTH, "projector_input_dim projector_output_dim output_embedding_size conf_hidden_size"),
-    **_each(_FEED_FORWARD, "decoder_ffn_dim encoder_ffn_dim dff dim_ff d_ff feed_forward_size ffn_hidden_size mlp_dim"),
+    **_each(
+        _WIDTH,
+        "embedding_dim emb_dim d_inner attention_hidden_size lru_width word_embed_proj_dim "
+        "embedding_size",
+    ),
+    **_each(
+        _WIDTH,
+        "out_hidden_size hidden_size_global output_channels backbone_hidden_size "
+        "input_embedding_size",
+    ),
+    **_each(
+        _WIDTH, "projector_input_dim projector_output_dim output_embedding_size conf_hidden_size"
+    ),
+    **_each(
+        _FEED_FORWARD,
+        "decoder_ffn_dim encoder_ffn_dim dff dim_ff d_ff feed_forward_size ffn_hidden_size mlp_dim",
+    ),
     **_each(_FEED_FORWARD, "dense_intermediate_size expert_ffn_hidden_size intermediate_size_mlp"),
-    **_each(32, "shared_expert_intermediate_size shared_intermediate_size moe_shared_expert_intermediate_size"),
-    **_each(_HEADS, "decoder_attention_heads encoder_attention_heads num_decoder_attention_heads attention_heads"),
-    **_each(_HEADS, "num_encoder_attention_heads swa_num_attention_heads linear_num_heads linear_num_value_heads"),
-    **_each(2, "num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads index_n_heads"),
-    **_each(16, "attention_head_dim attention_head_size d_head d_kv dim_head swa_head_dim v_head_dim kv_channels"),
-    **_each(16, "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim kv_lora_rank q_lora_rank"),
-    **_each(16, "o_lora_rank adapter_rank laurel_rank codebook_dim hidden_size_per_layer_input global_head_dim"),
-    **_each(16, "query_pre_attn_scalar router_hidden_size hc_lowrank ple_embed_dim base_channels num_mel_bins"),
-    **_each(8, "qk_rope_head_dim qk_nope_head_dim mamba_d_state state_size ssm_state_size mamba_dt_rank"),
+    **_each(
+        32,
+        "shared_expert_intermediate_size shared_intermediate_size "
+        "moe_shared_expert_intermediate_size",
+    ),
+    **_each(
+        _HEADS,
+        "decoder_attention_heads encoder_attention_heads num_decoder_attention_heads "
+        "attention_heads",
+    ),
+    **_each(
+        _HEADS,
+        "num_encoder_attention_heads swa_num_attention_heads linear_num_heads "
+        "linear_num_value_heads",
+    ),
+    **_each(
+        2, "num_kv_heads kv_n_heads swa_num_key_value_heads linear_num_key_heads index_n_heads"
+    ),
+    **_each(
+        16,
+        "attention_head_dim attention_head_size d_head d_kv dim_head swa_head_dim v_head_dim "
+        "kv_channels",
+    ),
+    **_each(
+        16,
+        "linear_head_dim linear_key_head_dim linear_value_head_dim index_head_dim kv_lora_rank "
+        "q_lora_rank",
+    ),
+    **_each(
+        16,
+        "o_lora_rank adapter_rank laurel_rank codebook_dim hidden_size_per_layer_input "
+        "global_head_dim",
+    ),
+    **_each(
+        16,
+        "query_pre_attn_scalar router_hidden_size hc_lowrank ple_embed_dim base_channels "
+        "num_mel_bins",
+    ),
+    **_each(
+        8, "qk_rope_head_dim qk_nope_head_dim mamba_d_state state_size ssm_state_size mamba_dt_rank"
+    ),
     **_each(8, "mamba_chunk_size chunk_size time_step_rank prompt_length prompt_mid_dim"),
     **_each(8, "mamba_n_heads mamba_num_heads"),
     **_each(16, "mamba_d_head mamba_head_dim mamba_headdim"),
@@ -48,10 +97,22 @@ SIZES = {
     **_each(4, "moe_num_experts zero_expert_num"),
     **_each(2, "moe_k moe_top_k moe_topk"),
     **_each(1, "first_k_dense_replace num_dense_layers"),
-    **_each(128, "decoder_vocab_size vocab_size_per_layer_input audio_vocab_size codebook_size num_centroids"),
-    **_each(128, "encoder_hash_byte_group_vocab ngram_vocab_size_base pronunciation_vocab_size shape_vocab_size"),
+    **_each(
+        128,
+        "decoder_vocab_size vocab_size_per_layer_input audio_vocab_size codebook_size "
+        "num_centroids",
+    ),
+    **_each(
+        128,
+        "encoder_hash_byte_group_vocab ngram_vocab_size_base pronunciation_vocab_size "
+        "shape_vocab_size",
+    ),
     **_each(64, "n_positions n_ctx max_seq_len max_target_positions max_source_positions"),
-    **_each(WINDOW, "sliding_window attention_chunk_size window_size sliding_window_size local_attention index_topk"),
+    **_each(
+        WINDOW,
+        "sliding_window attention_chunk_size window_size sliding_window_size local_attention "
+        "index_topk",
+    ),
     **_each(WINDOW, "keep_window_size rel_extent"),
     **_each(2, "index_block_size index_topk_blocks"),
     **_each(16, "image_size"),
@@ -67,11 +128,13 @@ _INDEXER = {
     "indexer_compress_ratio": 2, "ple_layer_ids": [1], "ple_embed_dim": 16,
 }  # fmt: skip
 _SHARED = {
-    "num_hidden_layers": 5, "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+    "num_hidden_layers": 5, "layer_types": ["sliding_attention",
+    "full_attention"] * 2 + ["sliding_attention"],
     "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 5,
 }  # fmt: skip
 _NO_INPUTS = {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}}
-# What differs from `SIZES` where a type needs sizes that fit together. Hybrid models are those of the tests.
+# What differs from `SIZES` where a type needs sizes that fit together. Hybrid models are those of
+# the tests.
 OWN: dict[str, dict[str, Any]] = {
     **hybrids.FAMILIES,
     "beam": {"mlp_layer_types": ["dense", "sparse"]},
@@ -93,7 +156,9 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {**hybrids.FAMILIES["zamba"], "attention_hidden_size": 128},
 }  # fmt: skip
-_DEFAULTS = {"gemma4_assistant": _NO_INPUTS}  # fields without which the config of a type does not build
+_DEFAULTS = {
+    "gemma4_assistant": _NO_INPUTS
+}  # fields without which the config of a type does not build
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
@@ -106,12 +171,16 @@ def _model_class(model_type: str) -> Any:
 
 
 def _small_fields(config: PreTrainedConfig, own: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a small config of the same type, as a decoder; `own` has those that are special to the type."""
+    """Fields of a small config of the same type, as a decoder; `own` has those that are special to
+    the type.
+    """
     names = {field.name for field in dataclasses.fields(config)}
     fields: dict[str, Any] = {"is_decoder": True} if "is_decoder" in names else {}
     if config.is_encoder_decoder:
         fields["is_encoder_decoder"] = False
-    fields |= {name: SIZES[name] for name in names & SIZES.keys() if name in _ALWAYS or _has(config, name)}
+    fields |= {
+        name: SIZES[name] for name in names & SIZES.keys() if name in _ALWAYS or _has(config, name)
+    }
     if fields.get("kv_lora_rank"):
         fields |= {name: size for name, size in _LATENT.items() if name in names}
     if (types := config.__dict__.get("layer_types")) and "num_hidden_layers" not in own:
@@ -144,7 +213,9 @@ def small_model(model_type: str) -> PreTrainedModel:
     model = model_class(config).eval()
     draw_weights(model, seed=0)
     if getattr(config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # before 5.22 SDPA is the default, and ignores the soft cap
+        model.set_attn_implementation(
+            "eager"
+        )  # before 5.22 SDPA is the default, and ignores the soft cap
     # MusicGen drops every padding token of its output: one that no prompt has.
     model.generation_config.update(
         eos_token_id=None, pad_token_id=126, decoder_start_token_id=0, num_return_sequences=1

@@ -1,4 +1,7 @@
-"""docs/coverage.md is true: it is what its records say, and the records are what a measurement gives."""
+"""docs/coverage.md is true:
+
+it is what its records say, and the records are what a measurement gives.
+"""
 
 import os
 import time
@@ -12,10 +15,12 @@ from tests.coverage.measure import DECODERS, RECORDS, VERSION, YES, exactness, m
 from tests.coverage.small_models import small_model
 from tests.coverage.write_page import NEWEST, OLDEST, PAGE, load, page
 
-# One of each kind: a window, experts, a hybrid, latents, an encoder as decoder, and one that is refused.
+# One of each kind: a window, experts, a hybrid, latents, an encoder as decoder, and one that is
+# refused.
 SAMPLE = ["gemma3_text", "qwen3_moe", "falcon_h1", "minicpm3", "bert", "mamba"]
 recorded = pytest.mark.skipif(
-    not (RECORDS / f"{VERSION}.json").exists(), reason=f"no record of transformers {VERSION}: both ends have one"
+    not (RECORDS / f"{VERSION}.json").exists(),
+    reason=f"no record of transformers {VERSION}: both ends have one",
 )
 
 
@@ -70,7 +75,12 @@ def test_other_bits_are_seen(monkeypatch):
 
 
 def test_a_model_that_hangs_or_dies_gets_a_row(monkeypatch):
-    acts = {"hangs": lambda: time.sleep(60), "dies": lambda: os._exit(1), "fails": lambda: {}["key"], "runs": dict}
+    acts = {
+        "hangs": lambda: time.sleep(60),
+        "dies": lambda: os._exit(1),
+        "fails": lambda: {}["key"],
+        "runs": dict,
+    }
     monkeypatch.setattr(measuring, "measure", lambda name: acts[name]())
     rows = measure_all(list(acts), seconds=1.0)
     assert rows["hangs"] == {"cache": "not measured: no answer in 1.0 s"}

@@ -1,4 +1,5 @@
-"""Writes docs/coverage.md from the records of `measure`. What holds at both ends of transformers is written once.
+"""Writes docs/coverage.md from the records of `measure`. What holds at both ends of transformers is
+written once.
 
 python -m tests.coverage.write_page
 """
@@ -32,7 +33,12 @@ audio get text. `attach` uses what a decoder has, and leaves a refused one as it
 
 
 def page(newest: Records, oldest: Records) -> str:
-    parts = [HEAD, counts({NEWEST: newest, OLDEST: oldest}), *sections(newest), difference(newest, oldest)]
+    parts = [
+        HEAD,
+        counts({NEWEST: newest, OLDEST: oldest}),
+        *sections(newest),
+        difference(newest, oldest),
+    ]
     return "\n".join(parts)
 
 
@@ -40,7 +46,10 @@ def counts(records: dict[str, Records]) -> str:
     rows: list[tuple[str, Callable[[Row], bool]]] = [
         ("decoders", lambda row: True),
         ("**cache**: the same tokens", lambda row: row["cache"] == YES),
-        ("of these compared with transformers' own cache", lambda row: row.get("compared with") == OWN_CACHE),
+        (
+            "of these compared with transformers' own cache",
+            lambda row: row.get("compared with") == OWN_CACHE,
+        ),
         ("refused by name, with the reason", lambda row: row["cache"].startswith(REFUSED)),
         ("not measured", lambda row: row["cache"].startswith(NOT_MEASURED)),
         ("other tokens", lambda row: "other tokens" in (row["cache"], row.get("step"))),
@@ -50,7 +59,10 @@ def counts(records: dict[str, Records]) -> str:
         ("**exact**: the same bits", lambda row: row.get("exact") == YES),
         ("refused", lambda row: row.get("exact") not in (None, YES)),
     ]
-    numbers = [(name, *(sum(map(holds, rows.values())) for rows in records.values())) for name, holds in rows]
+    numbers = [
+        (name, *(sum(map(holds, rows.values())) for rows in records.values()))
+        for name, holds in rows
+    ]
     return table(("transformers", *records), numbers)
 
 
@@ -58,18 +70,25 @@ def sections(rows: Records) -> Iterable[str]:
     served = {name: row for name, row in rows.items() if row["cache"] == YES}
     whole = [name for name, row in served.items() if row["step"] == row["exact"] == YES]
     yield f"## With a captured step, and exact\n\n{listed(whole)}.\n"
-    others = {name: (row["step"], row["exact"]) for name, row in served.items() if name not in whole}
+    others = {
+        name: (row["step"], row["exact"]) for name, row in served.items() if name not in whole
+    }
     yield f"## With the cache\n\n{table(('decoders', 'captured step', 'exact'), grouped(others))}"
     yield (
-        "Operations without a batch-invariant kernel belong to routers and experts (`histc`, `scatter_`, `index_add`), "
-        "recurrent layers\n(`convolution`) and complex numbers (`polar`).\n"
+        "Operations without a batch-invariant kernel belong to routers and experts (`histc`, "
+        "`scatter_`, `index_add`), recurrent layers\n(`convolution`) and complex numbers "
+        "(`polar`).\n"
     )
     loose = [name for name, row in served.items() if row["compared with"] == OWN_CACHE]
     yield (
-        "Without a cache these give other logits than with transformers' own cache, and were compared with that:\n"
-        f"{listed(loose)}.\n"
+        "Without a cache these give other logits than with transformers' own cache, and were "
+        f"compared with that:\n{listed(loose)}.\n"
     )
-    refused = {name: (row["cache"].removeprefix(REFUSED),) for name, row in rows.items() if row["cache"] != YES}
+    refused = {
+        name: (row["cache"].removeprefix(REFUSED),)
+        for name, row in rows.items()
+        if row["cache"] != YES
+    }
     yield f"## Refused, or not measured\n\n{table(('decoders', 'reason'), grouped(refused))}"
 
 
@@ -84,7 +103,9 @@ def difference(newest: Records, oldest: Records) -> str:
         for name, row in oldest.items()
         if row != newest.get(name)
     }
-    lines.append(table(("decoders", "cache", "compared with", "captured step", "exact"), grouped(other)))
+    lines.append(
+        table(("decoders", "cache", "compared with", "captured step", "exact"), grouped(other))
+    )
     return "\n".join(lines)
 
 

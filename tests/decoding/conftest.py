@@ -11,7 +11,9 @@ from tests.conftest import toy_model as toy_on_cpu
 CAPACITY = 64
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT, BATCH = PROMPT.to(DEVICE), BATCH.to(DEVICE)
-OWN_ATTENTION = {name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES}
+OWN_ATTENTION = {
+    name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES
+}
 
 
 def toy_model(*args, **kwargs):
@@ -19,7 +21,12 @@ def toy_model(*args, **kwargs):
 
 
 def toy_with_images():
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     sizes = {"image_size": 28, "patch_size": 14}
     text = toy_on_cpu("gemma3").config.to_dict()
     return Gemma3ForConditionalGeneration(
@@ -35,7 +42,9 @@ def run(model, ids=PROMPT, decoder=None, cache=None, seed=None, **kwargs):
     if decoder is not None:
         cache = cache if cache is not None else StaticContiguousCache(model.config, CAPACITY)
         how = {"past_key_values": cache, "custom_generate": decoder}
-    return model.generate(ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how, **kwargs})
+    return model.generate(
+        ids, **{**COMMON, "attention_mask": torch.ones_like(ids), **how, **kwargs}
+    )
 
 
 def padded():

@@ -12,7 +12,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.conftest import TOY_SIZES
 from tests.decoding.conftest import DEVICE
 
-MEDIA, FIRST, LAST = 120, 121, 122  # tokens: a part of an image or a sound, and those before and after it
+MEDIA, FIRST, LAST = (
+    120,
+    121,
+    122,
+)  # tokens: a part of an image or a sound, and those before and after it
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,
@@ -42,7 +46,12 @@ _AUDIO = {
 }
 _SIGLIP = {"model_type": "siglip_vision_model", "vision_use_head": False, **_VISION}
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-_QWEN = {"image_token_id": MEDIA, "video_token_id": 123, "vision_start_token_id": FIRST, "vision_end_token_id": LAST}
+_QWEN = {
+    "image_token_id": MEDIA,
+    "video_token_id": 123,
+    "vision_start_token_id": FIRST,
+    "vision_end_token_id": LAST,
+}
 
 
 class Family(NamedTuple):
@@ -56,7 +65,11 @@ class Family(NamedTuple):
 
 def _text(model_type: str, **own) -> dict[str, Any]:
     known = CONFIG_MAPPING[model_type]().to_dict()
-    return {"model_type": model_type, **{name: size for name, size in TOY_SIZES.items() if name in known}, **own}
+    return {
+        "model_type": model_type,
+        **{name: size for name, size in TOY_SIZES.items() if name in known},
+        **own,
+    }
 
 
 def _images(number: int) -> dict[str, Tensor]:
@@ -77,7 +90,12 @@ def _sounds(number: int) -> dict[str, Tensor]:
 
 
 _IDEFICS3 = Family(
-    {"text_config": _text("llama"), "vision_config": _VISION, "image_token_id": MEDIA, "scale_factor": 2},
+    {
+        "text_config": _text("llama"),
+        "vision_config": _VISION,
+        "image_token_id": MEDIA,
+        "scale_factor": 2,
+    },
     4,
     lambda number: {"pixel_values": torch.randn(number, 1, 3, 16, 16)},
 )
@@ -85,7 +103,9 @@ FAMILIES = {
     # Tokens of an image attend to each other, in sliding layers too.
     "gemma3": Family(
         {
-            "text_config": _text("gemma3_text", num_hidden_layers=3, sliding_window_pattern=3, sliding_window=8),
+            "text_config": _text(
+                "gemma3_text", num_hidden_layers=3, sliding_window_pattern=3, sliding_window=8
+            ),
             "vision_config": _SIGLIP,
             "mm_tokens_per_image": 4,
             "image_token_id": MEDIA,
@@ -94,11 +114,17 @@ FAMILIES = {
         _images,
         lambda ids: {"token_type_ids": (ids == MEDIA).long()},
     ),
-    # Positions have three parts, and those after an image are smaller than the number of tokens before them.
+    # Positions have three parts, and those after an image are smaller than the number of tokens
+    # before them.
     "qwen2_5_vl": Family(
         {
             "text_config": _text("qwen2_5_vl_text", hidden_size=64, rope_parameters=_MROPE),
-            "vision_config": {**_QWEN_VISION, "out_hidden_size": 64, "window_size": 16, "fullatt_block_indexes": [1]},
+            "vision_config": {
+                **_QWEN_VISION,
+                "out_hidden_size": 64,
+                "window_size": 16,
+                "fullatt_block_indexes": [1],
+            },
             **_QWEN,
         },
         8,
@@ -169,11 +195,17 @@ def media_model(name: str) -> PreTrainedModel:
     return model.eval().to(DEVICE)
 
 
-def media_prompt(name: str, lengths: tuple[int, ...] = (6,), seed: int = 0, **how) -> dict[str, Tensor]:
-    """For each length a prompt of some text, an image or a sound, and `length` tokens; padded to the left."""
+def media_prompt(
+    name: str, lengths: tuple[int, ...] = (6,), seed: int = 0, **how
+) -> dict[str, Tensor]:
+    """For each length a prompt of some text, an image or a sound, and `length` tokens; padded to
+    the left.
+    """
     torch.manual_seed(seed)
     family = FAMILIES[name]
-    ids, mask = torch.zeros(2, len(lengths), 4 + family.num_tokens + max(lengths), dtype=torch.int64)
+    ids, mask = torch.zeros(
+        2, len(lengths), 4 + family.num_tokens + max(lengths), dtype=torch.int64
+    )
     for row, length in enumerate(lengths):
         words = torch.randint(3, MEDIA, (2 + length,)).tolist()
         prompt = [*words[:2], FIRST, *[MEDIA] * family.num_tokens, LAST, *words[2:]]

@@ -1,6 +1,8 @@
-"""Changes of a model that no tensor shows. Each prepares a model and returns what changes its tokens.
+"""Changes of a model that no tensor shows. Each prepares a model and returns what changes its
+tokens.
 
-`MUTATIONS` has the functions by name. What they change outside of the model is put back by `monkeypatch`.
+`MUTATIONS` has the functions by name. What they change outside of the model is put back by
+`monkeypatch`.
 """
 
 import itertools
@@ -88,10 +90,16 @@ def scale_of(own):
 MUTATIONS |= {
     "minus one to minus two": attribute(constant(-1.0), constant(-2.0), float),
     "whole minus one to minus two": attribute(constant(-1), constant(-2), float),
-    "whole to true": attribute(constant(2), constant(True), lambda own: 3.0 if own is True else 1.0),
-    "zero to minus zero": attribute(constant(0.0), constant(-0.0), lambda own: 1.0 + np.signbit(own)),
+    "whole to true": attribute(
+        constant(2), constant(True), lambda own: 3.0 if own is True else 1.0
+    ),
+    "zero to minus zero": attribute(
+        constant(0.0), constant(-0.0), lambda own: 1.0 + np.signbit(own)
+    ),
     "numpy number": attribute(lambda: np.float32(1), lambda: np.float32(3), float),
-    "numpy array": attribute(lambda: np.ones(3), lambda: np.full(3, 3.0), lambda own: float(own[1])),
+    "numpy array": attribute(
+        lambda: np.ones(3), lambda: np.full(3, 3.0), lambda own: float(own[1])
+    ),
     "tuple": attribute(constant((1.0,)), constant((3.0,)), first_of),
     "list": attribute(lambda: [1.0], lambda: [3.0], first_of),
     "nested list": attribute(lambda: [[1.0]], lambda: [[3.0]], lambda own: own[0][0]),
@@ -99,13 +107,17 @@ MUTATIONS |= {
     "dict": attribute(lambda: {"scale": 1.0}, lambda: {"scale": 3.0}, lambda own: own["scale"]),
     "set": attribute(lambda: {1.0}, lambda: {3.0}, lambda own: next(iter(own))),
     "dataclass": attribute(Options, partial(Options, 3.0), scale_of),
-    "namespace": attribute(partial(SimpleNamespace, scale=1.0), partial(SimpleNamespace, scale=3.0), scale_of),
+    "namespace": attribute(
+        partial(SimpleNamespace, scale=1.0), partial(SimpleNamespace, scale=3.0), scale_of
+    ),
     "slots": attribute(partial(Slotted, 1.0), partial(Slotted, 3.0), scale_of),
     "bytes": attribute(constant(b"\1"), constant(b"\3"), first_of),
     "tensor that was None": attribute(
         constant(None), lambda: torch.tensor(3.0), lambda own: 1.0 if own is None else own
     ),
-    "tensor in a list": attribute(lambda: [torch.tensor(1.0)], lambda: [torch.tensor(3.0)], first_of),
+    "tensor in a list": attribute(
+        lambda: [torch.tensor(1.0)], lambda: [torch.tensor(3.0)], first_of
+    ),
 }
 
 
@@ -219,7 +231,9 @@ def property_of_a_class(model, monkeypatch):
 @mutation
 def method_of_a_torch_class(model, monkeypatch):
     own = torch.nn.Linear.forward
-    return lambda: monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, input: own(self, input) * 1.5)
+    return lambda: monkeypatch.setattr(
+        torch.nn.Linear, "forward", lambda self, input: own(self, input) * 1.5
+    )
 
 
 @mutation

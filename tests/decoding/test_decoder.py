@@ -16,7 +16,15 @@ from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
-from tests.conftest import ARCHITECTURES, COMMON, NEW_TOKENS, Collect, calls_in, shared_toy_model, triton_module
+from tests.conftest import (
+    ARCHITECTURES,
+    COMMON,
+    NEW_TOKENS,
+    Collect,
+    calls_in,
+    shared_toy_model,
+    triton_module,
+)
 from tests.decoding.conftest import (
     BATCH,
     CAPACITY,
@@ -37,8 +45,19 @@ MODES = {
     "batch": {"ids": BATCH},
     "sampled": {"ids": BATCH, "seed": 42, "do_sample": True, "temperature": 0.7, "top_k": 20},
     "padded": padded(),
-    "padded and sampled": {**padded(), "seed": 42, "do_sample": True, "temperature": 0.7, "top_p": 0.9},
-    "processors": {"ids": BATCH, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 5},
+    "padded and sampled": {
+        **padded(),
+        "seed": 42,
+        "do_sample": True,
+        "temperature": 0.7,
+        "top_p": 0.9,
+    },
+    "processors": {
+        "ids": BATCH,
+        "repetition_penalty": 1.3,
+        "no_repeat_ngram_size": 2,
+        "min_new_tokens": 5,
+    },
     "return sequences": {"seed": 42, "do_sample": True, "num_return_sequences": 3},
     "chunked prefill": {"prefill_chunk_size": 5},
     "one token": {"max_new_tokens": 1},
@@ -112,7 +131,11 @@ class TestStops:
 
     def test_where_tokens_are_selected(self, model):
         """Greedily and by sampling with known processors: in the step. Otherwise on the host."""
-        decoder, cache, sampled = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY), {"do_sample": True}
+        decoder, cache, sampled = (
+            GraphDecoder(),
+            StaticContiguousCache(model.config, CAPACITY),
+            {"do_sample": True},
+        )
         kinds = []
         for kwargs in (
             {},
@@ -141,14 +164,21 @@ class TestStops:
         eos = [int(free[0, at - 1])]
         cache, plain = (StaticContiguousCache(model.config, CAPACITY) for _ in range(2))
         got = run(model, BATCH, GraphDecoder(), cache, eos_token_id=eos, pad_token_id=7)
-        expected = model.generate(BATCH, past_key_values=plain, **{**COMMON, "eos_token_id": eos, "pad_token_id": 7})
+        expected = model.generate(
+            BATCH, past_key_values=plain, **{**COMMON, "eos_token_id": eos, "pad_token_id": 7}
+        )
         assert torch.equal(got, expected)
         assert cache.seq_len == plain.seq_len
 
 
 class TestOutputs:
     def test_scores_and_logits(self, model):
-        asked = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "temperature": 0.5}
+        asked = {
+            "return_dict_in_generate": True,
+            "output_scores": True,
+            "output_logits": True,
+            "temperature": 0.5,
+        }
         asked |= {"do_sample": True, "seed": 3}
         expected, got = run(model, BATCH, **asked), run(model, BATCH, GraphDecoder(), **asked)
         assert torch.equal(got.sequences, expected.sequences)
@@ -172,7 +202,11 @@ class TestOutputs:
 
 @pytest.mark.parametrize(
     ("tokens", "how", "is_used"),
-    [(PROMPT.shape[1], {}, True), (PROMPT.shape[1] + 1, {}, False), (6, {"prefill_chunk_size": 5}, False)],
+    [
+        (PROMPT.shape[1], {}, True),
+        (PROMPT.shape[1] + 1, {}, False),
+        (6, {"prefill_chunk_size": 5}, False),
+    ],
     ids=["long", "short", "chunks"],
 )
 def test_cudnn_reads_long_prompts_alone(tokens, how, is_used, monkeypatch):
@@ -192,16 +226,24 @@ def test_cudnn_reads_long_prompts_alone(tokens, how, is_used, monkeypatch):
 
 
 class TestVectors:
-    """A prompt as `inputs_embeds`, as in models for speech: what follows are tokens, and the result has these alone."""
+    """A prompt as `inputs_embeds`, as in models for speech:
+
+    what follows are tokens, and the result has these alone.
+    """
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
     @pytest.mark.parametrize(
-        "how", [{}, {"do_sample": True}, {"repetition_penalty": 1.3}], ids=["greedy", "sample", "penalty"]
+        "how",
+        [{}, {"do_sample": True}, {"repetition_penalty": 1.3}],
+        ids=["greedy", "sample", "penalty"],
     )
     def test_the_tokens_are_those_of_generate(self, name, how):
         model, decoder = toy_model(name), GraphDecoder()
         embeds = model.get_input_embeddings()(PROMPT)
-        cache, keywords = StaticContiguousCache(model.config, CAPACITY), {**COMMON, **how, "inputs_embeds": embeds}
+        cache, keywords = (
+            StaticContiguousCache(model.config, CAPACITY),
+            {**COMMON, **how, "inputs_embeds": embeds},
+        )
         torch.manual_seed(3)
         expected = model.generate(**keywords, use_cache=False)
         for _ in range(2):
@@ -223,21 +265,38 @@ class TestVectors:
         assert decoder.fallback_reason is None
 
     def test_with_the_tokens_beside_them_and_steps_recorded(self, model):
-        embeds, decoder, recorder = model.get_input_embeddings()(PROMPT), GraphDecoder(), StepRecorder(best=2)
+        embeds, decoder, recorder = (
+            model.get_input_embeddings()(PROMPT),
+            GraphDecoder(),
+            StepRecorder(best=2),
+        )
         cache = StaticContiguousCache(model.config, CAPACITY)
         keywords = {**COMMON, "attention_mask": torch.ones_like(PROMPT), "inputs_embeds": embeds}
         got = model.generate(PROMPT, **keywords, past_key_values=cache, custom_generate=decoder)
         assert torch.equal(got, run(model))
         assert decoder.fallback_reason is None
         cache.reset()
-        alone = model.generate(**keywords, past_key_values=cache, custom_generate=decoder, logits_processor=[recorder])
+        alone = model.generate(
+            **keywords, past_key_values=cache, custom_generate=decoder, logits_processor=[recorder]
+        )
         assert torch.equal(alone, got[:, PROMPT.shape[1] :])
         assert [step["token"] for step in recorder.steps(alone)[0]] == alone[0].tolist()
 
     def test_what_cannot_fit(self, model):
-        embeds, cache = model.get_input_embeddings()(PROMPT), StaticContiguousCache(model.config, 20)
-        keywords = {**COMMON, "inputs_embeds": embeds, "past_key_values": cache, "custom_generate": GraphDecoder()}
-        with pytest.raises(ValueError, match=r"13 and 14 new tokens take 26 positions.* has 20.* at most 8 new tokens"):
+        embeds, cache = (
+            model.get_input_embeddings()(PROMPT),
+            StaticContiguousCache(model.config, 20),
+        )
+        keywords = {
+            **COMMON,
+            "inputs_embeds": embeds,
+            "past_key_values": cache,
+            "custom_generate": GraphDecoder(),
+        }
+        with pytest.raises(
+            ValueError,
+            match=r"13 and 14 new tokens take 26 positions.* has 20.* at most 8 new tokens",
+        ):
             model.generate(**keywords)
         assert model.generate(**{**keywords, "max_new_tokens": 8}).shape == (1, 8)
         assert cache.seq_len == 20
@@ -247,12 +306,17 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)  # a new one could not be made
+        monkeypatch.setattr(
+            "hf_static_kv.decoding.decoder.SelectingStep", int
+        )  # a new one could not be made
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
     def test_other_rows_and_lengths_on_one_cache(self, model):
-        decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
+        decoder, cache = (
+            GraphDecoder(),
+            StaticContiguousCache.from_model(model, CAPACITY, batch_size=2),
+        )
         for ids in (PROMPT, BATCH, PROMPT[:, :3], BATCH):
             cache.reset()
             assert torch.equal(run(model, ids, decoder, cache), run(model, ids))
@@ -279,7 +343,10 @@ class TestReuse:
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         run(model, decoder=decoder, cache=cache)
         cache.reset()
-        model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = ["one"], True
+        model.model.layers[0].active_adapters, model.model.layers[0].disable_adapters = (
+            ["one"],
+            True,
+        )
         run(model, decoder=decoder, cache=cache)
         assert len(decoder._steps[cache]) == 2
 
@@ -368,7 +435,13 @@ class TestReuse:
         expected, results = run(model), []
 
         def work():
-            results.append(run(model, decoder=GraphDecoder(), cache=StaticContiguousCache.from_model(model, CAPACITY)))
+            results.append(
+                run(
+                    model,
+                    decoder=GraphDecoder(),
+                    cache=StaticContiguousCache.from_model(model, CAPACITY),
+                )
+            )
 
         before = model.config._attn_implementation
         threads = [Thread(target=work) for _ in range(4)]
@@ -399,7 +472,9 @@ class TestReuse:
 
 
 class TestComparison:
-    """A new step beside an ordinary one, in a model that writes a number where a token is never to be chosen."""
+    """A new step beside an ordinary one, in a model that writes a number where a token is never to
+    be chosen.
+    """
 
     @pytest.fixture(params=[-torch.inf, -1e9])
     def masking(self, request):
@@ -422,7 +497,9 @@ class TestComparison:
 
         def broken(self, tokens):
             logits = own(self, tokens)
-            return torch.cat([logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1)  # those that are no mask
+            return torch.cat(
+                [logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1
+            )  # those that are no mask
 
         monkeypatch.setattr(DecodeStep, "run", broken)
         assert torch.equal(run(masking, decoder=decoder), run(masking))
@@ -456,7 +533,9 @@ class TestFaults:
             if fails and cache.seq_len == PROMPT.shape[1] + 2:  # after two whole steps
                 raise RuntimeError("out of something")
 
-        hook = model.model.layers[2].mlp.register_forward_hook(fail)  # so the step runs the model itself
+        hook = model.model.layers[2].mlp.register_forward_hook(
+            fail
+        )  # so the step runs the model itself
         expected = run(model, decoder=decoder, cache=cache)
         cache.reset()
         fails = True
@@ -464,11 +543,16 @@ class TestFaults:
             run(model, decoder=decoder, cache=cache)
         hook.remove()
         assert cache.seq_len == PROMPT.shape[1] + 2
-        assert torch.equal(run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11), expected)
+        assert torch.equal(
+            run(model, expected[:, : PROMPT.shape[1] + 3], decoder, cache, max_new_tokens=11),
+            expected,
+        )
 
 
 class TestFallback:
-    """A call that cannot go on as a captured step goes on in transformers' loop, from the prompt on."""
+    """A call that cannot go on as a captured step goes on in transformers' loop, from the prompt
+    on.
+    """
 
     @pytest.fixture
     def noisy(self):
@@ -505,7 +589,9 @@ class TestFallback:
             torch.manual_seed(seed)
             noisy.prompts.zero_()
             mask = {"attention_mask": torch.ones_like(ids)}
-            output = noisy.generate(ids, **{**COMMON, **mask, **rest, "custom_generate": decoder, **own})
+            output = noisy.generate(
+                ids, **{**COMMON, **mask, **rest, "custom_generate": decoder, **own}
+            )
             tokens = output if isinstance(output, torch.Tensor) else output.sequences
             streamed = own["streamer"].tokens if mode == "streamed" else None
             return tokens.tolist(), streamed, int(noisy.prompts), torch.get_rng_state().tolist()
@@ -583,7 +669,9 @@ class TestPrograms:
     def test_rules_are_left_out(self, model):
         decoder, cache = GraphDecoder(without=RULES), StaticContiguousCache(model.config, CAPACITY)
         assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
-        with pytest.raises(ValueError, match="There is no rule speed: choose among angles_from_table, "):
+        with pytest.raises(
+            ValueError, match="There is no rule speed: choose among angles_from_table, "
+        ):
             GraphDecoder(without=["speed"])
 
 
@@ -614,24 +702,46 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def rotate(*args):
         return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
 
-    monkeypatch.setattr(linears, "_tiles", lambda *args: (32, 64, 2))  # few programs, of 10 ms each in the interpreter
-    monkeypatch.setattr("hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode))
-    for name, kernel in (("fused_linears", fused), ("add_norm", add_norm), ("rotate_and_write", rotate)):
+    monkeypatch.setattr(
+        linears, "_tiles", lambda *args: (32, 64, 2)
+    )  # few programs, of 10 ms each in the interpreter
+    monkeypatch.setattr(
+        "hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode)
+    )
+    for name, kernel in (
+        ("fused_linears", fused),
+        ("add_norm", add_norm),
+        ("rotate_and_write", rotate),
+    ):
         monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))
-    for name in ("llama", "gemma3"):  # norms before linear layers; norms around sums, windows, one KV head
-        model, decoder, few = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), {"max_new_tokens": 3}
+    for name in (
+        "llama",
+        "gemma3",
+    ):  # norms before linear layers; norms around sums, windows, one KV head
+        model, decoder, few = (
+            toy_model(name, OWN_ATTENTION[name]),
+            GraphDecoder(),
+            {"max_new_tokens": 3},
+        )
         assert torch.equal(run(model, decoder=decoder, **few), run(model, **few))
         assert decoder.fallback_reason is None
         layers = model.config.num_hidden_layers
         # Two tokens, and four or five more when the step is compared with ordinary passes.
         assert calls.count("rotate_and_write") == (7 if name == "gemma3" else 6) * layers
-        assert calls.count("attend") == calls.count("rotate_and_write") + layers  # the recorded pass attends, too
-        assert (calls.count("fused_linears") > 0, calls.count("add_norm") > 0) == (True, name == "gemma3")
+        assert (
+            calls.count("attend") == calls.count("rotate_and_write") + layers
+        )  # the recorded pass attends, too
+        assert (calls.count("fused_linears") > 0, calls.count("add_norm") > 0) == (
+            True,
+            name == "gemma3",
+        )
         calls.clear()
 
 
 def test_the_first_token_does_not_wait_for_the_decoder():
-    """It looks at the model before every prompt, and on a GPU a prompt is as long as the host takes to send it."""
+    """It looks at the model before every prompt, and on a GPU a prompt is as long as the host takes
+    to send it.
+    """
     model, decoder = toy_model("llama"), GraphDecoder()
     cache = StaticContiguousCache(model.config, CAPACITY)
 
@@ -660,7 +770,9 @@ class TestACacheOfItsOwn:
     @pytest.mark.parametrize("is_captured_again", [True, False])
     @pytest.mark.parametrize("how", [{}, {"do_sample": True}], ids=["greedy", "sampled"])
     @pytest.mark.parametrize("eos", [None, 40])
-    def test_it_grows_in_the_middle_of_a_call(self, model, how, eos, is_captured_again, monkeypatch):
+    def test_it_grows_in_the_middle_of_a_call(
+        self, model, how, eos, is_captured_again, monkeypatch
+    ):
         how = {**COMMON, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0, **how}
         torch.manual_seed(1)
         expected = model.generate(BATCH, **how)
@@ -679,20 +791,30 @@ class TestACacheOfItsOwn:
         torch.manual_seed(1)
         got = model.generate(BATCH, custom_generate=decoder, streamer=stream, **how)
         assert torch.equal(got, expected)
-        assert stream.tokens == [*BATCH.flatten().tolist(), *expected[:, BATCH.shape[1] :].T.flatten().tolist()]
-        reason = None if is_captured_again else "the step cannot be captured (RuntimeError: on purpose)"
+        assert stream.tokens == [
+            *BATCH.flatten().tolist(),
+            *expected[:, BATCH.shape[1] :].T.flatten().tolist(),
+        ]
+        reason = (
+            None if is_captured_again else "the step cannot be captured (RuntimeError: on purpose)"
+        )
         assert decoder.fallback_reason == reason
 
     def test_a_returned_cache_is_the_callers(self, model):
         decoder = GraphDecoder()
-        output = model.generate(PROMPT, custom_generate=decoder, return_dict_in_generate=True, **COMMON)
+        output = model.generate(
+            PROMPT, custom_generate=decoder, return_dict_in_generate=True, **COMMON
+        )
         assert output.past_key_values.seq_len == PROMPT.shape[1] + NEW_TOKENS - 1
         assert decoder.pool.free == []
 
     def test_a_callers_dynamic_cache_is_not_replaced(self, model):
         decoder, cache = GraphDecoder(), DynamicCache(config=model.config)
         model.generate(PROMPT, custom_generate=decoder, past_key_values=cache, **COMMON)
-        assert decoder.fallback_reason == "past_key_values is a DynamicCache, not a StaticContiguousCache"
+        assert (
+            decoder.fallback_reason
+            == "past_key_values is a DynamicCache, not a StaticContiguousCache"
+        )
         assert cache.get_seq_length() == PROMPT.shape[1] + NEW_TOKENS - 1
 
     def test_two_models_have_caches_of_their_own(self):

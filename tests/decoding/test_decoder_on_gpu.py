@@ -1,4 +1,7 @@
-"""What of the decoder only a GPU can show: captures beside other threads, prompts on the CPU, shared tables."""
+"""What of the decoder only a GPU can show:
+
+captures beside other threads, prompts on the CPU, shared tables.
+"""
 
 from threading import Event, Thread
 
@@ -17,7 +20,11 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODES = {"greedy": {}, "sampled": {"do_sample": True, "temperature": 0.7}, "penalty": {"repetition_penalty": 1.3}}
+MODES = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.7},
+    "penalty": {"repetition_penalty": 1.3},
+}
 
 
 def run(model, cache, decoder, ids, **how):
@@ -57,7 +64,9 @@ def test_a_model_that_waits_for_the_device_is_not_captured():
     model = toy_model("llama").cuda()
     mlp = model.model.layers[0].mlp
     own = type(mlp).forward
-    mlp.forward = lambda x: own(mlp, x) * float(x.abs().max() > -1)  # a number that the host waits for
+    mlp.forward = lambda x: (
+        own(mlp, x) * float(x.abs().max() > -1)
+    )  # a number that the host waits for
     decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
     got = run(model, cache, decoder, PROMPT.cuda())
     assert "synchronizing CUDA operation" in decoder.fallback_reason
@@ -67,7 +76,10 @@ def test_a_model_that_waits_for_the_device_is_not_captured():
 
 def test_what_runs_after_a_failed_capture_waits_for_its_kernels():
     model = toy_model("llama").cuda()
-    step, z = DecodeStep(model, StaticContiguousCache.from_model(model, 40), 1), torch.zeros(1, dtype=torch.int64)
+    step, z = (
+        DecodeStep(model, StaticContiguousCache.from_model(model, 40), 1),
+        torch.zeros(1, dtype=torch.int64),
+    )
 
     def fails(length, seq_start):
         torch.cuda._sleep(100_000_000)  # 0.05 s or more on a GPU of at most 2 GHz
@@ -90,20 +102,27 @@ def test_recording_launches_no_kernel(monkeypatch):
     cache = StaticContiguousCache.from_model(model, 40)
     model(PROMPT.cuda(), past_key_values=cache)
     step = DecodeStep(model, cache, 1)
-    monkeypatch.setattr(jit.JITFunction, "run", lambda *args, **kwargs: pytest.fail("a kernel is launched"))
+    monkeypatch.setattr(
+        jit.JITFunction, "run", lambda *args, **kwargs: pytest.fail("a kernel is launched")
+    )
     with torch.no_grad(), attention_implementation(model, "static_contiguous"):
         step.record(PROMPT.shape[1], torch.zeros(1, dtype=torch.int64, device="cuda"))
     assert step.is_recorded
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.22"), reason="generate wants ids beside the model")
+@pytest.mark.skipif(
+    Version(transformers.__version__) < Version("5.22"),
+    reason="generate wants ids beside the model",
+)
 @pytest.mark.parametrize("mode", MODES)
 def test_ids_on_the_cpu(mode):
     """`generate` leaves them there, and chooses tokens there too."""
     model = toy_model("llama").cuda()
     decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
     torch.manual_seed(5)
-    expected = model.generate(PROMPT, attention_mask=torch.ones_like(PROMPT), **{**COMMON, **MODES[mode]})
+    expected = model.generate(
+        PROMPT, attention_mask=torch.ones_like(PROMPT), **{**COMMON, **MODES[mode]}
+    )
     for _ in range(2):
         got = run(model, cache, decoder, PROMPT, **MODES[mode])
         assert got.device.type == "cpu"

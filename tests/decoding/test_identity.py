@@ -1,4 +1,6 @@
-"""Whatever changes what a step computes, and is no tensor that it reads, makes another step or is refused."""
+"""Whatever changes what a step computes, and is no tensor that it reads, makes another step or is
+refused.
+"""
 
 import gc
 import pickle
@@ -73,7 +75,9 @@ def test_a_forward_that_was_replaced_in_its_class(decoding, monkeypatch):
 def test_a_function_that_was_replaced_in_its_file(decoding, monkeypatch):
     assert decoding.steps() == 1
     own = modeling_llama.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, sin, cos))
+    monkeypatch.setattr(
+        modeling_llama, "apply_rotary_pos_emb", lambda q, k, cos, sin: own(q, k, sin, cos)
+    )
     assert decoding.steps() == 2
 
 
@@ -87,7 +91,9 @@ def test_frequencies_that_were_changed_in_place(decoding, way):
 
 
 def test_another_functional_activation(decoding):
-    for layer in decoding.model.model.layers:  # a function is no part of a module: it is put in its dictionary
+    for layer in (
+        decoding.model.model.layers
+    ):  # a function is no part of a module: it is put in its dictionary
         del layer.mlp.act_fn
         layer.mlp.act_fn = torch.nn.functional.silu
     assert decoding.steps() == 1
@@ -134,7 +140,9 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def __new__(cls, inner):
-        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+        return torch.Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, device=inner.device
+        )
 
     def __init__(self, inner):
         self.inner = inner
@@ -223,7 +231,9 @@ def test_memory_of_steps_is_counted(decoding):
     assert decoding.decoder.memory_bytes > 8 * (40 + 1)  # the text of a greedy step, and more
 
 
-@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float8_e4m3fn, torch.int8, torch.bool, torch.float64], ids=str
+)
 def test_weights_of_any_dtype_are_sampled(dtype):
     model = toy_model("llama")
     model.model.extra = torch.zeros(40).to(dtype)
@@ -244,7 +254,9 @@ def test_a_step_sees_every_change(name, decoding, monkeypatch):
     first = decoding.tokens(use_cache=False)
     decoding.steps_or_fallback()
     change()
-    assert not torch.equal(decoding.tokens(use_cache=False), first), "the mutation shows in no token"
+    assert not torch.equal(decoding.tokens(use_cache=False), first), (
+        "the mutation shows in no token"
+    )
     decoding.steps_or_fallback()
     assert before.shape == first.shape
 
@@ -253,7 +265,9 @@ INSIDE_EXACT = ("minus one to minus two", "dict in place", "closure", "default_o
     "class_attribute", "other_method_of_a_class", "control_vector")  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "is_exact"), [*((n, False) for n in MUTATIONS), *((n, True) for n in INSIDE_EXACT)])
+@pytest.mark.parametrize(
+    ("name", "is_exact"), [*((n, False) for n in MUTATIONS), *((n, True) for n in INSIDE_EXACT)]
+)
 def test_prefix_reuse_sees_every_change(name, is_exact, monkeypatch):
     model = toy_model("llama").to(DEVICE)
     change = MUTATIONS[name](model, monkeypatch)
@@ -273,7 +287,9 @@ def test_a_pass_that_changes_its_own_state_is_not_captured(name, decoding):
     for model in (decoding.model, twin):
         COUNTERS[name](model)
     got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
-    assert torch.equal(got, generate(twin, past_key_values=StaticContiguousCache.from_model(twin, 40)))
+    assert torch.equal(
+        got, generate(twin, past_key_values=StaticContiguousCache.from_model(twin, 40))
+    )
     assert "changes" in decoding.decoder.fallback_reason
 
 
@@ -299,7 +315,9 @@ def test_a_scripted_module_is_not_frozen(part, last_token, decoding):
     setattr(decoder, part, torch.jit.trace(getattr(decoder, part), example, check_trace=False))
     prompt = torch.cat([PROMPT, torch.tensor([[last_token]], device=DEVICE)], dim=1)
     how = {"attention_mask": torch.ones_like(prompt), **COMMON}
-    got = decoding.model.generate(prompt, past_key_values=decoding.cache, custom_generate=decoding.decoder, **how)
+    got = decoding.model.generate(
+        prompt, past_key_values=decoding.cache, custom_generate=decoding.decoder, **how
+    )
     assert torch.equal(got, decoding.model.generate(prompt, use_cache=False, **how))
 
 
@@ -315,16 +333,22 @@ def test_a_branch_on_the_length_is_not_frozen(decoding, monkeypatch):
 
     monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
     got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
-    assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
+    assert torch.equal(
+        got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config))
+    )
 
 
 def test_a_text_of_a_tensor_is_not_frozen(decoding, monkeypatch):
     own = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(
-        modeling_llama.LlamaMLP, "forward", lambda self, x: own(self, x) * (2 if "7" in f"{x[0, -1, 0]:.3f}" else 1)
+        modeling_llama.LlamaMLP,
+        "forward",
+        lambda self, x: own(self, x) * (2 if "7" in f"{x[0, -1, 0]:.3f}" else 1),
     )
     got = decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
-    assert torch.equal(got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config)))
+    assert torch.equal(
+        got, decoding.tokens(past_key_values=DynamicCache(config=decoding.model.config))
+    )
 
 
 def fail(*args):
@@ -363,7 +387,10 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
 
     @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "streamer"])
     def test_a_changed_model_that_cannot_be_captured(self, how, decoding, monkeypatch):
-        """The rest of the call is ordinary passes: the first token is out, and nothing is drawn or streamed twice."""
+        """The rest of the call is ordinary passes:
+
+        the first token is out, and nothing is drawn or streamed twice.
+        """
         keywords = {
             "greedy": {},
             "sampled": {"do_sample": True, "temperature": 1.5},
@@ -371,7 +398,10 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
             "streamer": {"do_sample": True, "streamer": Collect()},
         }[how]
         mlp = read_by_forward(decoding.model, lambda mlp: mlp.own)
-        mlp.own, cache = 1.0, {"past_key_values": decoding.cache, "custom_generate": decoding.decoder}
+        mlp.own, cache = (
+            1.0,
+            {"past_key_values": decoding.cache, "custom_generate": decoding.decoder},
+        )
         generate(decoding.model, **cache, **keywords)
         mlp.own = 3.0
         torch.manual_seed(3)
@@ -384,7 +414,10 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         monkeypatch.setattr(decoder_module, "verify", fail)
         assert torch.equal(generate(decoding.model, **cache, **keywords), expected)
         assert torch.equal(torch.rand(1, device=DEVICE), after)
-        assert decoding.decoder.fallback_reason == "the step cannot be captured (RuntimeError: on purpose)"
+        assert (
+            decoding.decoder.fallback_reason
+            == "the step cannot be captured (RuntimeError: on purpose)"
+        )
         assert decoding.cache.seq_len == expected.shape[1] - 1
         if how == "streamer":
             assert keywords["streamer"].tokens == expected[0].tolist()
@@ -418,7 +451,9 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         decoding.steps()
         looks = []
         own = call_module.pass_state
-        monkeypatch.setattr(call_module, "pass_state", lambda model: looks.append(model) or own(model))
+        monkeypatch.setattr(
+            call_module, "pass_state", lambda model: looks.append(model) or own(model)
+        )
         assert decoding.steps() == 1
         assert len(looks) == 1
 
@@ -438,11 +473,19 @@ def test_a_prefix_of_a_changed_model_is_computed_again(has_own_loop):
     model = toy_model("llama").to(DEVICE)
     if has_own_loop:
         own = type(model)._sample
-        model.__class__ = type("OwnLoop", (type(model),), {"_sample": lambda self, *a, **k: own(self, *a, **k)})
+        model.__class__ = type(
+            "OwnLoop", (type(model),), {"_sample": lambda self, *a, **k: own(self, *a, **k)}
+        )
     mlp = read_by_forward(model, lambda mlp: mlp.own)
     info = attach(model, reuse_prefix=True)
     # A loop of its own is asked for its state first, and finds the cache of the first call again.
-    for mlp.own, reused in ((1.0, 0), (1.0, 12), (3.0, 0), (3.0, 12), (1.0, 12 if has_own_loop else 0)):
+    for mlp.own, reused in (
+        (1.0, 0),
+        (1.0, 12),
+        (3.0, 0),
+        (3.0, 12),
+        (1.0, 12 if has_own_loop else 0),
+    ):
         before = info.reused_tokens
         assert torch.equal(generate(model), generate(model, use_cache=False))
         assert info.reused_tokens - before == reused

@@ -31,10 +31,14 @@ def test_an_image_changes_the_tokens(name):
     """Else the tests below would pass for a prompt without its image."""
     model, prompt = media_model(name), media_prompt(name)
     other = media_prompt(name, seed=1)
-    assert not torch.equal(tokens(model, prompt), tokens(model, {**other, "input_ids": prompt["input_ids"]}))
+    assert not torch.equal(
+        tokens(model, prompt), tokens(model, {**other, "input_ids": prompt["input_ids"]})
+    )
 
 
-@pytest.mark.parametrize(("lengths", "how"), [((6,), COMMON), ((3, 6), SAMPLED)], ids=["greedy", "padded, sampled"])
+@pytest.mark.parametrize(
+    ("lengths", "how"), [((6,), COMMON), ((3, 6), SAMPLED)], ids=["greedy", "padded, sampled"]
+)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_tokens_are_those_of_generate(name, lengths, how):
     model, decoder = media_model(name), GraphDecoder()
@@ -64,7 +68,9 @@ def test_attach(name, attach_on_any_device):
 def test_a_cache_that_is_full_at_the_end(name):
     """Positions that begin at 1 are beyond a table of angles that is as long as the cache."""
     model, prompt, decoder = media_model(name), media_prompt(name), GraphDecoder()
-    cache = StaticContiguousCache(model.config, prompt["input_ids"].shape[1] + COMMON["max_new_tokens"] - 1)
+    cache = StaticContiguousCache(
+        model.config, prompt["input_ids"].shape[1] + COMMON["max_new_tokens"] - 1
+    )
     got = tokens(model, prompt, past_key_values=cache, custom_generate=decoder)
     assert torch.equal(got, tokens(model, prompt))
     assert decoder.fallback_reason is None
@@ -102,7 +108,10 @@ def test_one_step_serves_images_of_other_sizes(height):
 
 @pytest.mark.parametrize(("seconds", "offset"), [(0.5, -12), (9.0, 17)])
 def test_a_video_whose_positions_count_seconds(seconds, offset):
-    """Two frames of 8 tokens, up to 36 positions apart: those of the text may be beyond the number of tokens."""
+    """Two frames of 8 tokens, up to 36 positions apart:
+
+    those of the text may be beyond the number of tokens.
+    """
     model, decoder, video = media_model("qwen2_5_vl"), GraphDecoder(), [123] * 16
     ids = torch.tensor([[5, 6, FIRST, *video, LAST, 7, 8, 9]], device=DEVICE)
     prompt = {
@@ -116,7 +125,9 @@ def test_a_video_whose_positions_count_seconds(seconds, offset):
     expected = tokens(model, prompt)
     assert model.model.rope_deltas.tolist() == [[offset]]
     cache = StaticContiguousCache(model.config, expected.shape[1] - 1)
-    assert torch.equal(tokens(model, prompt, past_key_values=cache, custom_generate=decoder), expected)
+    assert torch.equal(
+        tokens(model, prompt, past_key_values=cache, custom_generate=decoder), expected
+    )
     assert decoder.fallback_reason is None
 
 
@@ -179,10 +190,15 @@ def model_with_a_scale(monkeypatch):
 )
 def test_a_keyword_that_every_step_needs(model_with_a_scale, scale, reason):
     model, decoder, prompt = model_with_a_scale, GraphDecoder(), media_prompt("llava")
-    cache, expected = StaticContiguousCache(model.config, CAPACITY), tokens(model, {**prompt, "scale": scale()})
+    cache, expected = (
+        StaticContiguousCache(model.config, CAPACITY),
+        tokens(model, {**prompt, "scale": scale()}),
+    )
     for _ in range(3):  # the third time it is known not to work
         cache.reset()
-        got = tokens(model, {**prompt, "scale": scale()}, past_key_values=cache, custom_generate=decoder)
+        got = tokens(
+            model, {**prompt, "scale": scale()}, past_key_values=cache, custom_generate=decoder
+        )
         assert torch.equal(got, expected)
         assert reason in decoder.fallback_reason if reason else decoder.fallback_reason is None
 

@@ -28,12 +28,18 @@ def visible(model):
     return [
         [(module.__dict__.get("layer_idx"), module.__dict__.get("forward")) for module in modules],
         [list(module._forward_hooks.values()) for module in modules],
-        [(type(module.config), module.config._attn_implementation) for module in modules if hasattr(module, "config")],
+        [
+            (type(module.config), module.config._attn_implementation)
+            for module in modules
+            if hasattr(module, "config")
+        ],
     ]
 
 
 def during_a_capture(monkeypatch, act):
-    """Call `act` when a step writes its first keys, recorded or not, and in the first ordinary pass beside it."""
+    """Call `act` when a step writes its first keys, recorded or not, and in the first ordinary pass
+    beside it.
+    """
     thread = threading.current_thread()  # `act` may run the model in another one
     for owner, name, is_time in (
         (step_module, "write_token", lambda: True),
@@ -54,7 +60,9 @@ def during_a_capture(monkeypatch, act):
 def test_a_call_during_a_capture(name, kind, monkeypatch):
     model, decoder, found = toy_model(name, OWN_ATTENTION[name]), GraphDecoder(), []
     expected, tokens, before = CALLS[kind](model), run(model), visible(model)
-    during_a_capture(monkeypatch, lambda: found.append((visible(model), in_thread(lambda: CALLS[kind](model)))))
+    during_a_capture(
+        monkeypatch, lambda: found.append((visible(model), in_thread(lambda: CALLS[kind](model))))
+    )
     assert torch.equal(run(model, decoder=decoder), tokens)
     assert decoder.fallback_reason is None
     assert len(found) == 2
@@ -67,7 +75,10 @@ def test_a_call_during_a_capture(name, kind, monkeypatch):
 
 
 def test_a_call_during_a_step_that_runs_the_model_itself():
-    """A hook keeps a step from being recorded. It is called in steps and in the other thread's passes."""
+    """A hook keeps a step from being recorded.
+
+    It is called in steps and in the other thread's passes.
+    """
     model, decoder, found = toy_model("llama"), GraphDecoder(), []
     cache, thread = StaticContiguousCache(model.config, CAPACITY), threading.current_thread()
     expected = run(model)
@@ -86,7 +97,10 @@ def test_a_call_during_a_step_that_runs_the_model_itself():
 
 
 def test_the_rotation_of_other_threads_is_their_own(monkeypatch):
-    """`apply_rotary_pos_emb` is a global function of a model's file: it cannot be replaced for one thread alone."""
+    """`apply_rotary_pos_emb` is a global function of a model's file:
+
+    it cannot be replaced for one thread alone.
+    """
     model, thread, threads = toy_model("llama"), threading.current_thread(), set()
     own = rotary.rotary
 
@@ -134,7 +148,10 @@ def test_many_calls_at_once(is_attached):
         thread.start()
     for _ in range(12):
         decoder = GraphDecoder()
-        if not torch.equal(run(model, decoder=decoder), tokens) or decoder.fallback_reason is not None:
+        if (
+            not torch.equal(run(model, decoder=decoder), tokens)
+            or decoder.fallback_reason is not None
+        ):
             errors.append(decoder.fallback_reason)
     stop.set()
     for thread in others:

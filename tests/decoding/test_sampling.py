@@ -23,7 +23,9 @@ class TestStopFlags:
         flags, flags_recorded = StopFlags(is_deferred=True), []
         event = SimpleNamespace(record=flags_recorded.append, synchronize=lambda: None)
         monkeypatch.setattr(torch.cuda, "Event", lambda: event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: f"the stream of {device}")
+        monkeypatch.setattr(
+            torch.cuda, "current_stream", lambda device=None: f"the stream of {device}"
+        )
         flags.slots = [Slot() for _ in range(MAX_AHEAD + 2)]
         flags.recorded = flags_recorded
         return flags
@@ -47,12 +49,16 @@ class TestStopFlags:
     @pytest.mark.parametrize("steps", range(1, MAX_AHEAD + 1))
     @pytest.mark.parametrize("end", range(MAX_AHEAD))
     def test_a_busy_host_sees_it_later(self, flags, end, steps):
-        """The prompt's own token, then `steps` that run ahead, then one of which the host sees the flag."""
+        """The prompt's own token, then `steps` that run ahead, then one of which the host sees the
+        flag.
+        """
         flags.is_busy = True
         for i in range(steps):
             assert flags.push(FlagOfAGPU(value=i >= end), is_last=False) == 0
         flags.is_busy = False
-        assert flags.push(FlagOfAGPU(value=steps >= end), is_last=False) == (steps - end if steps > end else 0)
+        assert flags.push(FlagOfAGPU(value=steps >= end), is_last=False) == (
+            steps - end if steps > end else 0
+        )
 
     def test_the_last_step_waits_for_all_before_it(self, flags):
         flags.is_busy = True
@@ -86,7 +92,11 @@ def test_what_the_caller_brings_sees_no_token_too_many(part):
 
     def note(ids, scores, **kwargs):
         seen.append(ids.shape[1])
-        return scores if part == "logits_processor" else torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        return (
+            scores
+            if part == "logits_processor"
+            else torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        )
 
     end = int(run(model)[0, PROMPT.shape[1] + 4])
     tokens = run(model, decoder=GraphDecoder(), eos_token_id=end, pad_token_id=0, **{part: [note]})

@@ -1,4 +1,7 @@
-"""Sampling in the step itself: tokens and random state are those of plain `generate` under the same seed."""
+"""Sampling in the step itself:
+
+tokens and random state are those of plain `generate` under the same seed.
+"""
 
 import pytest
 import torch
@@ -38,16 +41,23 @@ def kinds_of_step(decoder, cache):
     return step.sampling.kinds if isinstance(step, SelectingStep) else type(step)
 
 
-@pytest.mark.parametrize("prompt", [{"ids": PROMPT}, {"ids": BATCH}, padded()], ids=["one", "batch", "padded"])
+@pytest.mark.parametrize(
+    "prompt", [{"ids": PROMPT}, {"ids": BATCH}, padded()], ids=["one", "batch", "padded"]
+)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_tokens_and_random_state(name, prompt):
     model, decoder = shared_toy_model("llama", device=DEVICE), GraphDecoder()
-    cache, how = StaticContiguousCache(model.config, CAPACITY), {"do_sample": True, **SETTINGS[name]}
+    cache, how = (
+        StaticContiguousCache(model.config, CAPACITY),
+        {"do_sample": True, **SETTINGS[name]},
+    )
     for seed in range(4):  # the first call makes the step, the others use it
         expected = run(model, seed=seed, **prompt, **how)
         state = random_state()
         cache.reset()
-        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=seed, **prompt, **how), expected)
+        assert torch.equal(
+            run(model, decoder=decoder, cache=cache, seed=seed, **prompt, **how), expected
+        )
         assert torch.equal(random_state(), state)
     assert decoder.fallback_reason is None
     assert len(decoder._steps[cache]) == 1
@@ -59,7 +69,9 @@ def test_other_numbers_use_the_same_step():
         how = {"do_sample": True, "temperature": temperature, "top_k": top_k}
         cache = StaticContiguousCache(model.config, CAPACITY) if cache is None else cache
         cache.reset()
-        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=1, **how), run(model, seed=1, **how))
+        assert torch.equal(
+            run(model, decoder=decoder, cache=cache, seed=1, **how), run(model, seed=1, **how)
+        )
     assert kinds_of_step(decoder, cache) == Kinds(temperature=True, top_k=True)
 
 
@@ -74,17 +86,31 @@ def test_a_streamer_gets_every_token_once(how):
 
 OUTSIDE = {
     "an n-gram": {"no_repeat_ngram_size": 2},
-    "a processor of one's own": {"logits_processor": LogitsProcessorList([lambda ids, scores: scores / 2])},
-    "another order": {"temperature": 0.5, "logits_processor": LogitsProcessorList([lambda ids, scores: scores + 0])},
+    "a processor of one's own": {
+        "logits_processor": LogitsProcessorList([lambda ids, scores: scores / 2])
+    },
+    "another order": {
+        "temperature": 0.5,
+        "logits_processor": LogitsProcessorList([lambda ids, scores: scores + 0]),
+    },
     "typical p": {"typical_p": 0.9},
     "scores": {"return_dict_in_generate": True, "output_scores": True},
-    "two temperatures": {"temperature": 0.5, "logits_processor": [processors.TemperatureLogitsWarper(2.0)]},
+    "two temperatures": {
+        "temperature": 0.5,
+        "logits_processor": [processors.TemperatureLogitsWarper(2.0)],
+    },
     "two top-k": {"top_k": 50, "logits_processor": [processors.TopKLogitsWarper(3)]},
     "two top-p": {"top_k": 0, "top_p": 0.9, "logits_processor": [processors.TopPLogitsWarper(0.3)]},
-    "two min-p": {"top_k": 0, "min_p": 0.05, "logits_processor": [processors.MinPLogitsWarper(0.4)]},
+    "two min-p": {
+        "top_k": 0,
+        "min_p": 0.05,
+        "logits_processor": [processors.MinPLogitsWarper(0.4)],
+    },
     "two penalties": {
         "top_k": 0,
-        "logits_processor": [processors.RepetitionPenaltyLogitsProcessor(penalty) for penalty in (1.1, 1.6)],
+        "logits_processor": [
+            processors.RepetitionPenaltyLogitsProcessor(penalty) for penalty in (1.1, 1.6)
+        ],
     },
 }
 
@@ -93,7 +119,10 @@ OUTSIDE = {
 def test_what_the_host_selects(name):
     model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **OUTSIDE[name]}
     cache = StaticContiguousCache(model.config, CAPACITY)
-    got, expected = run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how)
+    got, expected = (
+        run(model, decoder=decoder, cache=cache, seed=2, **how),
+        run(model, seed=2, **how),
+    )
     got, expected = (x if isinstance(x, torch.Tensor) else x.sequences for x in (got, expected))
     assert torch.equal(got, expected)
     assert kinds_of_step(decoder, cache) is DecodeStep
@@ -103,17 +132,23 @@ def test_two_least_lengths_are_the_larger_one():
     model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "pad_token_id": 0}
     how |= {"min_length": 17, "min_new_tokens": 9, "eos_token_id": list(range(3, 19))}
     cache = StaticContiguousCache(model.config, CAPACITY)
-    assert torch.equal(run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how))
+    assert torch.equal(
+        run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how)
+    )
     assert kinds_of_step(decoder, cache).min_length
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_inside_exact_the_host_samples(name):
-    """The kernel's sums are rounded differently; the host runs the processors of `generate` themselves."""
+    """The kernel's sums are rounded differently; the host runs the processors of `generate`
+    themselves.
+    """
     model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, **SETTINGS[name]}
     cache = StaticContiguousCache(model.config, CAPACITY)
     with exact(model):
-        assert torch.equal(run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how))
+        assert torch.equal(
+            run(model, decoder=decoder, cache=cache, seed=2, **how), run(model, seed=2, **how)
+        )
     assert kinds_of_step(decoder, cache) is DecodeStep
 
 
@@ -128,30 +163,52 @@ def test_inside_exact_the_step_selects_greedily():
 
 def test_the_repetition_penalty_of_embedded_prompts_is_left_to_the_host():
     """The tokens of such a prompt are not known, and their positions are."""
-    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    model, decoder, how = (
+        toy_model("llama"),
+        GraphDecoder(),
+        {"do_sample": True, "repetition_penalty": 1.4},
+    )
     cache = StaticContiguousCache(model.config, CAPACITY)
     embeds = model.get_input_embeddings()(PROMPT).detach()
     torch.manual_seed(0)
     expected = model.generate(inputs_embeds=embeds, max_new_tokens=9, use_cache=False, **how)
     torch.manual_seed(0)
-    got = model.generate(inputs_embeds=embeds, max_new_tokens=9, past_key_values=cache, custom_generate=decoder, **how)
+    got = model.generate(
+        inputs_embeds=embeds,
+        max_new_tokens=9,
+        past_key_values=cache,
+        custom_generate=decoder,
+        **how,
+    )
     assert torch.equal(got, expected)
     assert kinds_of_step(decoder, cache) is DecodeStep
 
 
 def test_a_chat_goes_on_with_the_penalty():
-    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    model, decoder, how = (
+        toy_model("llama"),
+        GraphDecoder(),
+        {"do_sample": True, "repetition_penalty": 1.4},
+    )
     cache = StaticContiguousCache(model.config, CAPACITY)
     first = run(model, decoder=decoder, cache=cache, seed=0, **how)
     assert torch.equal(first, run(model, seed=0, **how))
     longer = torch.cat([first, BATCH[:1, :3]], dim=1)
-    assert torch.equal(run(model, longer, decoder, cache, seed=0, **how), run(model, longer, seed=0, **how))
+    assert torch.equal(
+        run(model, longer, decoder, cache, seed=0, **how), run(model, longer, seed=0, **how)
+    )
 
 
 def test_a_cache_that_grows_in_the_middle():
-    model, decoder, how = toy_model("llama"), GraphDecoder(), {"do_sample": True, "repetition_penalty": 1.4}
+    model, decoder, how = (
+        toy_model("llama"),
+        GraphDecoder(),
+        {"do_sample": True, "repetition_penalty": 1.4},
+    )
     cache = StaticContiguousCache.for_calls(model, PROMPT.shape[1] + 2, 1)
-    assert torch.equal(run(model, decoder=decoder, cache=cache, seed=5, **how), run(model, seed=5, **how))
+    assert torch.equal(
+        run(model, decoder=decoder, cache=cache, seed=5, **how), run(model, seed=5, **how)
+    )
 
 
 def test_making_a_step_draws_nothing():

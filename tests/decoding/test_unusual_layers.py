@@ -1,4 +1,6 @@
-"""Captured steps of layers that share keys, differ in shape, run several times, hold latents, or attend in chunks."""
+"""Captured steps of layers that share keys, differ in shape, run several times, hold latents, or
+attend in chunks.
+"""
 
 import copy
 
@@ -13,7 +15,8 @@ from tests.conftest import toy_model as toy_on_cpu
 from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run
 
 _LATENT = {
-    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16, "qk_rope_head_dim": 8,
+    "num_hidden_layers": 3, "num_key_value_heads": 4, "kv_lora_rank": 24, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 16, "v_head_dim": 12, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
 }  # fmt: skip
 _TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -22,15 +25,20 @@ _SHARED = {
     "num_hidden_layers": 6, "layer_types": _TYPES * 2, "num_kv_shared_layers": 3, "sliding_window": WINDOW,
     "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128,
 }  # fmt: skip
-_SPARSE = {"intermediate_size": [64] * 6, "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0]}
+_SPARSE = {
+    "intermediate_size": [64] * 6,
+    "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0, 0.0, 0.0],
+}
 # Full layers have larger heads than sliding ones.
 _UNLIKE = {"global_head_dim": 32, "initializer_range": 0.3, "tie_word_embeddings": False}
 # They also have fewer heads, and one projection for keys and values.
 _ONE_PROJECTION = {
-    "layer_types": _TYPES, "sliding_window": WINDOW, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+    "layer_types": _TYPES, "sliding_window": WINDOW, "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
     "hidden_size_per_layer_input": 0, "enable_moe_block": True, "top_k_experts": 2,
 }  # fmt: skip
-# Sliding layers have twice the KV heads that the config says, and sinks. Values are smaller than keys.
+# Sliding layers have twice the KV heads that the config says, and sinks. Values are smaller than
+# keys.
 _DOUBLED = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"], "sliding_window": WINDOW,
     "v_head_dim": 12, "initializer_range": 0.3,
@@ -64,7 +72,9 @@ def models():
     def model_of(family):
         if family not in made:
             known = FAMILIES[family]
-            made[family] = (toy_on_cpu("llama4") if known is None else tiny_model(known[0], **known[1])).to(DEVICE)
+            made[family] = (
+                toy_on_cpu("llama4") if known is None else tiny_model(known[0], **known[1])
+            ).to(DEVICE)
         return made[family]
 
     return model_of
@@ -74,7 +84,11 @@ def decoded(model, sliding="full", **how):
     """The tokens of a captured step, and the steps that made them."""
     decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY, sliding=sliding)
     tokens = run(model, decoder=decoder, cache=cache, **how)
-    return tokens, decoder.fallback_reason, [step for steps in decoder._steps.values() for step in steps.values()]
+    return (
+        tokens,
+        decoder.fallback_reason,
+        [step for steps in decoder._steps.values() for step in steps.values()],
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -110,20 +124,30 @@ def test_the_bits_of_layers_of_unlike_shape(family, models, small_spare):
 
 @pytest.mark.parametrize("family", ["llama4", "hrm_text", *UNLIKE])
 def test_one_step_serves_every_call(family, models):
-    """A sequence that continues, one that is short again, and a chunk that begins where none began before."""
+    """A sequence that continues, one that is short again, and a chunk that begins where none began
+    before.
+    """
     model, decoder = models(family), GraphDecoder()
     cache = StaticContiguousCache.from_model(model, CAPACITY)
     first = run(model, decoder=decoder, cache=cache, max_new_tokens=3)
     longer = torch.cat([first, PROMPT[:, :5]], dim=1)
-    assert torch.equal(run(model, longer, decoder, cache, max_new_tokens=20), run(model, longer, max_new_tokens=20))
+    assert torch.equal(
+        run(model, longer, decoder, cache, max_new_tokens=20), run(model, longer, max_new_tokens=20)
+    )
     cache.reset()
     short = PROMPT[:, :2]
-    assert torch.equal(run(model, short, decoder, cache, max_new_tokens=20), run(model, short, max_new_tokens=20))
+    assert torch.equal(
+        run(model, short, decoder, cache, max_new_tokens=20), run(model, short, max_new_tokens=20)
+    )
     assert (decoder.num_steps, decoder.fallback_reason) == (1, None)
 
 
 def test_a_prompt_that_is_seen_from_both_sides(models):
-    """HRM: the prompt's own mask is not that of a step. Without a cache transformers has it for new tokens, too."""
+    """HRM:
+
+    the prompt's own mask is not that of a step. Without a cache transformers has it for new tokens,
+    too.
+    """
     model, how = models("hrm_text"), {"token_type_ids": torch.ones_like(PROMPT)}
     tokens, reason, _ = decoded(model, **how)
     assert reason is None
@@ -131,7 +155,10 @@ def test_a_prompt_that_is_seen_from_both_sides(models):
 
 
 def test_queries_that_are_scaled_by_their_position():
-    """Llama 4 reads the length in its layers: a step that had one as a constant would be right at first."""
+    """Llama 4 reads the length in its layers:
+
+    a step that had one as a constant would be right at first.
+    """
     model = toy_on_cpu("llama4", floor_scale=20, attn_scale=3.0).to(DEVICE)
     tokens, reason, _ = decoded(model, max_new_tokens=30)
     assert reason is None
@@ -205,7 +232,10 @@ _WITH_KEYS = ["gemma3n", "gemma4", "mimo_v2_flash", "hrm_text", "deepseek_v3", "
 FAULTS = {
     "a lost key": (lose_the_newest_key, _WITH_KEYS),
     # HRM has spans in its first layers alone, and the fault is in the last.
-    "an overlooked key": (overlook_the_newest_key, [family for family in _WITH_KEYS if family != "hrm_text"]),
+    "an overlooked key": (
+        overlook_the_newest_key,
+        [family for family in _WITH_KEYS if family != "hrm_text"],
+    ),
     "keys of another type of layer": (change_the_step(read_another_layer), ["gemma3n"]),
     "chunks as windows": (change_the_step(ignore_chunks), ["llama4"]),
     "chunks that are too long": (change_the_step(shift_chunks(1)), ["llama4"]),
@@ -214,14 +244,19 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("length", [3, PROMPT.shape[1]])
-@pytest.mark.parametrize(("fault", "family"), [(name, family) for name in FAULTS for family in FAULTS[name][1]])
+@pytest.mark.parametrize(
+    ("fault", "family"), [(name, family) for name in FAULTS for family in FAULTS[name][1]]
+)
 def test_a_fault_is_caught(fault, family, length, models, monkeypatch):
     model, ids = models(family), PROMPT[:, :length]
     expected = run(model, ids)
     FAULTS[fault][0](monkeypatch, model)
     tokens, reason, _ = decoded(model, ids=ids)
-    # On a GPU the step that runs the model itself is tried next, and Gemma 3n copies numbers to the device.
-    assert "from those of an ordinary step" in reason or (DEVICE == "cuda" and "synchronizes" in reason)
+    # On a GPU the step that runs the model itself is tried next, and Gemma 3n copies numbers to the
+    # device.
+    assert "from those of an ordinary step" in reason or (
+        DEVICE == "cuda" and "synchronizes" in reason
+    )
     assert torch.equal(tokens, expected)
 
 

@@ -1,4 +1,5 @@
-"""A new step is compared with an ordinary pass: faults are caught in bf16 too, and rounding alone is no fault.
+"""A new step is compared with an ordinary pass: faults are caught in bf16 too, and rounding alone
+is no fault.
 
 On a GPU the dev models at their true shapes; elsewhere toys.
 """
@@ -27,7 +28,9 @@ SHAPES = ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b"] if ON_GPU else ["llama", "
 @pytest.fixture(scope="module", params=SHAPES)
 def model(request):
     # A toy's weights are larger, so that its attention looks at some tokens more than at others.
-    config = dev_config(request.param) if ON_GPU else tiny_config(request.param, initializer_range=0.12)
+    config = (
+        dev_config(request.param) if ON_GPU else tiny_config(request.param, initializer_range=0.12)
+    )
     return random_model(config, device=DEVICE, dtype=DTYPE)
 
 
@@ -80,14 +83,25 @@ FAULTS = {
     "an overlooked key": overlook_the_newest_key,
     "a wrong position": shift_the_positions,
 }
-WINDOW_FAULTS = {"too wide by one": change_the_window(+1), "too narrow by one": change_the_window(-1)}
+WINDOW_FAULTS = {
+    "too wide by one": change_the_window(+1),
+    "too narrow by one": change_the_window(-1),
+}
 
 
 def run(model, cache, decoder, length):
-    ids = torch.randint(3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    ids = torch.randint(
+        3, model.config.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)
+    ).to(DEVICE)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    how = {**COMMON, "max_new_tokens": 4, "attention_mask": mask, "past_key_values": cache, "custom_generate": decoder}
+    how = {
+        **COMMON,
+        "max_new_tokens": 4,
+        "attention_mask": mask,
+        "past_key_values": cache,
+        "custom_generate": decoder,
+    }
     model.generate(ids, **how)
     return decoder.fallback_reason
 
@@ -113,7 +127,11 @@ def test_a_sound_step_is_taken(model, size):
 )
 def test_a_fault_is_caught(model, fault, layer, size, monkeypatch):
     layers = model.config.num_hidden_layers
-    FAULTS[fault](monkeypatch, {"first": 0, "middle": layers // 2, "last": layers - 1, "every": None}[layer], layers)
+    FAULTS[fault](
+        monkeypatch,
+        {"first": 0, "middle": layers // 2, "last": layers - 1, "every": None}[layer],
+        layers,
+    )
     assert "from those of an ordinary step" in reason_of(model, size)
 
 
@@ -129,7 +147,8 @@ def test_another_window_is_caught(model, fault, which, size, monkeypatch):
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
 def test_a_mask_that_layers_compute_from_the_values_is_caught(weight):
-    """Doge adds to the score of a key what it computes from the value. A step has spans and no mask.
+    """Doge adds to the score of a key what it computes from the value. A step has spans and no
+    mask.
 
     With a weight of zero all keys get the same, which changes no softmax.
     """
@@ -142,7 +161,11 @@ def test_a_mask_that_layers_compute_from_the_values_is_caught(weight):
 
 
 def test_an_interrupt_in_a_verification_leaves_the_prompt_and_nothing_else(model, monkeypatch):
-    cache, own, calls = StaticContiguousCache.from_model(model, 40, batch_size=2), verification._ordinary_logits, []
+    cache, own, calls = (
+        StaticContiguousCache.from_model(model, 40, batch_size=2),
+        verification._ordinary_logits,
+        [],
+    )
 
     def interrupted(*args):
         calls.append(None)
@@ -169,7 +192,9 @@ def test_an_interrupt_in_the_middle_of_the_ordinary_pass(monkeypatch):
     with monkeypatch.context() as patches:
         patches.setattr(StaticContiguousCache, "mark_written", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            model.generate(PROMPT.to(DEVICE), **COMMON, past_key_values=cache, custom_generate=GraphDecoder())
+            model.generate(
+                PROMPT.to(DEVICE), **COMMON, past_key_values=cache, custom_generate=GraphDecoder()
+            )
     assert calls
     assert cache.seq_len == PROMPT.shape[1]
     text = [layer.keys.clone() for layer in cache.layers]
@@ -199,7 +224,9 @@ def test_no_sound_step_is_refused(name, dtype):
     """On every architecture, in the dtypes that round."""
     model = toy_model(name, "eager" if name in ("gemma2", "gpt_oss") else "sdpa").to(DEVICE, dtype)
     for seed in range(3 if ON_GPU else 1):  # half precision is slow on a CPU
-        ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+        ids = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(seed)).to(
+            DEVICE
+        )
         decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40, batch_size=2)
         how = {**COMMON, "max_new_tokens": 3, "attention_mask": torch.ones_like(ids)}
         model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
@@ -214,7 +241,9 @@ def change_what_is_written(change):
 
     def plant(patch):
         own = step_module.write_token
-        patch.setattr(step_module, "write_token", lambda keys, values, *new: own(keys, values, *change(*new)))
+        patch.setattr(
+            step_module, "write_token", lambda keys, values, *new: own(keys, values, *change(*new))
+        )
 
     return plant
 
@@ -230,7 +259,10 @@ def change_what_advances(change):
 
 
 def mix_the_output(name):
-    """Of a fused operation: 1 % of each number goes to its neighbour. A norm behind it would undo another scale."""
+    """Of a fused operation:
+
+    1 % of each number goes to its neighbour. A norm behind it would undo another scale.
+    """
 
     def plant(patch):
         own = getattr(rules, name)
@@ -247,12 +279,22 @@ def mix_the_output(name):
 
 
 PLANTED = {
-    "keys and values in each other's place": change_what_is_written(lambda key, value, at: (value, key, at)),
+    "keys and values in each other's place": change_what_is_written(
+        lambda key, value, at: (value, key, at)
+    ),
     "one slot too early": change_what_is_written(lambda key, value, at: (key, value, at - 1)),
-    "a value in another order": change_what_is_written(lambda key, value, at: (key, value.flip(-1), at)),
-    "a key that is 1 % too large": change_what_is_written(lambda key, value, at: (1.01 * key, value, at)),
-    "padding that is seen": change_what_advances(lambda at, starts, windows: (at, starts - 1, windows)),
-    "a first token that is not seen": change_what_advances(lambda at, starts, windows: (at, starts + 1, windows)),
+    "a value in another order": change_what_is_written(
+        lambda key, value, at: (key, value.flip(-1), at)
+    ),
+    "a key that is 1 % too large": change_what_is_written(
+        lambda key, value, at: (1.01 * key, value, at)
+    ),
+    "padding that is seen": change_what_advances(
+        lambda at, starts, windows: (at, starts - 1, windows)
+    ),
+    "a first token that is not seen": change_what_advances(
+        lambda at, starts, windows: (at, starts + 1, windows)
+    ),
     "mixed outputs of gated layers": mix_the_output("gated_linear"),
     "mixed sums and norms": mix_the_output("add_norm"),
 }
@@ -261,7 +303,10 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_planted_fault_reaches_no_token(name, fault):
-    """The step is refused, or its program is and the model itself runs: the tokens are those of no cache."""
+    """The step is refused, or its program is and the model itself runs:
+
+    the tokens are those of no cache.
+    """
     model = toy_model(name).to(DEVICE)
     ids = torch.cat([PROMPT, PROMPT.flip(1)]).to(DEVICE)
     mask = torch.ones_like(ids)

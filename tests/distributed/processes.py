@@ -18,7 +18,10 @@ GRACE = 5  # seconds that the other ranks have after one has failed
 
 
 def run_ranks(scenario, world_size, folder, *args, backend="gloo"):
-    """What `scenario(rank, *args)` returns in each of `world_size` processes. A hang or an error fails the test."""
+    """What `scenario(rank, *args)` returns in each of `world_size` processes.
+
+    A hang or an error fails the test.
+    """
     context, ends, processes = _context(backend), [], []
     store = str(folder / f"store-{time.monotonic_ns()}")  # a file, so that no port can be taken
     try:
@@ -43,14 +46,22 @@ def run_ranks(scenario, world_size, folder, *args, backend="gloo"):
 
 @cache
 def _context(backend):
-    """Where processes come from: for gloo a server that has imported everything once and is forked for every rank."""
+    """Where processes come from:
+
+    for gloo a server that has imported everything once and is forked for every rank.
+    """
     if backend == "nccl":
-        return multiprocessing.get_context("spawn")  # a fork of a process that has counted GPUs cannot use them
-    # A process has one server. That of the benchmarks' tests has imported nothing: every rank would, for seconds.
+        return multiprocessing.get_context(
+            "spawn"
+        )  # a fork of a process that has counted GPUs cannot use them
+    # A process has one server. That of the benchmarks' tests has imported nothing: every rank
+    # would, for seconds.
     multiprocessing.forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.scenarios"])
-    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):  # transformers would give every rank a GPU
+    with mock.patch.dict(
+        os.environ, CUDA_VISIBLE_DEVICES=""
+    ):  # transformers would give every rank a GPU
         first = context.Process(target=int)
         first.start()
     first.join(START_LIMIT)
@@ -60,7 +71,11 @@ def _context(backend):
 
 def _collect(ends):
     """{rank: (result, error)} of the ranks that answered in time."""
-    results, waiting, deadline = {}, {end: rank for rank, end in enumerate(ends)}, time.monotonic() + START_LIMIT
+    results, waiting, deadline = (
+        {},
+        {end: rank for rank, end in enumerate(ends)},
+        time.monotonic() + START_LIMIT,
+    )
     while waiting and (left := deadline - time.monotonic()) > 0:
         for end in wait(list(waiting), timeout=left):
             try:
@@ -81,7 +96,11 @@ def _run_rank(end, scenario, rank, world_size, store, backend, args):
     end.send("started")
     try:
         torch.distributed.init_process_group(
-            backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timedelta(seconds=LIMIT)
+            backend,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=LIMIT),
         )
         end.send((scenario(rank, *args), None))
     except BaseException:

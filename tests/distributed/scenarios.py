@@ -1,4 +1,7 @@
-"""What one rank of a test does. Each function runs in every rank, and returns what the test compares."""
+"""What one rank of a test does.
+
+Each function runs in every rank, and returns what the test compares.
+"""
 
 import torch
 import transformers
@@ -23,7 +26,9 @@ CAPACITY = 32
 # Few tokens: ranks that share a core wait milliseconds for each of the sums in a pass.
 GREEDY = {**COMMON, "max_new_tokens": 5}
 SAMPLED = {**GREEDY, "do_sample": True, "temperature": 1.5}
-PADDED = torch.tensor([[17, 93, 5, 64, 5, 88, 121, 40, 17, 93], [0, 0, 0, 0, 12, 101, 3, 55, 8, 71]])
+PADDED = torch.tensor(
+    [[17, 93, 5, 64, 5, 88, 121, 40, 17, 93], [0, 0, 0, 0, 12, 101, 3, 55, 8, 71]]
+)
 CALLS = {"greedy": (PROMPT, GREEDY), "padded": (PADDED, GREEDY), "sampled": (PADDED, SAMPLED)}
 
 
@@ -96,7 +101,10 @@ class OneRankOutOfMemory:
 
 
 def one_rank_out_of_memory(rank, folder, ranks):
-    """Every way to allocate, with one rank that cannot: the errors, the state after them, and the tokens of a retry."""
+    """Every way to allocate, with one rank that cannot:
+
+    the errors, the state after them, and the tokens of a retry.
+    """
     model = load(folder, ranks)
     lazy, growing = (StaticContiguousCache(model.config, length) for length in (CAPACITY, 16))
     growing.grows = True
@@ -105,7 +113,9 @@ def one_rank_out_of_memory(rank, folder, ranks):
     errors = {}
     with OneRankOutOfMemory(rank, ranks):
         errors["from_model"] = error_of(lambda: StaticContiguousCache.from_model(model, CAPACITY))
-        errors["first pass"] = error_of(lambda: model.generate(PROMPT, past_key_values=lazy, **GREEDY))
+        errors["first pass"] = error_of(
+            lambda: model.generate(PROMPT, past_key_values=lazy, **GREEDY)
+        )
         errors["grow"] = error_of(lambda: model(PROMPT, past_key_values=growing))
     left = lazy.memory_bytes, lazy.seq_len, growing.max_cache_len, growing.seq_len
     growing.crop(-1)
@@ -126,13 +136,19 @@ def out_of_memory_inside_the_model(rank, folder, ranks):
     """Where the model itself is short of memory a rank must not begin the call again by itself."""
     model = load(folder, ranks)
     attach(model, reuse_prefix=True)
-    started, model.model.norm.forward = [], lambda x: OneRankOutOfMemory.fail(None)  # on every rank: none waits here
+    started, model.model.norm.forward = (
+        [],
+        lambda x: OneRankOutOfMemory.fail(None),
+    )  # on every rank: none waits here
     model.model.register_forward_pre_hook(lambda *args: started.append(None))
     return error_of(lambda: generate(model, "greedy")), len(started)
 
 
 def bounds_that_differ(rank, folder, ranks):
-    """The memory of the host differs from rank to rank: so few bytes on the last that no prompt fits."""
+    """The memory of the host differs from rank to rank:
+
+    so few bytes on the last that no prompt fits.
+    """
     model = load(folder, ranks)
     pool_module.host_bytes = lambda: 4 * (1 if rank == ranks - 1 else 1 << 30)
     info = attach(model, reuse_prefix=True)
@@ -179,7 +195,9 @@ def world_of_one(rank, name, device):
     cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
     found = [model.generate(ids, **GREEDY, past_key_values=cache).tolist()]
     cache.reset()
-    found.append(model.generate(ids, **GREEDY, past_key_values=cache, custom_generate=decoder).tolist())
+    found.append(
+        model.generate(ids, **GREEDY, past_key_values=cache, custom_generate=decoder).tolist()
+    )
     with attached(model, reuse_prefix=True) as info:
         found += [model.generate(ids, **GREEDY).tolist() for _ in range(2)]
     reasons = decoder.fallback_reason, info.fallback_reason

@@ -1,4 +1,7 @@
-"""Tensor parallelism: two and four processes, each with its own KV heads, give the tokens of one process."""
+"""Tensor parallelism:
+
+two and four processes, each with its own KV heads, give the tokens of one process.
+"""
 
 import re
 import subprocess
@@ -16,8 +19,14 @@ from tests.test_documentation import HUB_ID, MINIATURE, ROOT, code_blocks
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 SPLIT = "the model is split over processes"
-# Far above the usual 0.02, so that a wrong key shows in the tokens. Four KV heads, for two and for four ranks.
-SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8, "initializer_range": 0.4}
+# Far above the usual 0.02, so that a wrong key shows in the tokens. Four KV heads, for two and for
+# four ranks.
+SIZES = {
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+    "initializer_range": 0.4,
+}
 SIZES |= {"num_hidden_layers": 2, "sliding_window_pattern": 2}
 WHOLE_ATTENTION = {"q_proj": "colwise_gather_output", "k_proj": "colwise_gather_output"}
 WHOLE_ATTENTION |= {"v_proj": "colwise_gather_output", "o_proj": "rowwise_split_input"}
@@ -61,7 +70,10 @@ def test_all_ranks_give_the_tokens_of_one_process(name, ranks, saved):
 
 def whole_attention(model):
     """The plan of a model with all heads on every rank: for fewer KV heads than ranks."""
-    return {name: WHOLE_ATTENTION.get(name.rsplit(".", 1)[-1], style) for name, style in model.tp_plan.items()}
+    return {
+        name: WHOLE_ATTENTION.get(name.rsplit(".", 1)[-1], style)
+        for name, style in model.tp_plan.items()
+    }
 
 
 REPLICATED = {
@@ -95,8 +107,12 @@ def test_heads_that_cannot_be_split_are_refused_before_any_pass(saved):
 def test_where_one_rank_is_out_of_memory_all_raise_and_the_call_can_be_retried(saved):
     model, folder = saved(toy_model("llama"))
     expected = scenarios.generate(model, "greedy", use_cache=False)
-    for rank, (errors, left, tokens) in enumerate(on_ranks(scenarios.one_rank_out_of_memory, 2, folder)):
-        reason = "this rank is full" if rank == 1 else "Another rank is out of memory for the cache."
+    for rank, (errors, left, tokens) in enumerate(
+        on_ranks(scenarios.one_rank_out_of_memory, 2, folder)
+    ):
+        reason = (
+            "this rank is full" if rank == 1 else "Another rank is out of memory for the cache."
+        )
         assert set(errors.values()) == {("OutOfMemoryOnAllRanks", reason)}
         assert left == (0, 0, 16, PROMPT.shape[1])
         assert tokens == [expected, expected]
@@ -143,15 +159,21 @@ def test_a_refused_call_is_refused_by_all_ranks_and_leaves_the_model_usable(save
 
 # --- a world of one: the same modules and sums, through gloo here and through NCCL on a GPU
 
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "device"), [("llama", "cpu"), *(pytest.param(name, "cuda", marks=ON_GPU) for name in FAMILIES)]
+    ("name", "device"),
+    [("llama", "cpu"), *(pytest.param(name, "cuda", marks=ON_GPU) for name in FAMILIES)],
 )
 def test_a_world_of_one(name, device, tmp_path):
     backend = "gloo" if device == "cpu" else "nccl"
-    ((are_equal, reasons, reused),) = run_ranks(scenarios.world_of_one, 1, tmp_path, name, device, backend=backend)
+    ((are_equal, reasons, reused),) = run_ranks(
+        scenarios.world_of_one, 1, tmp_path, name, device, backend=backend
+    )
     assert are_equal == [True] * 4
     assert reasons[0].startswith(SPLIT)
     assert reasons[1].startswith("there are no graphs on cpu" if device == "cpu" else SPLIT)
@@ -164,6 +186,14 @@ def test_the_page_runs_under_torchrun(tmp_path):
     script = tmp_path / "generate.py"
     code = "\n".join(code_blocks(page)).replace(HUB_ID, MINIATURE)
     script.write_text(re.sub(r"max_new_tokens=\d+", "max_new_tokens=8", code))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script]
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+    ]
     result = subprocess.run(launch, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr

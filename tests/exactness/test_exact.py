@@ -1,7 +1,7 @@
 """Inside `exact` a row's bits are its own: every comparison here is `torch.equal`.
 
-On a GPU the dev models run at full size in bfloat16 and float16; on a CPU toy models and miniatures, in float32 and, at
-toy size, bfloat16.
+On a GPU the dev models run at full size in bfloat16 and float16; on a CPU toy models and
+miniatures, in float32 and, at toy size, bfloat16.
 """
 
 import sys
@@ -26,13 +26,26 @@ from hf_static_kv.testing import dev_config, load_model, random_model
 from tests.conftest import tiny_model, toy_config, toy_model
 
 # Not Llama 4 with its complex numbers: `TestRefusals`.
-NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
+NAMES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gemma2",
+    "mistral",
+    "gpt2",
+    "phi3",
+    "gpt_neox",
+    "olmo2",
+    "cohere2",
+]
 NAMES += ["mixtral", "qwen3_moe", "gpt_oss"]
 LENGTH = 70  # past the windows of the toy models, and past one piece of the attention
 
 
 def tokens(batch=1, length=LENGTH, vocab_size=90):
-    return torch.randint(5, vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch))
+    return torch.randint(
+        5, vocab_size, (batch, length), generator=torch.Generator().manual_seed(batch)
+    )
 
 
 def cached_logits(model, ids, chunks, capacity=80, mask=None):
@@ -40,15 +53,23 @@ def cached_logits(model, ids, chunks, capacity=80, mask=None):
     for chunk in ids.split(chunks, dim=1):
         end += chunk.shape[1]
         part = None if mask is None else mask[:, :end]
-        positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)[:, end - chunk.shape[1] : end]
-        logits.append(model(chunk, attention_mask=part, position_ids=positions, past_key_values=cache).logits)
+        positions = (
+            None
+            if mask is None
+            else (mask.cumsum(1) - 1).clamp(min=0)[:, end - chunk.shape[1] : end]
+        )
+        logits.append(
+            model(chunk, attention_mask=part, position_ids=positions, past_key_values=cache).logits
+        )
     return torch.cat(logits, dim=1)
 
 
 def small_model(name, **fields):
     sizes = {"vocab_size": 128, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "max_position_embeddings": 128}
-    config = CONFIG_MAPPING[name](**sizes | {"initializer_range": 0.4, "tie_word_embeddings": False} | fields)
+    config = CONFIG_MAPPING[name](
+        **sizes | {"initializer_range": 0.4, "tie_word_embeddings": False} | fields
+    )
     return random_model(config, attn_implementation="eager")
 
 
@@ -81,8 +102,14 @@ class TestOtherCaches:
     def test_a_static_cache_with_windows(self):
         model, ids = toy_model("gemma3", "eager"), tokens(length=20)
         with exact(model):
-            whole, cache = model(ids, use_cache=False).logits, StaticCache(config=model.config, max_cache_len=32)
-            steps = [model(chunk, past_key_values=cache).logits for chunk in ids.split([12] + [1] * 8, dim=1)]
+            whole, cache = (
+                model(ids, use_cache=False).logits,
+                StaticCache(config=model.config, max_cache_len=32),
+            )
+            steps = [
+                model(chunk, past_key_values=cache).logits
+                for chunk in ids.split([12] + [1] * 8, dim=1)
+            ]
             assert torch.equal(torch.cat(steps, dim=1), whole)
 
 
@@ -112,7 +139,10 @@ def test_other_families(name, dtype):
     with exact(model):
         whole, cache = model(ids, use_cache=False).logits, DynamicCache(config=model.config)
         assert torch.equal(cached_logits(model, ids, [9, 1, 1, 1]), whole)
-        steps = [model(chunk, past_key_values=cache, use_cache=True).logits for chunk in ids.split([1, 9, 1, 1], dim=1)]
+        steps = [
+            model(chunk, past_key_values=cache, use_cache=True).logits
+            for chunk in ids.split([1, 9, 1, 1], dim=1)
+        ]
         assert torch.equal(torch.cat(steps, dim=1), whole)
 
 
@@ -123,12 +153,16 @@ def model(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"], scope="class")
 class TestMiniatures:
-    CHUNKS = [200, 50] + [1] * 10  # past many windows of Gemma, and past four pieces of the attention
+    CHUNKS = [200, 50] + [
+        1
+    ] * 10  # past many windows of Gemma, and past four pieces of the attention
 
     def test_without_it_the_same_comparison_differs(self, model):
         """So that the check can fail."""
         ids = tokens(length=260)
-        assert not torch.equal(cached_logits(model, ids, self.CHUNKS, 260), model(ids, use_cache=False).logits)
+        assert not torch.equal(
+            cached_logits(model, ids, self.CHUNKS, 260), model(ids, use_cache=False).logits
+        )
 
     def test_cached_is_uncached(self, model):
         ids = tokens(length=260)
@@ -141,7 +175,9 @@ class TestMiniatures:
         with exact(model):
             together = cached_logits(model, ids, [68, 1, 1])
             for row in (0, 7):
-                assert torch.equal(cached_logits(model, ids[row : row + 1], [68, 1, 1]), together[row : row + 1])
+                assert torch.equal(
+                    cached_logits(model, ids[row : row + 1], [68, 1, 1]), together[row : row + 1]
+                )
 
     def test_left_padded_is_bare(self, model):
         bare = tokens()
@@ -157,7 +193,9 @@ class TestMiniatures:
     def test_any_capacity(self, model):
         ids = tokens()
         with exact(model):
-            assert torch.equal(cached_logits(model, ids, [60, 10], 70), cached_logits(model, ids, [60, 10], 5000))
+            assert torch.equal(
+                cached_logits(model, ids, [60, 10], 70), cached_logits(model, ids, [60, 10], 5000)
+            )
 
     def test_after_crop_and_continue(self, model):
         ids = tokens()
@@ -173,8 +211,17 @@ class TestMiniatures:
     @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
     def test_generation_with_its_scores(self, model, do_sample):
         """Without a cache, with ours, and with ours in the hands of the decoder."""
-        ids, decoder, cache = tokens(length=28), GraphDecoder(), StaticContiguousCache.from_model(model, 64)
-        common = {"max_new_tokens": 10, "do_sample": do_sample, "return_dict_in_generate": True, "output_logits": True}
+        ids, decoder, cache = (
+            tokens(length=28),
+            GraphDecoder(),
+            StaticContiguousCache.from_model(model, 64),
+        )
+        common = {
+            "max_new_tokens": 10,
+            "do_sample": do_sample,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
 
         def generate(**how):
             cache.reset()
@@ -186,11 +233,16 @@ class TestMiniatures:
             for how in ({}, {"custom_generate": decoder}):
                 got = generate(past_key_values=cache, **how)
                 assert torch.equal(got.sequences, expected.sequences)
-                assert all(torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True))
+                assert all(
+                    torch.equal(a, b) for a, b in zip(got.logits, expected.logits, strict=True)
+                )
         assert decoder.fallback_reason is None
 
     def test_it_computes_the_model(self, model):
-        """And not something else with the same bits everywhere: rounding apart it is the ordinary pass."""
+        """And not something else with the same bits everywhere:
+
+        rounding apart it is the ordinary pass.
+        """
         ids = tokens()
         ordinary = model(ids).logits
         with exact(model):
@@ -198,7 +250,9 @@ class TestMiniatures:
 
 
 class TestWaysToCallALinearLayer:
-    """torch reaches a linear layer by another operation when its input is not contiguous or its weight is frozen."""
+    """torch reaches a linear layer by another operation when its input is not contiguous or its
+    weight is frozen.
+    """
 
     @pytest.mark.parametrize("frozen", [False, True])
     @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
@@ -208,16 +262,25 @@ class TestWaysToCallALinearLayer:
             whole = model(ids, use_cache=False).logits
             assert torch.equal(model(ids, use_cache=False, logits_to_keep=1).logits, whole[:, -1:])
             for row in range(3):
-                assert torch.equal(model(ids[row : row + 1], logits_to_keep=1).logits[0], whole[row, -1:])
+                assert torch.equal(
+                    model(ids[row : row + 1], logits_to_keep=1).logits[0], whole[row, -1:]
+                )
 
 
 class TestSelfCheck:
-    """Before its first use `exact` compares itself with an ordinary pass: a trial may take a part for another one."""
+    """Before its first use `exact` compares itself with an ordinary pass:
+
+    a trial may take a part for another one.
+    """
 
     @pytest.fixture
     def wrong_trial(self, monkeypatch):
         """Does not see that a model clamps."""
-        monkeypatch.setattr(linears, "mlp_activation", lambda module: "gelu" if hasattr(module, "gate_proj") else None)
+        monkeypatch.setattr(
+            linears,
+            "mlp_activation",
+            lambda module: "gelu" if hasattr(module, "gate_proj") else None,
+        )
 
     @pytest.fixture
     def model(self):
@@ -233,10 +296,15 @@ class TestSelfCheck:
                 pass
         assert [dict(module.__dict__) for module in model.modules()] == before
 
-    @pytest.mark.parametrize(("name", "field"), [("gpt2", "activation_function"), ("llama", "hidden_act")])
+    @pytest.mark.parametrize(
+        ("name", "field"), [("gpt2", "activation_function"), ("llama", "hidden_act")]
+    )
     def test_a_clamp_is_computed(self, name, field):
         """The weights of these models reach the limits of gelu_10."""
-        model, ids = tiny_model(name, initializer_range=1.0, **{field: "gelu_10"}), tokens(length=12)
+        model, ids = (
+            tiny_model(name, initializer_range=1.0, **{field: "gelu_10"}),
+            tokens(length=12),
+        )
         ordinary = model(ids, use_cache=False).logits
         with exact(model):
             got = model(ids, use_cache=False).logits
@@ -245,7 +313,9 @@ class TestSelfCheck:
     def test_once_for_a_model_and_again_if_it_has_changed(self, monkeypatch):
         model, ids = toy_model("llama", "eager"), []
         own = type(model).forward
-        monkeypatch.setattr(type(model), "forward", lambda self, *a, **k: ids.append(a[0]) or own(self, *a, **k))
+        monkeypatch.setattr(
+            type(model), "forward", lambda self, *a, **k: ids.append(a[0]) or own(self, *a, **k)
+        )
         for _ in range(2):
             with exact(model):
                 pass
@@ -280,7 +350,9 @@ class TestSelfCheck:
 
     def test_not_for_a_model_that_needs_more_than_tokens(self, model, wrong_trial, monkeypatch):
         own = type(model).forward
-        monkeypatch.setattr(type(model), "forward", lambda self, *args, pixels, **kwargs: own(self, *args, **kwargs))
+        monkeypatch.setattr(
+            type(model), "forward", lambda self, *args, pixels, **kwargs: own(self, *args, **kwargs)
+        )
         assert trial_logits(model) is None
         with exact(model):
             pass
@@ -360,7 +432,9 @@ class TestNothingIsLeft:
         models, ids = [toy_model(name, "eager") for name in ("llama", "gemma3")], tokens()
         with exact(models[0]), exact(models[1]):
             for model in models:
-                assert torch.equal(cached_logits(model, ids, [50, 1, 19]), model(ids, use_cache=False).logits)
+                assert torch.equal(
+                    cached_logits(model, ids, [50, 1, 19]), model(ids, use_cache=False).logits
+                )
 
 
 def test_a_model_that_is_compiled_is_not_inside():
@@ -401,12 +475,16 @@ def like_peft(monkeypatch, model):
 def lora(model, **settings):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     names = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.1, **settings)
+    config = peft.LoraConfig(
+        r=4, target_modules=names, init_lora_weights=False, lora_dropout=0.1, **settings
+    )
     return peft.get_peft_model(model, config)
 
 
 class TestWrappers:
-    """What wraps a model is unwrapped where it is known, and its calls are exact; any other wrapper is refused."""
+    """What wraps a model is unwrapped where it is known, and its calls are exact; any other wrapper
+    is refused.
+    """
 
     @pytest.mark.parametrize("has_compiled_code", [False, True])
     def test_a_compiled_model(self, has_compiled_code):
@@ -415,7 +493,11 @@ class TestWrappers:
         with exact(model):
             expected = model(ids, use_cache=False).logits
         compiled = torch.compile(model, backend=counter)
-        ordinary = compiled(ids, use_cache=False).logits if has_compiled_code else model(ids, use_cache=False).logits
+        ordinary = (
+            compiled(ids, use_cache=False).logits
+            if has_compiled_code
+            else model(ids, use_cache=False).logits
+        )
         frames = counter.frame_count
         with exact(compiled):
             assert torch.equal(compiled(ids, use_cache=False).logits, expected)
@@ -440,7 +522,10 @@ class TestWrappers:
             model.model.layers[1].compile(backend="eager")
         else:
             model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
-        with pytest.raises(ValueError, match=r"model\.layers\.1 is compiled by torch"), exact(model):
+        with (
+            pytest.raises(ValueError, match=r"model\.layers\.1 is compiled by torch"),
+            exact(model),
+        ):
             pass
 
     @pytest.mark.parametrize("compiles", [False, True])
@@ -453,7 +538,10 @@ class TestWrappers:
         with exact(wrapper):
             assert "forward" in model.__dict__  # `generate` calls the model's own
             assert torch.equal(wrapper(input_ids=ids, use_cache=False).logits, expected)
-            cache, common = StaticContiguousCache.from_model(model, 64), {"max_new_tokens": 6, "output_logits": True}
+            cache, common = (
+                StaticContiguousCache.from_model(model, 64),
+                {"max_new_tokens": 6, "output_logits": True},
+            )
             common |= {"return_dict_in_generate": True, "do_sample": False}
             whole = wrapper.generate(input_ids=ids, use_cache=False, **common)
             steps = wrapper.generate(input_ids=ids, past_key_values=cache, **common)
@@ -471,31 +559,50 @@ class TestWrappers:
 
     def test_an_adapter_with_dropout_that_trains(self):
         model = lora(toy_model("llama", "eager"))
-        with pytest.raises(ValueError, match=r"q_proj\.lora_dropout\.default has p = 0\.1"), exact(model):
+        with (
+            pytest.raises(ValueError, match=r"q_proj\.lora_dropout\.default has p = 0\.1"),
+            exact(model),
+        ):
             pass
 
-    @pytest.mark.parametrize("settings", [{"is_prompt_learning": True}, {"peft_type": "XLORA"}], ids=str)
+    @pytest.mark.parametrize(
+        "settings", [{"is_prompt_learning": True}, {"peft_type": "XLORA"}], ids=str
+    )
     def test_adapters_that_compute_outside_of_the_model(self, monkeypatch, settings):
         wrapper = like_peft(monkeypatch, toy_model("llama", "eager"))
         wrapper.active_peft_config = SimpleNamespace(**vars(LikePeft.active_peft_config) | settings)
-        with pytest.raises(ValueError, match="computes outside of the model that it wraps"), exact(wrapper):
+        with (
+            pytest.raises(ValueError, match="computes outside of the model that it wraps"),
+            exact(wrapper),
+        ):
             pass
 
     def test_prompt_tuning_of_peft(self):
         peft = pytest.importorskip("peft", reason="peft is not installed")
         config = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
         wrapper = peft.get_peft_model(toy_model("llama", "eager"), config).eval()
-        with pytest.raises(ValueError, match="PROMPT_TUNING computes outside of the model"), exact(wrapper):
+        with (
+            pytest.raises(ValueError, match="PROMPT_TUNING computes outside of the model"),
+            exact(wrapper),
+        ):
             pass
 
     @pytest.mark.parametrize(
         "wrap",
-        [torch.nn.DataParallel, torch.nn.Sequential, LikePeft, lambda model: SimpleNamespace(model=model)],
+        [
+            torch.nn.DataParallel,
+            torch.nn.Sequential,
+            LikePeft,
+            lambda model: SimpleNamespace(model=model),
+        ],
         ids=["DataParallel", "Sequential", "LikePeft", "SimpleNamespace"],
     )
     def test_any_other_is_refused_by_its_type(self, wrap, request):
         name, wrapper = request.node.callspec.id, wrap(toy_model("llama", "eager"))
-        with pytest.raises(TypeError, match=f"exact takes a transformers model, got {name}: pass"), exact(wrapper):
+        with (
+            pytest.raises(TypeError, match=f"exact takes a transformers model, got {name}: pass"),
+            exact(wrapper),
+        ):
             pass
 
 
@@ -503,36 +610,61 @@ def test_a_linear_layer_is_one_operation(monkeypatch):
     """As torch dispatches it by itself it is four, and each takes its time."""
     model, ids, names = toy_model("llama", "eager"), tokens(), []
     home = sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
-    monkeypatch.setattr(home, "invariant_operation", lambda func: names.append(str(func)) or invariant_operation(func))
+    monkeypatch.setattr(
+        home,
+        "invariant_operation",
+        lambda func: names.append(str(func)) or invariant_operation(func),
+    )
     with exact(model):
         names.clear()  # of the check at the first entry
         model(ids)
-    assert names.count("hf_static_kv.linears.default") == 11  # q, k, v, o and down in each of two layers, the head
+    assert (
+        names.count("hf_static_kv.linears.default") == 11
+    )  # q, k, v, o and down in each of two layers, the head
     assert "aten.mm.default" not in names
 
 
 class TestRefusals:
     def test_a_layer_of_another_width(self):
         model = toy_model("llama", "eager")
-        model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(torch.ones(64, 100), requires_grad=False)
-        with exact(model), pytest.raises(ValueError, match=r"x \(1, 70, 48\) and weights \[\(64, 100\)\] do not fit"):
+        model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(
+            torch.ones(64, 100), requires_grad=False
+        )
+        with (
+            exact(model),
+            pytest.raises(
+                ValueError, match=r"x \(1, 70, 48\) and weights \[\(64, 100\)\] do not fit"
+            ),
+        ):
             model(tokens())
 
     def test_twice(self):
         model = toy_model("llama", "eager")
-        with exact(model), pytest.raises(RuntimeError, match="exact cannot be entered twice"), exact(model):
+        with (
+            exact(model),
+            pytest.raises(RuntimeError, match="exact cannot be entered twice"),
+            exact(model),
+        ):
             pass
         assert attention_of(model) == {"": "eager"}
 
     def test_an_operation_without_a_kernel_is_named(self):
         model = toy_model("llama4", "eager")
-        with exact(model), pytest.raises(RuntimeError, match=r"aten\.\w+.* exact has no batch-invariant kernel for it"):
+        with (
+            exact(model),
+            pytest.raises(
+                RuntimeError, match=r"aten\.\w+.* exact has no batch-invariant kernel for it"
+            ),
+        ):
             model(tokens())
 
     def test_a_model_that_makes_its_own_mask(self):
         """Doge adds to the scores what it computes from the values."""
         model = small_model("doge", num_key_value_heads=2)
-        with pytest.raises(ValueError, match="layers of DogeForCausalLM compute attention masks of"), exact(model):
+        with (
+            pytest.raises(ValueError, match="layers of DogeForCausalLM compute attention masks of"),
+            exact(model),
+        ):
             pass
 
     @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
@@ -541,13 +673,19 @@ class TestRefusals:
         model = toy_model("llama", "eager")
         own = {"rope_type": rope_type, "factor": 2.0, "rope_theta": 10_000.0}
         plain = {"rope_type": "default", "rope_theta": 10_000.0}
-        model.config.rope_parameters = {"sliding_attention": plain, "full_attention": own} if by_layer_type else own
+        model.config.rope_parameters = (
+            {"sliding_attention": plain, "full_attention": own} if by_layer_type else own
+        )
         with pytest.raises(ValueError, match="depend on the length"), exact(model):
             pass
 
     def test_autocast(self):
         model = toy_model("llama", "eager")
-        with exact(model), torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="under autocast"):
+        with (
+            exact(model),
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(ValueError, match="under autocast"),
+        ):
             model(tokens())
 
     def test_another_dtype(self):
@@ -603,7 +741,9 @@ def test_a_write_by_index_may_not_sum(place, named):
 
 class TestCumulativeSums:
     def test_integers_are_exact_anyway(self):
-        assert is_batch_invariant(torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {})
+        assert is_batch_invariant(
+            torch.ops.aten.cumsum.default, (torch.ones(3, dtype=torch.long), 0), {}
+        )
 
     def test_whole_numbers_are_summed(self):
         x = torch.ones(2, 300)
@@ -611,11 +751,18 @@ class TestCumulativeSums:
 
     @pytest.mark.parametrize(
         "x",
-        [torch.full((3,), 0.5), torch.full((3,), 2.0**23), torch.ones(300, dtype=torch.bfloat16), torch.ones(2) / 0],
+        [
+            torch.full((3,), 0.5),
+            torch.full((3,), 2.0**23),
+            torch.ones(300, dtype=torch.bfloat16),
+            torch.ones(2) / 0,
+        ],
         ids=["fractions", "too large", "too many for bfloat16", "infinite"],
     )
     def test_what_would_be_rounded_is_refused(self, x):
-        with pytest.raises(RuntimeError, match=r"aten\.cumsum of values that are not integers, or too large"):
+        with pytest.raises(
+            RuntimeError, match=r"aten\.cumsum of values that are not integers, or too large"
+        ):
             invariant_operation(torch.ops.aten.cumsum.default)(x, 0)
 
 
@@ -633,7 +780,11 @@ def test_an_exact_step_is_not_used_outside():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_captured_step_reads_its_angles_from_tables_too():
-    model, ids, decoder = toy_model("gemma3").to("cuda", torch.bfloat16), tokens(length=8).cuda(), GraphDecoder()
+    model, ids, decoder = (
+        toy_model("gemma3").to("cuda", torch.bfloat16),
+        tokens(length=8).cuda(),
+        GraphDecoder(),
+    )
     cache = StaticContiguousCache.from_model(model, 80)
     with exact(model):
         model.generate(ids, past_key_values=cache, custom_generate=decoder, max_new_tokens=4)
@@ -642,7 +793,13 @@ def test_a_captured_step_reads_its_angles_from_tables_too():
     assert len(step._tables) == 2  # of layers with a window, and of those without
 
 
-PROCESSORS = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.3}
+PROCESSORS = {
+    "temperature": 0.8,
+    "top_k": 50,
+    "top_p": 0.9,
+    "min_p": 0.02,
+    "repetition_penalty": 1.3,
+}
 PROCESSORS |= {"min_new_tokens": 40}
 NAMES_OF_PAIRS = [names for n in (1, 2) for names in combinations(PROCESSORS, n)]
 
@@ -665,13 +822,17 @@ def sampled(model, names, seed, new_tokens, **how):
 @pytest.mark.parametrize("vocabulary", [128256, 151936, 262144])
 def test_sampled_tokens_at_true_vocabularies(vocabulary, seed, new_tokens):
     """In bfloat16 hundreds of tokens have equal logits, also at the edge of top_p."""
-    model = random_model(toy_config("llama", vocab_size=vocabulary, num_hidden_layers=1), device="cuda")
+    model = random_model(
+        toy_config("llama", vocab_size=vocabulary, num_hidden_layers=1), device="cuda"
+    )
     model, decoder = model.to(torch.bfloat16), GraphDecoder()
     cache = StaticContiguousCache.from_model(model, 8 + new_tokens, 3)
     with exact(model):
         for names in NAMES_OF_PAIRS:
             cache.reset()
-            got = sampled(model, names, seed, new_tokens, past_key_values=cache, custom_generate=decoder)
+            got = sampled(
+                model, names, seed, new_tokens, past_key_values=cache, custom_generate=decoder
+            )
             assert torch.equal(got, sampled(model, names, seed, new_tokens, use_cache=False)), names
             assert decoder.fallback_reason is None
 
@@ -703,7 +864,12 @@ class TestTrueShapes:
     def test_tokens_are_those_of_uncached(self, name, dtype, new_tokens, mode):
         model = random_model(dev_config(name), device="cuda", dtype=dtype)
         ids = torch.randint(10, 100_000, (1, 48), generator=torch.Generator().manual_seed(1)).cuda()
-        common = {"do_sample": True, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new_tokens} | mode
+        common = {
+            "do_sample": True,
+            "eos_token_id": None,
+            "pad_token_id": 0,
+            "max_new_tokens": new_tokens,
+        } | mode
         cache, decoder = StaticContiguousCache.from_model(model, 48 + new_tokens), GraphDecoder()
         with exact(model):
             torch.manual_seed(42)
@@ -711,5 +877,7 @@ class TestTrueShapes:
             for how in ({}, {"custom_generate": decoder}):
                 cache.reset()
                 torch.manual_seed(42)
-                assert torch.equal(model.generate(ids, past_key_values=cache, **how, **common), uncached)
+                assert torch.equal(
+                    model.generate(ids, past_key_values=cache, **how, **common), uncached
+                )
         assert decoder.fallback_reason is None

@@ -1,6 +1,8 @@
-"""Inside `exact` a pass with gradients has the bits of a generation, and its gradients are as good as ordinary ones.
+"""Inside `exact` a pass with gradients has the bits of a generation, and its gradients are as good
+as ordinary ones.
 
-Comparisons of passes are `torch.equal`. Gradients are compared with float64, and with the ordinary pass's own error.
+Comparisons of passes are `torch.equal`. Gradients are compared with float64, and with the ordinary
+pass's own error.
 """
 
 import copy
@@ -15,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import gradcheck
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, exact, selected_logprobs, token_logprobs
+from hf_static_kv import (
+    GraphDecoder,
+    StaticContiguousCache,
+    exact,
+    selected_logprobs,
+    token_logprobs,
+)
 from hf_static_kv.attention import exact_attention
 from hf_static_kv.exactness import logprobs
 from hf_static_kv.exactness.invariant_operations import invariant_operation
@@ -28,7 +36,18 @@ from tests.cache.test_threads import in_thread
 from tests.conftest import ARCHITECTURES, toy_model
 from tests.exactness.test_exact import OTHER_FAMILIES, small_model
 
-NAMES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "phi3", "gpt_neox", "olmo2", "cohere2"]
+NAMES = [
+    "llama",
+    "qwen3",
+    "gemma3",
+    "gemma2",
+    "mistral",
+    "gpt2",
+    "phi3",
+    "gpt_neox",
+    "olmo2",
+    "cohere2",
+]
 EXPERTS = ["mixtral", "qwen3_moe", "olmoe", "gpt_oss"]
 ROUTER = r"\.(gate|router)\.weight"
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
@@ -57,7 +76,11 @@ def batch(length=PROMPT_LEN, padding=PADDING):
 
 
 def with_positions(mask):
-    return {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0), "use_cache": False}
+    return {
+        "attention_mask": mask,
+        "position_ids": (mask.cumsum(1) - 1).clamp(min=0),
+        "use_cache": False,
+    }
 
 
 def loss(model, ids, mask):
@@ -75,13 +98,18 @@ def gradients(model, *batches):
 
 def relative_error(got, expected):
     difference = sum((got[name].double() - expected[name]).square().sum() for name in expected)
-    return (difference / sum(gradient.square().sum() for gradient in expected.values())).sqrt().item()
+    return (
+        (difference / sum(gradient.square().sum() for gradient in expected.values())).sqrt().item()
+    )
 
 
 class TestModels:
     @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
     def test_gradients_are_those_of_the_model(self, name):
-        """Two passes that sum in other orders have errors of one size: within a factor of three of each other."""
+        """Two passes that sum in other orders have errors of one size:
+
+        within a factor of three of each other.
+        """
         model, inputs = training_model(name), batch(length=24)
         ids, mask = inputs
         rows = [(ids[:1], mask[:1]), (ids[1:, PADDING:], mask[1:, PADDING:])]
@@ -96,15 +124,24 @@ class TestModels:
                 assert relative_error(inside, own) < 3 * relative_error(ordinary, own) < 1e-4
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-    @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral", *EXPERTS])
+    @pytest.mark.parametrize(
+        "name", ["llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral", *EXPERTS]
+    )
     def test_a_training_pass_has_the_bits_of_the_generation(self, name, dtype):
-        """The whole distribution of each sampled token: sampled in a padded batch, trained on in other batches."""
+        """The whole distribution of each sampled token:
+
+        sampled in a padded batch, trained on in other batches.
+        """
         model, (ids, mask) = training_model(name, dtype), batch()
-        cache, decoder = StaticContiguousCache.from_model(model, PROMPT_LEN + NEW_TOKENS, 2), GraphDecoder()
+        cache, decoder = (
+            StaticContiguousCache.from_model(model, PROMPT_LEN + NEW_TOKENS, 2),
+            GraphDecoder(),
+        )
         with exact(model):
             output = model.generate(
                 ids, attention_mask=mask, past_key_values=cache, custom_generate=decoder, do_sample=True,
-                max_new_tokens=NEW_TOKENS, eos_token_id=None, return_dict_in_generate=True, output_logits=True,
+                max_new_tokens=NEW_TOKENS, eos_token_id=None, return_dict_in_generate=True,
+                output_logits=True,
             )  # fmt: skip
             assert decoder.fallback_reason is None
             sampled = torch.stack(output.logits, dim=1)
@@ -115,17 +152,25 @@ class TestModels:
             assert together.requires_grad
             assert torch.equal(together[:, -NEW_TOKENS - 1 : -1].float(), sampled)
             assert torch.equal(alone[:, -NEW_TOKENS - 1 : -1].float(), sampled[1:])
-            assert torch.equal(trained, selected_logprobs(sampled, output.sequences[:, PROMPT_LEN:]))
+            assert torch.equal(
+                trained, selected_logprobs(sampled, output.sequences[:, PROMPT_LEN:])
+            )
             trained.sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
     def test_without_it_the_same_comparison_differs(self):
         """So that the check can fail."""
         (model, _), (ids, mask) = load_model("llama"), batch(length=60)
-        together, alone = model(ids, **with_positions(mask)).logits, model(ids[1:, PADDING:], use_cache=False).logits
+        together, alone = (
+            model(ids, **with_positions(mask)).logits,
+            model(ids[1:, PADDING:], use_cache=False).logits,
+        )
         assert not torch.equal(together[1:, PADDING:], alone)
         with exact(model):
-            together, alone = model(ids, **with_positions(mask)).logits, model(ids[1:, PADDING:]).logits
+            together, alone = (
+                model(ids, **with_positions(mask)).logits,
+                model(ids[1:, PADDING:]).logits,
+            )
         assert torch.equal(together[1:, PADDING:], alone)
 
     def test_a_loss_inside_the_model(self):
@@ -138,7 +183,10 @@ class TestModels:
     @pytest.mark.parametrize("name", EXPERTS)
     def test_a_balancing_loss_is_ordinary(self, name):
         """It is over all tokens; the logits of a token stay its own."""
-        model, (ids, mask) = training_model(name, output_router_logits=True, router_aux_loss_coef=0.5), batch()
+        model, (ids, mask) = (
+            training_model(name, output_router_logits=True, router_aux_loss_coef=0.5),
+            batch(),
+        )
         labels = ids.masked_fill(mask.cumsum(1) <= 1, -100)  # the first token follows on padding
         expected = model(ids, labels=labels, **with_positions(mask))
         with exact(model):
@@ -148,17 +196,24 @@ class TestModels:
             assert torch.equal(token_logprobs(model, ids, mask)[1:, PADDING:], alone)
         assert torch.equal(found.logits, without.logits)
         torch.testing.assert_close((found.aux_loss, found.loss), (expected.aux_loss, expected.loss))
-        routers = [parameter for part, parameter in model.named_parameters() if re.search(ROUTER, part)]
+        routers = [
+            parameter for part, parameter in model.named_parameters() if re.search(ROUTER, part)
+        ]
         one, other = (torch.autograd.grad(output.aux_loss, routers) for output in (found, expected))
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
 def heads(*shape):
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))).requires_grad_()
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape))
+    ).requires_grad_()
 
 
 class TestOperations:
-    """float64: the forward pass of an operation and the formula of its gradient are two computations."""
+    """float64:
+
+    the forward pass of an operation and the formula of its gradient are two computations.
+    """
 
     @pytest.mark.parametrize("window", [5, 2], ids=["full", "window"])
     @pytest.mark.parametrize("softcap", [None, 1.5], ids=["", "softcap"])
@@ -170,7 +225,9 @@ class TestOperations:
         end = torch.arange(1, 6).expand(2, 5)
         start = torch.tensor([[0], [padding]]).expand(2, 5)
         first = torch.maximum(end - window, start)
-        mask = torch.stack([start, torch.minimum(first, end), end], dim=1)[..., None]  # [B, 3, q, 1]
+        mask = torch.stack([start, torch.minimum(first, end), end], dim=1)[
+            ..., None
+        ]  # [B, 3, q, 1]
         mask[1, 2, :padding] = mask[1, 1, :padding]  # padding attends to nothing
 
         def attend(query, key, value, sinks):
@@ -181,11 +238,19 @@ class TestOperations:
 
     @pytest.mark.parametrize("activation", linear.ACTIVATIONS)
     def test_gated_linear(self, activation):
-        operation, plain = (partial(f, activation=activation) for f in (linear.gated_linear, linear.gated_linear_plain))
-        assert gradcheck(partial(differentiable, operation, plain), (heads(2, 3, 4), heads(5, 4), heads(5, 4) + 1))
+        operation, plain = (
+            partial(f, activation=activation)
+            for f in (linear.gated_linear, linear.gated_linear_plain)
+        )
+        assert gradcheck(
+            partial(differentiable, operation, plain),
+            (heads(2, 3, 4), heads(5, 4), heads(5, 4) + 1),
+        )
 
     @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-    @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])  # as gpt-oss keeps its weights
+    @pytest.mark.parametrize(
+        "transposed", [False, True], ids=["", "transposed"]
+    )  # as gpt-oss keeps its weights
     def test_expert_linear(self, transposed, has_bias):
         """Tokens in no order, and the third expert has none."""
         experts = torch.tensor([3, 0, 1, 3, 0, 3])
@@ -194,12 +259,18 @@ class TestOperations:
             return function(x, weight.mT if transposed else weight, experts, bias)
 
         operation, plain = (partial(by_expert, f) for f in (expert_linear, expert_linear_plain))
-        inputs = heads(6, 5), heads(4, 5, 2) if transposed else heads(4, 2, 5), heads(4, 2) if has_bias else None
+        inputs = (
+            heads(6, 5),
+            heads(4, 5, 2) if transposed else heads(4, 2, 5),
+            heads(4, 2) if has_bias else None,
+        )
         assert gradcheck(partial(differentiable, operation, plain), inputs)
 
     @pytest.mark.parametrize("size", [1, 127, 5000])
     def test_log_softmax(self, size):
-        """The subtraction, the sum of size / 16 terms and its logarithm, and the last subtraction are rounded."""
+        """The subtraction, the sum of size / 16 terms and its logarithm, and the last subtraction
+        are rounded.
+        """
         x = 10 * heads(3, size).detach().float()
         found = invariant_operation(torch.ops.aten._log_softmax.default)(x, -1, False)
         error = (found - x.double().log_softmax(-1)).abs().max().item()
@@ -210,8 +281,13 @@ class TestOperations:
 
     def test_selected_logprobs_does_not_use_torchs_own(self, monkeypatch):
         """On a CPU no case is known where that shows in the bits."""
-        names, home = [], sys.modules["hf_static_kv.exactness.exact"]  # the package has a function of that name
-        monkeypatch.setattr(home, "invariant_operation", lambda f: names.append(str(f)) or invariant_operation(f))
+        names, home = (
+            [],
+            sys.modules["hf_static_kv.exactness.exact"],
+        )  # the package has a function of that name
+        monkeypatch.setattr(
+            home, "invariant_operation", lambda f: names.append(str(f)) or invariant_operation(f)
+        )
         selected_logprobs(torch.zeros(2, 3), torch.tensor([0, 1]))
         assert "aten._log_softmax.default" in names
 
@@ -231,7 +307,9 @@ class TestOperations:
     def test_a_second_derivative_is_refused(self):
         """It would lack what flows through the operation."""
         x = heads(2, 3)
-        (gradient,) = torch.autograd.grad(differentiable(torch.exp, torch.exp, x).square().sum(), x, create_graph=True)
+        (gradient,) = torch.autograd.grad(
+            differentiable(torch.exp, torch.exp, x).square().sum(), x, create_graph=True
+        )
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
 
@@ -239,7 +317,10 @@ class TestOperations:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestKernels:
-    """On a GPU norms and rotations are kernels: what torch does not see would be cut from the graph."""
+    """On a GPU norms and rotations are kernels:
+
+    what torch does not see would be cut from the graph.
+    """
 
     @pytest.mark.parametrize("style", [*STYLES, LAYER_NORM], ids=str)
     def test_norm(self, style):
@@ -247,7 +328,9 @@ class TestKernels:
         bias = weight.flip(0) if style == LAYER_NORM else None
         found = []
         for function in (norm, norm_plain):
-            leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
+            leaves = [
+                leaf.clone().requires_grad_() for leaf in (x, weight, bias) if leaf is not None
+            ]
             function(leaves[0], Norm(leaves[1], 1e-6, style, *leaves[2:])).pow(3).sum().backward()
             found.append([leaf.grad for leaf in leaves])
         torch.testing.assert_close(*found)
@@ -267,31 +350,57 @@ class TestRandomNumbers:
         ("name", "rates", "part"),
         [
             ("gpt2", {}, r"transformer\.drop has p = 0\.1"),
-            ("llama", {"attention_dropout": 0.25}, r"model\.layers\.0\.self_attn has attention_dropout = 0\.25"),
-            ("mixtral", {"router_jitter_noise": 0.5}, r"model\.layers\.0\.mlp has jitter_noise = 0\.5"),
+            (
+                "llama",
+                {"attention_dropout": 0.25},
+                r"model\.layers\.0\.self_attn has attention_dropout = 0\.25",
+            ),
+            (
+                "mixtral",
+                {"router_jitter_noise": 0.5},
+                r"model\.layers\.0\.mlp has jitter_noise = 0\.5",
+            ),
         ],
     )
     def test_what_draws_in_training_is_refused_by_its_name(self, name, rates, part):
         model = toy_model(name, "eager", **rates).train()
-        with pytest.raises(ValueError, match=rf"^{part}, .* set it to 0, or call model\.eval\(\)"), exact(model):
+        with (
+            pytest.raises(ValueError, match=rf"^{part}, .* set it to 0, or call model\.eval\(\)"),
+            exact(model),
+        ):
             pass
         with exact(model.eval()):
             assert model(batch()[0]).logits.requires_grad
 
     def test_a_dropout_of_attention_after_a_change_to_training(self):
         model = toy_model("llama", "eager", attention_dropout=0.25)
-        with exact(model), pytest.raises(ValueError, match=r"attention drops out 0.25: set attention_dropout to 0"):
+        with (
+            exact(model),
+            pytest.raises(
+                ValueError, match=r"attention drops out 0.25: set attention_dropout to 0"
+            ),
+        ):
             model.train()(batch()[0])
 
     def test_a_dropout_that_is_a_function(self):
         model = training_model("llama")
         model.model.norm.register_forward_hook(lambda module, args, output: F.dropout(output, 0.5))
-        with exact(model), pytest.raises(ValueError, match="draws no random numbers: set every dropout and jitter to"):
+        with (
+            exact(model),
+            pytest.raises(
+                ValueError, match="draws no random numbers: set every dropout and jitter to"
+            ),
+        ):
             model(batch()[0])
 
     def test_a_jitter_after_a_change_to_training(self):
         model = toy_model("mixtral", "eager", router_jitter_noise=0.5)
-        with exact(model), pytest.raises(ValueError, match="draws no random numbers: set every dropout and jitter to"):
+        with (
+            exact(model),
+            pytest.raises(
+                ValueError, match="draws no random numbers: set every dropout and jitter to"
+            ),
+        ):
             model.train()(batch()[0])
 
 
@@ -307,7 +416,10 @@ class TestGradientCheckpointing:
             found = gradients(model, inputs)
             assert all(torch.equal(found[parameter], expected[parameter]) for parameter in expected)
         before = gradients(model, inputs)
-        assert relative_error(before, {name: gradient.double() for name, gradient in expected.items()}) < 1e-4
+        assert (
+            relative_error(before, {name: gradient.double() for name, gradient in expected.items()})
+            < 1e-4
+        )
 
     def test_a_backward_pass_outside_is_refused(self, name, use_reentrant):
         model, inputs = training_model(name), batch()
@@ -322,7 +434,9 @@ class TestGradientCheckpointing:
 def lora(model):
     peft = pytest.importorskip("peft", reason="peft is not installed")
     names = ["q_proj", "v_proj", "gate_proj", "down_proj"]
-    config = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(
+        r=4, target_modules=names, init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(model, config).train()
 
 
@@ -330,14 +444,23 @@ def lora(model):
 class TestAdapters:
     def test_only_the_adapter_learns(self, dtype):
         model, (ids, mask) = lora(training_model("llama", dtype)), batch()
-        prompt = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": NEW_TOKENS, "eos_token_id": None}
+        prompt = {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "max_new_tokens": NEW_TOKENS,
+            "eos_token_id": None,
+        }
         with exact(model):
             output = model.generate(**prompt, return_dict_in_generate=True, output_logits=True)
             trained = token_logprobs(model, output.sequences, mask, prompt_len=PROMPT_LEN)
-            sampled = selected_logprobs(torch.stack(output.logits, dim=1), output.sequences[:, PROMPT_LEN:])
+            sampled = selected_logprobs(
+                torch.stack(output.logits, dim=1), output.sequences[:, PROMPT_LEN:]
+            )
             assert torch.equal(trained, sampled)
             trained.sum().backward()
-        has_gradient = {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+        has_gradient = {
+            name for name, parameter in model.named_parameters() if parameter.grad is not None
+        }
         assert has_gradient == {name for name, _ in model.named_parameters() if "lora_" in name}
 
     def test_gradients_are_those_of_the_adapter(self, dtype):
@@ -353,11 +476,16 @@ class TestAdapters:
     def test_a_merged_adapter(self, dtype):
         model, inputs = lora(training_model("llama", dtype)).merge_and_unload(), batch()
         with exact(model):
-            assert all(gradient.isfinite().all() for gradient in gradients(model.requires_grad_(), inputs).values())
+            assert all(
+                gradient.isfinite().all()
+                for gradient in gradients(model.requires_grad_(), inputs).values()
+            )
 
 
 class TestTokenLogprobs:
-    @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt2"])  # soft caps and scales after the head, too
+    @pytest.mark.parametrize(
+        "name", ["llama", "gemma2", "cohere2", "gpt2"]
+    )  # soft caps and scales after the head, too
     def test_it_is_log_softmax_of_the_logits(self, name):
         model, (ids, mask) = training_model(name), batch()
         for temperature in (1.0, 0.7):
@@ -373,25 +501,36 @@ class TestTokenLogprobs:
 
     @pytest.mark.parametrize("name", ["opt", "granite", "bert"])
     def test_other_heads(self, name):
-        """OPT's layers are inside its base model, Granite divides logits, BERT's head has layers of its own."""
+        """OPT's layers are inside its base model, Granite divides logits, BERT's head has layers of
+        its own.
+        """
         model, (ids, mask) = small_model(name, **OTHER_FAMILIES[name]), batch()
         with exact(model):
-            found, alone = token_logprobs(model, ids, mask), token_logprobs(model, ids[1:, PADDING:])
+            found, alone = (
+                token_logprobs(model, ids, mask),
+                token_logprobs(model, ids[1:, PADDING:]),
+            )
             assert torch.equal(found[1:, PADDING:], alone)
         logits = model(ids, **with_positions(mask)).logits[:, :-1]
         expected = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-        torch.testing.assert_close(found * mask[:, :-1], expected * mask[:, :-1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            found * mask[:, :-1], expected * mask[:, :-1], rtol=1e-4, atol=1e-4
+        )
 
     def test_chunks_have_the_same_bits_and_bound_the_logits(self, monkeypatch):
         model, (ids, mask) = training_model("llama"), batch()
         sizes = []
-        hook = model.lm_head.register_forward_hook(lambda module, args, output: sizes.append(args[0].shape[1]))
+        hook = model.lm_head.register_forward_hook(
+            lambda module, args, output: sizes.append(args[0].shape[1])
+        )
         with exact(model):
             expected = token_logprobs(model, ids, mask)
             monkeypatch.setattr(logprobs, "_MAX_LOGITS_BYTES", 4 * 4 * model.config.vocab_size)
             found = token_logprobs(model, ids, mask)
             assert torch.equal(found, expected)
-            one, other = (torch.autograd.grad(x.sum(), model.model.norm.weight) for x in (found, expected))
+            one, other = (
+                torch.autograd.grad(x.sum(), model.model.norm.weight) for x in (found, expected)
+            )
         torch.testing.assert_close(one, other)
         hook.remove()
         chunks = [1, *[4] * 5, 2]  # the pass itself, and 2 x 11 tokens
@@ -399,13 +538,18 @@ class TestTokenLogprobs:
 
     @pytest.mark.parametrize("is_exact", [False, True], ids=["", "exact"])
     def test_another_thread_in_the_middle(self, is_exact):
-        """It begins and ends while the head of the first one runs: both have their own numbers and gradients."""
+        """It begins and ends while the head of the first one runs:
+
+        both have their own numbers and gradients.
+        """
         model, (ids, mask), thread = training_model("llama"), batch(), threading.current_thread()
         other, found, before = ids.flip(1), [], [dict(vars(module)) for module in model.modules()]
 
         def numbers(ids, mask=None):
             logprobs = token_logprobs(model, ids, mask)
-            return logprobs.tolist(), torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[0].tolist()
+            return logprobs.tolist(), torch.autograd.grad(logprobs.sum(), model.lm_head.weight)[
+                0
+            ].tolist()
 
         def interrupt(*args):
             if threading.current_thread() is thread:
@@ -422,7 +566,11 @@ class TestTokenLogprobs:
 
     def test_two_threads_that_end_in_the_order_in_which_they_began(self):
         model, (ids, _) = training_model("llama"), batch()
-        expected, both_are_in, first_is_out = token_logprobs(model, ids), threading.Barrier(2), threading.Event()
+        expected, both_are_in, first_is_out = (
+            token_logprobs(model, ids),
+            threading.Barrier(2),
+            threading.Event(),
+        )
         results, order = [], []
 
         def hook(*args):
@@ -474,7 +622,9 @@ class TestTokenLogprobs:
 
     def test_of_logits_with_another_shape_or_temperature(self):
         logits, tokens = torch.zeros(2, 3, 5), torch.zeros(2, 3, dtype=torch.long)
-        torch.testing.assert_close(selected_logprobs(logits.bfloat16(), tokens), -torch.full((2, 3), 5.0).log())
+        torch.testing.assert_close(
+            selected_logprobs(logits.bfloat16(), tokens), -torch.full((2, 3), 5.0).log()
+        )
         with pytest.raises(ValueError, match=r"logits \(2, 3, 5\) and tokens \(2, 2\) do not fit"):
             selected_logprobs(logits, tokens[:, :2])
         with pytest.raises(ValueError, match="temperature must be positive, got 0"):
@@ -483,10 +633,17 @@ class TestTokenLogprobs:
     def test_bad_arguments(self):
         model, (ids, _) = training_model("llama"), batch()
         for prompt_len in (0, PROMPT_LEN):
-            with pytest.raises(ValueError, match=rf"\(2, 12\) and prompt_len {prompt_len} do not fit"):
+            with pytest.raises(
+                ValueError, match=rf"\(2, 12\) and prompt_len {prompt_len} do not fit"
+            ):
                 token_logprobs(model, ids, prompt_len=prompt_len)
         for shape in ((2, 5), (2, 13), (1, 12), (12,)):
-            with pytest.raises(ValueError, match=r"must be \(2, 12\), or that of the prompts, \(2, 4\), got \("):
+            with pytest.raises(
+                ValueError, match=r"must be \(2, 12\), or that of the prompts, \(2, 4\), got \("
+            ):
                 token_logprobs(model, ids, torch.ones(shape, dtype=torch.long), prompt_len=4)
-        with pytest.raises(ValueError, match="takes a model with a head, such as AutoModelForCausalLM, got LlamaModel"):
+        with pytest.raises(
+            ValueError,
+            match="takes a model with a head, such as AutoModelForCausalLM, got LlamaModel",
+        ):
             token_logprobs(model.model, ids)

@@ -1,4 +1,7 @@
-"""`examples/chat.py` with its lines piped in: the answers of plain `generate`, and no token computed twice."""
+"""`examples/chat.py` with its lines piped in:
+
+the answers of plain `generate`, and no token computed twice.
+"""
 
 import importlib
 import io
@@ -17,7 +20,9 @@ CHATML = (
     "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}[end]\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-FIGURES = r"\d+\.\d tokens/s, first token after \d+ ms, prompt of (\d+) tokens, (\d+) of them reused"
+FIGURES = (
+    r"\d+\.\d tokens/s, first token after \d+ ms, prompt of (\d+) tokens, (\d+) of them reused"
+)
 
 
 @pytest.fixture
@@ -32,7 +37,9 @@ def say(chat, monkeypatch, capsys):
 
     def run(lines, *options, model="llama", max_new_tokens=12):
         monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
-        status = chat.main(["--model", str(model), "--max-new-tokens", str(max_new_tokens), *options])
+        status = chat.main(
+            ["--model", str(model), "--max-new-tokens", str(max_new_tokens), *options]
+        )
         printed = capsys.readouterr()
         figures = [tuple(map(int, found)) for found in re.findall(FIGURES, printed.out)]
         text = re.sub(FIGURES, "FIGURES", printed.out)
@@ -63,11 +70,16 @@ def test_the_answers_are_those_without_attach_and_earlier_turns_are_reused(say, 
     assert [reused for _, reused in plain.figures] == [0, 0, 0, 0]
     (first, none), (second, reused), (_, more), (_, after_reset) = ours.figures
     assert none == after_reset == 0
-    assert (reused, more) == (first + 11, second + 11)  # the last of the 12 new tokens was not computed
+    assert (reused, more) == (
+        first + 11,
+        second + 11,
+    )  # the last of the 12 new tokens was not computed
 
 
 def test_what_is_printed_when_piped(say):
-    result = say(["ROMEO: Hi", "", "/info", "/wat", "/system Speak low", "/system", " /quit", "never read"])
+    result = say(
+        ["ROMEO: Hi", "", "/info", "/wat", "/system Speak low", "/system", " /quit", "never read"]
+    )
     assert "\033" not in result.text
     before, after = result.text.split("> ROMEO: Hi\n")
     assert before == (
@@ -77,8 +89,8 @@ def test_what_is_printed_when_piped(say):
     assert after.split("FIGURES; cut after 12 tokens\n\n")[1].splitlines() == [
         "> ",
         "> /info",
-        "Attachment(calls=1, hits=0, reused_tokens=0, caches=[1 x 256 tokens], 786,432 bytes, captured_steps=0, "
-        "fallback_reason='there are no graphs on cpu')",
+        "Attachment(calls=1, hits=0, reused_tokens=0, caches=[1 x 256 tokens], 786,432 bytes, "
+        "captured_steps=0, fallback_reason='there are no graphs on cpu')",
         "> /wat",
         "There is no command /wat: /help shows them",
         "> /system Speak low",
@@ -98,7 +110,9 @@ def test_a_chat_longer_than_the_context_says_so_and_can_begin_anew(say, template
     result = say(["a", "b", "/reset", "c"], model=model, max_new_tokens=60)
     (length, _), _ = result.figures
     refusal = r"chat.py: the chat has \d+ tokens, the context 48: /reset begins a new one"
-    expected = rf"FIGURES; cut after {48 - length} tokens\n\n> b\n{refusal}\n> /reset\nA new chat.\n> c\n"
+    expected = (
+        rf"FIGURES; cut after {48 - length} tokens\n\n> b\n{refusal}\n> /reset\nA new chat.\n> c\n"
+    )
     assert re.search(expected, result.text), result.text
 
 
@@ -124,7 +138,8 @@ def test_a_template_that_changes_earlier_answers_is_obeyed(chat, say, templated,
     monkeypatch.setattr(chat.Chat, "generate", recorded)
     say(["Hello", "Then"], model=templated(changing))
     assert re.fullmatch(
-        r"\[user\]HEllo\[end\]\n\[assistant\][^e]+\[end\]\n\[user\]ThEn\[end\]\n\[assistant\]", prompts[1]
+        r"\[user\]HEllo\[end\]\n\[assistant\][^e]+\[end\]\n\[user\]ThEn\[end\]\n\[assistant\]",
+        prompts[1],
     )
 
 
@@ -149,13 +164,17 @@ def test_ctrl_c_stops_the_answer_and_keeps_the_chat(chat, say, monkeypatch, time
     (first, _), (second, reused), _ = result.figures
     assert result.text.count("FIGURES") == 3
     assert second > first + 3  # what was said so far is in the history
-    # transformers 5.22 asks the criteria before it gives a token to the streamer: one more token comes.
+    # transformers 5.22 asks the criteria before it gives a token to the streamer: one more token
+    # comes.
     assert reused in ((first + 2, first + 3) if times == 1 else (0,))
     assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_saved_chat_goes_on_in_another_run(say, tmp_path):
-    lines, folder = ["ROMEO: What light?", "JULIET: It is the east"], ("--folder", str(tmp_path / "chats"))
+    lines, folder = (
+        ["ROMEO: What light?", "JULIET: It is the east"],
+        ("--folder", str(tmp_path / "chats")),
+    )
     whole = say([*lines, "ROMEO: Speak"])
     first = say([*lines, "/save night"], *folder)
     assert re.search(r"night.json: \d+ tokens, \d\.\d MB of keys and values\n", first.text)
@@ -173,7 +192,9 @@ def test_what_cannot_be_saved_or_loaded_is_said_in_a_line(say, tmp_path):
     assert re.search(r"> /load a\nchat.py: no chat 'a' can be loaded: .*No such file", text)
     assert "> /load bad\nchat.py: no chat 'bad' can be loaded: " in text
     assert text.count("chat.py: a chat has a name of letters, digits, - and _") == 2
-    assert "chat.py: chats are saved in a folder: start with --folder FOLDER" in say(["/save a"]).text
+    assert (
+        "chat.py: chats are saved in a folder: start with --folder FOLDER" in say(["/save a"]).text
+    )
 
 
 def test_sampling(say):
@@ -186,4 +207,6 @@ def test_a_bad_argument_is_refused_in_a_line(chat, say, capsys):
     assert re.fullmatch(r"chat.py: 'nowhere' is no folder, no hub id .*\n", result.err)
     with pytest.raises(SystemExit, match="2"):
         chat.parse_args(["--temperature", "-1"])
-    assert capsys.readouterr().err.endswith("--max-new-tokens must be at least 1, and --temperature at least 0\n")
+    assert capsys.readouterr().err.endswith(
+        "--max-new-tokens must be at least 1, and --temperature at least 0\n"
+    )

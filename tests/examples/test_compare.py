@@ -1,4 +1,7 @@
-"""`examples/compare.py` and its metric: equal is said when it is so, a difference is found, measured and explained."""
+"""`examples/compare.py` and its metric:
+
+equal is said when it is so, a difference is found, measured and explained.
+"""
 
 import json
 import statistics
@@ -26,19 +29,32 @@ def run(compare, *args):
 
 def test_equal_on_all_miniatures_and_against_every_cache(compare, capsys, tmp_path):
     record, picture = tmp_path / "compare.json", tmp_path / "compare.png"
-    options = ["--max-new-tokens", 10, "--against", "no-cache,dynamic,static", "--json", record, "--plot", picture]
+    options = [
+        "--max-new-tokens",
+        10,
+        "--against",
+        "no-cache,dynamic,static",
+        "--json",
+        record,
+        "--plot",
+        picture,
+    ]
     assert run(compare, *options, "--prompt", "ROMEO:\n") == 0
     report = json.loads(record.read_text())
     cases = [(c["model"], c["mode"], c["against"]) for c in report["comparisons"]]
     modes, caches = ("greedy", "sampled"), ("no-cache", "dynamic", "static")
-    assert cases == [(m, mode, c) for m in ("llama", "qwen3", "gemma3") for mode in modes for c in caches]
+    assert cases == [
+        (m, mode, c) for m in ("llama", "qwen3", "gemma3") for mode in modes for c in caches
+    ]
     for comparison in report["comparisons"]:
         assert comparison["equal"]
         assert comparison["common_prefix"] == 10
         assert len(comparison["ours"]["tokens"]) == len(comparison["ours"]["seconds"]) == 10
         rate = 1 / statistics.median(comparison["ours"]["seconds"][1:])
         assert comparison["ours"]["tokens_per_second"] == pytest.approx(rate)
-        assert comparison["speed_up"] == pytest.approx(rate / comparison["theirs"]["tokens_per_second"])
+        assert comparison["speed_up"] == pytest.approx(
+            rate / comparison["theirs"]["tokens_per_second"]
+        )
     assert picture.read_bytes().startswith(b"\x89PNG")
     out = capsys.readouterr().out
     assert "ROMEO:" in out
@@ -49,13 +65,24 @@ class WrongCache(StaticContiguousCache):
     """Forgets the sign of the keys from the 24th token on."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        return super().update(-key_states if self.seq_len > 23 else key_states, value_states, layer_idx)
+        return super().update(
+            -key_states if self.seq_len > 23 else key_states, value_states, layer_idx
+        )
 
 
 def test_a_wrong_cache_is_found_out(compare, monkeypatch, capsys, tmp_path):
     monkeypatch.setitem(compare.CACHES, compare.OURS, WrongCache.from_model)
     record = tmp_path / "compare.json"
-    options = ["--model", "llama", "--max-new-tokens", 40, "--prompt", "JULIET:\nO Romeo", "--json", record]
+    options = [
+        "--model",
+        "llama",
+        "--max-new-tokens",
+        40,
+        "--prompt",
+        "JULIET:\nO Romeo",
+        "--json",
+        record,
+    ]
     assert run(compare, *options) == 1
     comparison = json.loads(record.read_text())["comparisons"][0]
     assert not comparison["equal"]
@@ -73,7 +100,10 @@ def test_a_wrong_cache_is_found_out(compare, monkeypatch, capsys, tmp_path):
 
 
 def test_a_near_tie_is_called_rounding(compare):
-    """Two equal rows in the head give two equal logits: whichever token comes, rounding explains it."""
+    """Two equal rows in the head give two equal logits:
+
+    whichever token comes, rounding explains it.
+    """
     model, tokenizer = compare.load_model("qwen3")
     inputs = dict(tokenizer("ROMEO:\n", return_tensors="pt"))
     with torch.no_grad():
@@ -119,5 +149,7 @@ def test_token_agreement_alone(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     from token_agreement import TokenAgreement
 
-    result = TokenAgreement().compute(predictions=[[5, 6, 7], [1, 2], [3]], references=[[5, 6, 8], [1, 2], [3, 4]])
+    result = TokenAgreement().compute(
+        predictions=[[5, 6, 7], [1, 2], [3]], references=[[5, 6, 8], [1, 2], [3, 4]]
+    )
     assert result == {"exact_match": pytest.approx(1 / 3), "common_prefix": [2, 2, 1]}

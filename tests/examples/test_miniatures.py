@@ -1,4 +1,7 @@
-"""The trained miniatures: they have learned, they are what they claim, and the cache is exact on them."""
+"""The trained miniatures:
+
+they have learned, they are what they claim, and the cache is exact on them.
+"""
 
 import json
 from pathlib import Path
@@ -12,11 +15,17 @@ from hf_static_kv.testing import MINIATURES, load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
-NEW_TOKENS = {"llama": 20, "qwen3": 20, "gemma3": 70}  # more than twice the window of the Gemma 3 miniature
+NEW_TOKENS = {
+    "llama": 20,
+    "qwen3": 20,
+    "gemma3": 70,
+}  # more than twice the window of the Gemma 3 miniature
 
 
 @pytest.mark.parametrize(
-    "mode", [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}], ids=["greedy", "seeded"]
+    "mode",
+    [{"do_sample": False}, {"do_sample": True, "temperature": 0.7}],
+    ids=["greedy", "seeded"],
 )
 @pytest.mark.parametrize("name", MINIATURES)
 def test_tokens_and_text_equal_use_cache_false(name, mode):
@@ -37,7 +46,9 @@ def test_size_and_architecture(name):
     folder = EXAMPLES / "models" / name
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert not hasattr(model.config, "auto_map")  # a plain transformers model: no code comes with it
+    assert not hasattr(
+        model.config, "auto_map"
+    )  # a plain transformers model: no code comes with it
     assert 1_000_000 <= model.num_parameters() <= 2_000_000
     config = model.config
     assert config.num_key_value_heads < config.num_attention_heads
@@ -56,7 +67,9 @@ def held_out_score(monkeypatch):
     def score(name, characters=None):
         held_out = split_text()[1][:characters]
         model, tokenizer = load_model(name)
-        return bits_per_byte(model, torch.tensor(tokenizer(held_out)["input_ids"]), len(held_out.encode()))
+        return bits_per_byte(
+            model, torch.tensor(tokenizer(held_out)["input_ids"]), len(held_out.encode())
+        )
 
     return score
 

@@ -20,7 +20,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a script's `main` in this process: a new one takes seconds to import torch and transformers."""
+    """Run a script's `main` in this process:
+
+    a new one takes seconds to import torch and transformers.
+    """
 
     def run_main(script, *args):
         monkeypatch.syspath_prepend(ROOT / "examples")
@@ -50,27 +53,55 @@ def test_short_example(script, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("folder", [ROOT, ROOT / "docs"], ids=["root", "docs"])
-def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(folder, tmp_path, monkeypatch):
+def test_an_installed_package_finds_the_miniatures_of_the_current_checkout(
+    folder, tmp_path, monkeypatch
+):
     """After `pip install .` examples/models is not beside the package."""
     monkeypatch.setattr(testing, "__file__", str(tmp_path / "hf_static_kv" / "testing.py"))
     monkeypatch.setattr(sys, "argv", ["-c"])
     monkeypatch.chdir(folder)
     found = [testing.find_source(name).location for name in testing.MINIATURES]
-    assert found == [str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")]
+    assert found == [
+        str(ROOT / "examples" / "models" / name) for name in ("llama", "qwen3", "gemma3")
+    ]
 
 
 def test_an_example_runs_in_its_own_process_with_an_installed_package(tmp_path):
-    """The package is a copy, the current folder is another one, and the miniatures are found beside the script."""
-    shutil.copytree(ROOT / "hf_static_kv", tmp_path / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc"))
-    command = [sys.executable, str(ROOT / "examples" / "draw_attention.py"), "--model", "llama", "--layers", "99"]
+    """The package is a copy, the current folder is another one, and the miniatures are found beside
+    the script.
+    """
+    shutil.copytree(
+        ROOT / "hf_static_kv", tmp_path / "hf_static_kv", ignore=shutil.ignore_patterns("*.pyc")
+    )
+    command = [
+        sys.executable,
+        str(ROOT / "examples" / "draw_attention.py"),
+        "--model",
+        "llama",
+        "--layers",
+        "99",
+    ]
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(
+        command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300
+    )
     assert re.fullmatch(r"draw_attention.py: Layer 99 .*\n", result.stderr)
     assert result.returncode == 2
 
 
 class TestOnPolicy:
-    OPTIONS = ("--device", "cpu", "--dtype", "float32", "--updates", 2, "--group", 2, "--max-new-tokens", 6)
+    OPTIONS = (
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--updates",
+        2,
+        "--group",
+        2,
+        "--max-new-tokens",
+        6,
+    )
 
     def test_ratios_are_one_inside_exact_alone(self, run, tmp_path):
         record, picture = tmp_path / "on_policy.json", tmp_path / "on_policy.png"
@@ -88,14 +119,18 @@ class TestOnPolicy:
         assert picture.read_bytes().startswith(b"\x89PNG")
 
     @pytest.mark.parametrize(
-        ("text", "share"), [("to me,\nand more!\nthen no\nthe", 2 / 3), ("no line", 0.0), ("\n", 0.0), ("E\n", 1.0)]
+        ("text", "share"),
+        [("to me,\nand more!\nthen no\nthe", 2 / 3), ("no line", 0.0), ("\n", 0.0), ("E\n", 1.0)],
     )
     def test_reward(self, monkeypatch, text, share):
         monkeypatch.syspath_prepend(ROOT / "examples")
         assert importlib.import_module("on_policy").reward(text, "e") == pytest.approx(share)
 
     def test_a_bad_argument(self, run):
-        assert "--letter must be one small letter, got 'ee'" in run("on_policy", "--letter", "ee").stderr
+        assert (
+            "--letter must be one small letter, got 'ee'"
+            in run("on_policy", "--letter", "ee").stderr
+        )
 
 
 def test_measure_exact_shows_a_difference_outside_and_none_inside(run, tmp_path):
@@ -122,7 +157,9 @@ def test_draw_attention_writes_a_picture_and_a_table(run, tmp_path):
     assert result.returncode == 0, result.stderr
     steps = json.loads(record.read_text())["steps"]
     assert len(steps) == 6
-    assert all(len(step["best"]) == 3 and step["best"][0]["token"] == step["token"] for step in steps)
+    assert all(
+        len(step["best"]) == 3 and step["best"][0]["token"] == step["token"] for step in steps
+    )
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "| 6 | `" in result.stdout
 
@@ -138,11 +175,17 @@ def test_explain(run, tmp_path, monkeypatch):
     assert "inside exact(model): largest difference 0e+00" in page
     assert "76 positions in all" in page  # 6 + 7 + ... + 13
     assert "13 positions in all" in page
-    counts = [line.split() for line in page.splitlines() if re.fullmatch(r"(\s+\d+){5}\s+[\d.]+x", line)]
+    counts = [
+        line.split() for line in page.splitlines() if re.fullmatch(r"(\s+\d+){5}\s+[\d.]+x", line)
+    ]
     assert [int(row[0]) for row in counts] == [4, 8]
-    assert all(row[1] == row[2] and row[3] == row[4] for row in counts)  # counted, and by the formula
+    assert all(
+        row[1] == row[2] and row[3] == row[4] for row in counts
+    )  # counted, and by the formula
     slid = [
-        [float(n) for n in re.findall(r"\d\.\de[+-]\d\d", line)] for line in page.splitlines() if "positions (" in line
+        [float(n) for n in re.findall(r"\d\.\de[+-]\d\d", line)]
+        for line in page.splitlines()
+        if "positions (" in line
     ]
     (learned_logits, learned_values), (rotary_logits, rotary_values) = slid
     assert learned_logits > 0.1 < rotary_logits
@@ -153,7 +196,16 @@ def test_explain(run, tmp_path, monkeypatch):
 
 
 def test_prompt_file_reads_a_text_once(run, tmp_path):
-    options = ["--model", "gemma3", "--tokens", 60, "--file", tmp_path / "a.safetensors", "--max-new-tokens", 8]
+    options = [
+        "--model",
+        "gemma3",
+        "--tokens",
+        60,
+        "--file",
+        tmp_path / "a.safetensors",
+        "--max-new-tokens",
+        8,
+    ]
     first, second = run("prompt_file", *options), run("prompt_file", *options)
     assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
     assert first.stdout.startswith("60 tokens read in ")
@@ -166,10 +218,17 @@ def test_prompt_file_reads_a_text_once(run, tmp_path):
     assert answers(first) == answers(second)
     refused = run("prompt_file", *options[:2], "--tokens", 50, *options[4:])
     assert refused.returncode == 2
-    assert refused.stderr.endswith("a.safetensors holds another text: remove it, or give another --file\n")
+    assert refused.stderr.endswith(
+        "a.safetensors holds another text: remove it, or give another --file\n"
+    )
 
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples" / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -1,4 +1,7 @@
-"""`examples/train_miniatures.py`: a stopped run goes on as if it had not been; the score counts every token once."""
+"""`examples/train_miniatures.py`:
+
+a stopped run goes on as if it had not been; the score counts every token once.
+"""
 
 import argparse
 import math
@@ -22,7 +25,14 @@ def training(monkeypatch):
 
 
 def new_run(training, tokenizer, out):
-    settings = {"device": "cpu", "steps": 3, "batch_size": 1, "lr": 3e-3, "weight_decay": 1.0, "warm_up": 2}
+    settings = {
+        "device": "cpu",
+        "steps": 3,
+        "batch_size": 1,
+        "lr": 3e-3,
+        "weight_decay": 1.0,
+        "warm_up": 2,
+    }
     args = argparse.Namespace(out=out, evaluate_every=1, seed=0, **settings)
     return training.Run("gemma3", args, tokenizer)
 
@@ -58,7 +68,10 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(training, tmp_path, monkeyp
 
 @pytest.mark.parametrize("num_tokens", [513, 514, 769, 800, 1500])
 def test_every_token_but_the_first_is_scored_once(training, num_tokens):
-    """A model that knows nothing needs log2(vocabulary) bits for each: windows must not overlap or leave gaps."""
+    """A model that knows nothing needs log2(vocabulary) bits for each:
+
+    windows must not overlap or leave gaps.
+    """
 
     class Uniform(torch.nn.Module):
         def forward(self, ids, use_cache):

@@ -1,9 +1,11 @@
 """A fuzz case: one model, one cache and a history of events on it, all drawn from one integer seed.
 
-Every history is a legal use: a text grows, is cut by `crop`, gets other rows, or is given up for another text.
+Every history is a legal use: a text grows, is cut by `crop`, gets other rows, or is given up for
+another text.
 
-Moves come on top: a mutation of the model between calls, threads, offloaded weights, a returned cache that is used by
-hand. Each family of moves has random numbers of its own: a case without some of them is otherwise the same.
+Moves come on top: a mutation of the model between calls, threads, offloaded weights, a returned
+cache that is used by hand. Each family of moves has random numbers of its own: a case without some
+of them is otherwise the same.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ from typing import Any
 from tests.fuzz.models import ARCHITECTURES, VARIANTS, available
 from tests.fuzz.mutations import KINDS, NUMBERS
 
-SEEDS_PER_MODEL = 4  # successive seeds share a model, since building one takes as long as a short call
+SEEDS_PER_MODEL = (
+    4  # successive seeds share a model, since building one takes as long as a short call
+)
 MAX_ROWS = 12
 ROOMY = 224  # tokens; no history is longer
 FAMILIES = ("mutations", "threads", "offload", "returned")
@@ -36,7 +40,8 @@ class NewText:
 
 @dataclass(frozen=True)
 class Failure:
-    """A layer, or the head as the one after the last, raises in its n-th call of an event. Then the call is made again.
+    """A layer, or the head as the one after the last, raises in its n-th call of an event. Then the
+    call is made again.
 
     `crop` says that tokens which the failed call has left in the cache are cropped first.
     """
@@ -50,15 +55,14 @@ class Failure:
 class Call:
     """Append `tokens` to the text and call `generate` with `options`.
 
-    `padding[b]`: as many of the first tokens of row b are masked.
-    `hide_ended`: once the call has returned, what follows the end of a row is masked.
-    `attention`: the implementation for this event.
-    `only_new`: pass the tokens that are not cached, with a mask for all.
-    `embeds`: pass the prompt as vectors, "alone" or "with ids".
-    `by_max_length`: say `max_length` in the place of `max_new_tokens`.
-    `mask`: pass the attention mask even where `generate` would infer the same one.
-    `eos_at`: a row and a step; the token that is chosen there without end tokens is made the last of them.
-    `keeps_cache`: calls without a cache of their own ask for the one that they were given (`return_dict_in_generate`).
+    `padding[b]`: as many of the first tokens of row b are masked. `hide_ended`: once the call has
+    returned, what follows the end of a row is masked. `attention`: the implementation for this
+    event. `only_new`: pass the tokens that are not cached, with a mask for all. `embeds`: pass the
+    prompt as vectors, "alone" or "with ids". `by_max_length`: say `max_length` in the place of
+    `max_new_tokens`. `mask`: pass the attention mask even where `generate` would infer the same
+    one. `eos_at`: a row and a step; the token that is chosen there without end tokens is made the
+    last of them. `keeps_cache`: calls without a cache of their own ask for the one that they were
+    given (`return_dict_in_generate`).
     """
 
     tokens: Tokens
@@ -92,7 +96,9 @@ class Call:
     @property
     def longest(self) -> int:
         """Tokens by which the cached text may grow, with the guesses of assisted decoding."""
-        guesses = self.options.get("prompt_lookup_num_tokens", 0) + self.options.get("assistant_tokens", 0)
+        guesses = self.options.get("prompt_lookup_num_tokens", 0) + self.options.get(
+            "assistant_tokens", 0
+        )
         return len(self.tokens[0]) + self.options["max_new_tokens"] + guesses
 
     @property
@@ -113,7 +119,10 @@ class Forward:
 
 @dataclass(frozen=True)
 class Crop:
-    """`crop(-tokens)`, or as many as leave a token in every row. The text then ends where the cache does."""
+    """`crop(-tokens)`, or as many as leave a token in every row.
+
+    The text then ends where the cache does.
+    """
 
     tokens: int
 
@@ -133,12 +142,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class Change:
-    """The mutation of the case takes effect, or is taken back. The text stays, and every cache is reset."""
+    """The mutation of the case takes effect, or is taken back.
+
+    The text stays, and every cache is reset.
+    """
 
 
 @dataclass(frozen=True)
 class Continue:
-    """Append `tokens` to the text of the last call that kept its cache, and go on with that cache by hand.
+    """Append `tokens` to the text of the last call that kept its cache, and go on with that cache
+    by hand.
 
     By one forward pass, or with `new_tokens` by `generate`. The text of the case stays as it is.
     """
@@ -151,8 +164,8 @@ class Continue:
 class Together:
     """Threads use one model at the same time, each with a prompt of its own.
 
-    `generate` for `new_tokens`; with `plain` the last thread passes its prompt through the model instead, again and
-    again while others run.
+    `generate` for `new_tokens`; with `plain` the last thread passes its prompt through the model
+    instead, again and again while others run.
     """
 
     prompts: Tokens
@@ -198,8 +211,12 @@ class Case:
         how += ", offloaded" if self.offloaded else ""
         head = f"seed {self.seed}: {self.architecture} v{self.variant}, capacity {self.capacity} ({how})"
         if self.mutation is not None:
-            head += f", mutation {self.mutation.kind} {self.mutation.numbers} at {self.mutation.place}"
-        return "\n".join([head, *(f"  {number}. {describe(event)}" for number, event in enumerate(self.events))])
+            head += (
+                f", mutation {self.mutation.kind} {self.mutation.numbers} at {self.mutation.place}"
+            )
+        return "\n".join(
+            [head, *(f"  {number}. {describe(event)}" for number, event in enumerate(self.events))]
+        )
 
 
 def describe(event: Event) -> str:
@@ -217,7 +234,8 @@ def describe(event: Event) -> str:
 
 
 def make_case(seed: int, without: Collection[str] = ()) -> Case:
-    """The case of this seed. Blocks of seeds go through all architectures, and then through the next variants.
+    """The case of this seed. Blocks of seeds go through all architectures, and then through the
+    next variants.
 
     `without` names moves to leave out.
     """
@@ -240,9 +258,11 @@ def make_case(seed: int, without: Collection[str] = ()) -> Case:
 
 
 class _History:
-    """Draws events and keeps what the next one needs to know: rows, and bounds on the length of the text.
+    """Draws events and keeps what the next one needs to know: rows, and bounds on the length of the
+    text.
 
-    With `fixed_rows` the first text has as many rows as any later one: a lazily built cache allocates no more.
+    With `fixed_rows` the first text has as many rows as any later one: a lazily built cache
+    allocates no more.
     """
 
     def __init__(self, rng: random.Random, architecture: str, fixed_rows: bool) -> None:
@@ -252,8 +272,11 @@ class _History:
         self.rows = 0  # most rows of the cache so far; of the first text with `fixed_rows`
         self.longest = 0  # upper bound of the length of the text
         self.needed = 0
-        self.has_uncached = False  # the last token of the text, which `generate` has chosen and not passed on
-        self.must_end = True  # the text cannot go on: there is none yet, or beams have left other rows in the cache
+        self.has_uncached = (
+            False  # the last token of the text, which `generate` has chosen and not passed on
+        )
+        # the text cannot go on: there is none yet, or beams have left other rows in the cache
+        self.must_end = True
 
     def grow(self) -> None:
         rng = self.rng
@@ -316,7 +339,9 @@ class _History:
         self._count(len(tokens[0]), 0)
         self.has_uncached = False
         failure = self._failure() if rng.random() < 0.2 else None
-        self.events.append(Forward(tokens, padding, rng.random() < 0.5, rng.random() < 0.25, failure))
+        self.events.append(
+            Forward(tokens, padding, rng.random() < 0.5, rng.random() < 0.25, failure)
+        )
 
     def _call(self) -> None:
         is_first = self.longest == 0
@@ -337,7 +362,9 @@ class _History:
             call,
             attention=rng.choice(architecture.attention) if rng.random() < 0.1 else None,
             only_new=only_new,
-            embeds=rng.choice(["alone", "with ids"]) if takes_embeds and rng.random() < 0.12 else None,
+            embeds=rng.choice(["alone", "with ids"])
+            if takes_embeds and rng.random() < 0.12
+            else None,
             mask=rng.random() < 0.6,
             with_decoder=rng.random() < 0.9,
             inference_mode=rng.random() < 0.25,
@@ -360,7 +387,9 @@ class _History:
             options=options,
             by_max_length=sees_all_ids and call.embeds is None and rng.random() < 0.15,
             hide_ended=mode != "beams" and rng.random() < 0.5,
-            eos_at=(rng.randrange(4), rng.randrange(12)) if "eos_token_id" in options and rng.random() < 0.4 else None,
+            eos_at=(rng.randrange(4), rng.randrange(12))
+            if "eos_token_id" in options and rng.random() < 0.4
+            else None,
         )
         return call if is_assisted or mode == "beams" else self._watched(call)
 
@@ -386,8 +415,20 @@ class _History:
         if rng.random() < 0.5:
             options["temperature"] = rng.choice([0.3, 0.7, 1.5])
         if rng.random() < 0.3:
-            options |= rng.choice([{"top_p": 0.8}, {"min_p": 0.05}, {"top_p": 0.95, "min_p": 0.01}, {"typical_p": 0.7}])
-        if self.longest == 0 and self.batch <= 2 and not self._must_keep_rows() and rng.random() < 0.25:
+            options |= rng.choice(
+                [
+                    {"top_p": 0.8},
+                    {"min_p": 0.05},
+                    {"top_p": 0.95, "min_p": 0.01},
+                    {"typical_p": 0.7},
+                ]
+            )
+        if (
+            self.longest == 0
+            and self.batch <= 2
+            and not self._must_keep_rows()
+            and rng.random() < 0.25
+        ):
             options["num_return_sequences"] = rng.choice([2, 3])
         return options
 
@@ -449,7 +490,9 @@ class _History:
         """With something that looks at every step."""
         rng = self.rng
         if rng.random() < 0.2:
-            call.options.update(return_dict_in_generate=True, output_scores=True, output_logits=True)
+            call.options.update(
+                return_dict_in_generate=True, output_scores=True, output_logits=True
+            )
         if rng.random() < 0.03:
             call.options.update(return_dict_in_generate=True, output_hidden_states=True)
         return replace(
@@ -464,7 +507,9 @@ class _History:
     def _tokens(self, is_first: bool) -> tuple[Tokens, tuple[int, ...]]:
         """Tokens to append, and the padding of each row."""
         rng = self.rng
-        columns = rng.choice([1, 2, 3, 5, 7, 9, 9, 12, 12, 16, 24] if is_first else [0, 1, 1, 2, 3, 5, 9])
+        columns = rng.choice(
+            [1, 2, 3, 5, 7, 9, 9, 12, 12, 16, 24] if is_first else [0, 1, 1, 2, 3, 5, 9]
+        )
         columns = columns if self.has_uncached else max(1, columns)
         few = rng.random() < 0.3  # repeated tokens: prompt lookup finds its guesses
         ids = rng.sample(range(_FIRST_ID, _END_ID), 3) if few else list(range(_FIRST_ID, _END_ID))
@@ -473,7 +518,9 @@ class _History:
         return tuple(tuple(row) for row in rows), padding
 
     def _failure(self) -> Failure:
-        return Failure(self.rng.randrange(12), self.rng.choice([0, 0, 1, 2]), self.rng.random() < 0.5)
+        return Failure(
+            self.rng.randrange(12), self.rng.choice([0, 0, 1, 2]), self.rng.random() < 0.5
+        )
 
     def _count(self, tokens: int, new_tokens: int) -> None:
         self.longest += tokens + new_tokens
@@ -492,7 +539,9 @@ class _Moves:
         rng = self.rng["mutations"]
         drawn = Mutation(rng.choice(list(KINDS)), rng.randrange(100), rng.choice(NUMBERS))
         self.offloaded = self._has("offload", 0.05)
-        is_mutated = self._has("mutations", 0.4) and drawn.kind not in without and not self.offloaded
+        is_mutated = (
+            self._has("mutations", 0.4) and drawn.kind not in without and not self.offloaded
+        )
         self.mutation = drawn if is_mutated else None
         # Accelerate moves the weights in and out around each pass of one thread.
         self.threads = self._has("threads", 0.12) and not self.offloaded
@@ -502,7 +551,10 @@ class _Moves:
         return self.rng[family].random() < chance and family not in self.without
 
     def follow(self) -> None:
-        """What follows the last event: its cache is kept, or the model changes and the call is made again."""
+        """What follows the last event:
+
+        its cache is kept, or the model changes and the call is made again.
+        """
         call = self.history.events[-1]
         if not isinstance(call, Call) or call.beams > 1:
             return
@@ -517,14 +569,19 @@ class _Moves:
     def end(self) -> None:
         events = self.history.events
         if any("assistant_tokens" in getattr(event, "options", ()) for event in events):
-            # The assistant is a copy of the model: it would keep the mutation, and has no weights to copy.
-            events[:] = [event for event in events if not any(event is change for change in self.changes)]
+            # The assistant is a copy of the model: it would keep the mutation, and has no weights
+            # to copy.
+            events[:] = [
+                event for event in events if not any(event is change for change in self.changes)
+            ]
             self.offloaded = False
         if not any(isinstance(event, Change) for event in events):
             self.mutation = None
         if self.mutation is not None and self.mutation.kind == "attention":
             # Keys of one attention function do not serve another.
-            events[:] = [replace(e, attention=None) if getattr(e, "attention", None) else e for e in events]
+            events[:] = [
+                replace(e, attention=None) if getattr(e, "attention", None) else e for e in events
+            ]
         if self.threads:
             rng = self.rng["threads"]
             events.insert(rng.randint(1, len(events)), self._together(rng))
@@ -534,22 +591,32 @@ class _Moves:
         return Continue(self._tokens(rng), rng.choice([0, 2, 4]))
 
     def _again(self, call: Call) -> Call:
-        """The call again, after tokens of another turn: a captured step and a prefix of the last one would serve it."""
+        """The call again, after tokens of another turn:
+
+        a captured step and a prefix of the last one would serve it.
+        """
         history = self.history
         one_row = () if history.batch == 1 else ("guidance_scale",)
         left_out = ("num_return_sequences", *one_row)
         options = {name: value for name, value in call.options.items() if name not in left_out}
         tokens = self._tokens(self.rng["mutations"])
-        again = replace(call, tokens=tokens, options=options, padding=(), failure=None, keeps_cache=False)
+        again = replace(
+            call, tokens=tokens, options=options, padding=(), failure=None, keeps_cache=False
+        )
         history._count_rows(history.batch)
         history._count(len(tokens[0]), again.longest - len(tokens[0]))
         return again
 
     def _tokens(self, rng: random.Random) -> Tokens:
         columns = rng.randint(1, 3)
-        return tuple(tuple(rng.choices(range(_FIRST_ID, _END_ID), k=columns)) for _ in range(self.history.batch))
+        return tuple(
+            tuple(rng.choices(range(_FIRST_ID, _END_ID), k=columns))
+            for _ in range(self.history.batch)
+        )
 
     def _together(self, rng: random.Random) -> Together:
         lengths = rng.choices([2, 5, 9, 14], k=rng.choice([2, 2, 3]))
-        prompts = tuple(tuple(rng.choices(range(_FIRST_ID, _END_ID), k=length)) for length in lengths)
+        prompts = tuple(
+            tuple(rng.choices(range(_FIRST_ID, _END_ID), k=length)) for length in lengths
+        )
         return Together(prompts, rng.choice([3, 5, 8]), rng.random() < 0.5)

@@ -1,4 +1,5 @@
-"""The differential fuzzer: random models and histories, with and without caches, compared in float32.
+"""The differential fuzzer: random models and histories, with and without caches, compared in
+float32.
 
 python -m tests.fuzz.fuzz --cases 1000            seeds 0 to 999
 python -m tests.fuzz.fuzz --seed 1234 --cases 1   one case again, with its description
@@ -45,17 +46,29 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--seconds", type=float, help="start no more cases after this time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     only = parser.add_mutually_exclusive_group()
-    only.add_argument("--plain-only", action="store_true", help="our cache in the loop of generate only")
-    only.add_argument("--decoder-only", action="store_true", help="our cache with GraphDecoder only")
-    only.add_argument("--pools-only", action="store_true", help="attached models and decoders with caches of their own")
-    parser.add_argument("--without", type=parse_moves, default=(), help=f"moves to leave out: {', '.join(MOVES)}")
+    only.add_argument(
+        "--plain-only", action="store_true", help="our cache in the loop of generate only"
+    )
+    only.add_argument(
+        "--decoder-only", action="store_true", help="our cache with GraphDecoder only"
+    )
+    only.add_argument(
+        "--pools-only",
+        action="store_true",
+        help="attached models and decoders with caches of their own",
+    )
+    parser.add_argument(
+        "--without", type=parse_moves, default=(), help=f"moves to leave out: {', '.join(MOVES)}"
+    )
     parser.add_argument("--quiet", action="store_true", help="no progress line")
     parser.add_argument("--describe", action="store_true", help="print the cases and run none")
     args = parser.parse_args()
@@ -69,7 +82,9 @@ def parse_arguments() -> argparse.Namespace:
 def parse_moves(words: str) -> tuple[str, ...]:
     moves = tuple(word.strip() for word in words.split(",") if word.strip())
     if unknown := sorted(set(moves) - set(MOVES)):
-        raise argparse.ArgumentTypeError(f"no move is called {', '.join(unknown)}: choose among {', '.join(MOVES)}")
+        raise argparse.ArgumentTypeError(
+            f"no move is called {', '.join(unknown)}: choose among {', '.join(MOVES)}"
+        )
     return moves
 
 
@@ -85,7 +100,10 @@ def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tall
         return
     starts = range(args.seed, args.seed + args.cases, _SEEDS_PER_TASK)
     how = args.device, contenders, deadline, args.without
-    tasks = [(range(start, min(start + _SEEDS_PER_TASK, args.seed + args.cases)), *how) for start in starts]
+    tasks = [
+        (range(start, min(start + _SEEDS_PER_TASK, args.seed + args.cases)), *how)
+        for start in starts
+    ]
     # CUDA cannot be used in a forked process.
     with multiprocessing.get_context("spawn").Pool(args.jobs, set_up) as pool:
         yield from pool.imap_unordered(_run_task, tasks)
@@ -94,7 +112,11 @@ def run_tasks(args: argparse.Namespace, deadline: float | None) -> Iterator[Tall
 def chosen_contenders(args: argparse.Namespace) -> tuple[str, ...]:
     if args.plain_only or args.decoder_only:
         return "dynamic", "ours" if args.plain_only else "decoder"
-    return tuple(name for name in CONTENDERS if not (args.pools_only and name in ("ours", "decoder", "compact")))
+    return tuple(
+        name
+        for name in CONTENDERS
+        if not (args.pools_only and name in ("ours", "decoder", "compact"))
+    )
 
 
 def set_up() -> None:
@@ -125,8 +147,13 @@ def run_seeds(
 
 
 def replay_command(seed: int, args: argparse.Namespace) -> str:
-    """Runs the case alone. A pooled case may need those before it, with which it shares its model."""
-    flag = "".join(f" --{name}-only" for name in ("plain", "decoder", "pools") if getattr(args, f"{name}_only"))
+    """Runs the case alone.
+
+    A pooled case may need those before it, with which it shares its model.
+    """
+    flag = "".join(
+        f" --{name}-only" for name in ("plain", "decoder", "pools") if getattr(args, f"{name}_only")
+    )
     flag += f" --without '{','.join(args.without)}'" if args.without else ""
     end = f" --device {args.device}{flag}"
     first = seed - seed % SEEDS_PER_MODEL
@@ -165,7 +192,10 @@ def summary(tally: Tally, seconds: float) -> str:
 
 
 def _section(title: str, counter: Counter[str]) -> list[str]:
-    return [f"{title}: {counter.total()}", *(f"  {count:5} {words}" for words, count in counter.most_common())]
+    return [
+        f"{title}: {counter.total()}",
+        *(f"  {count:5} {words}" for words, count in counter.most_common()),
+    ]
 
 
 def _kind(fault: Fault) -> str:

@@ -28,9 +28,10 @@ _GAIN = 1.6  # attention scores vary by about 2.5, so one changed key shows in t
 class Architecture:
     """One family: its `model_type` and how its config fields differ from the common ones.
 
-    `fields` is called with the random numbers of a variant. `rename` maps common names to those of this config; a
-    name mapped to None is left out. `attention` lists the implementations that the family supports. `since`:
-    transformers' version from which the family computes the same with any cache as with none.
+    `fields` is called with the random numbers of a variant. `rename` maps common names to those of
+    this config; a name mapped to None is left out. `attention` lists the implementations that the
+    family supports. `since`: transformers' version from which the family computes the same with any
+    cache as with none.
     """
 
     model_type: str
@@ -62,7 +63,9 @@ def _window(rng: random.Random) -> int:
     return rng.choice([3, 4, 6, 8])
 
 
-def _alternating(rng: random.Random, other: str = "sliding_attention", num_layers: int = 3) -> dict[str, Any]:
+def _alternating(
+    rng: random.Random, other: str = "sliding_attention", num_layers: int = 3
+) -> dict[str, Any]:
     """Layers of both types, in random order."""
     types = [other, "full_attention", *rng.choices([other, "full_attention"], k=num_layers - 2)]
     rng.shuffle(types)
@@ -81,7 +84,11 @@ def _sliding_by_switch(rng: random.Random) -> dict[str, Any]:
     """As Qwen2 says it: a switch, a window, and how many of the first layers see everything."""
     if rng.random() < 0.5:
         return {}
-    return {"use_sliding_window": True, "sliding_window": _window(rng), "max_window_layers": rng.choice([0, 1])}
+    return {
+        "use_sliding_window": True,
+        "sliding_window": _window(rng),
+        "max_window_layers": rng.choice([0, 1]),
+    }
 
 
 def _experts(rng: random.Random) -> dict[str, Any]:
@@ -111,7 +118,9 @@ def _latent(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def _both(*parts: Callable[[random.Random], dict[str, Any]]) -> Callable[[random.Random], dict[str, Any]]:
+def _both(
+    *parts: Callable[[random.Random], dict[str, Any]],
+) -> Callable[[random.Random], dict[str, Any]]:
     return lambda rng: {key: value for part in parts for key, value in part(rng).items()}
 
 
@@ -169,7 +178,12 @@ def _falcon(rng: random.Random) -> dict[str, Any]:
 
 
 def _mimo(rng: random.Random) -> dict[str, Any]:
-    return {"num_key_value_heads": 2, "swa_num_key_value_heads": 4, "v_head_dim": 8, "swa_v_head_dim": 8}
+    return {
+        "num_key_value_heads": 2,
+        "swa_num_key_value_heads": 4,
+        "v_head_dim": 8,
+        "swa_v_head_dim": 8,
+    }
 
 
 _NO_GROUPS = {"num_key_value_heads": None, "head_dim": None}
@@ -183,7 +197,8 @@ _GPT2 = {
 }
 _EAGER_AND_OURS = ("eager", ATTENTION_NAME)
 
-# Soft caps and sinks are what SDPA cannot compute. Alibi and GPT-J attention know no implementation but their own.
+# Soft caps and sinks are what SDPA cannot compute. Alibi and GPT-J attention know no implementation
+# but their own.
 ARCHITECTURES = {
     "llama": Architecture("llama"),
     "llama (yarn)": Architecture(
@@ -197,7 +212,9 @@ ARCHITECTURES = {
     "qwen2_moe": Architecture("qwen2_moe", _both(_experts, _sliding_by_switch)),
     "qwen3_moe": Architecture("qwen3_moe", _experts),
     "gemma": Architecture("gemma"),
-    "gemma2": Architecture("gemma2", _both(_sliding, _always(query_pre_attn_scalar=16)), attention=_EAGER_AND_OURS),
+    "gemma2": Architecture(
+        "gemma2", _both(_sliding, _always(query_pre_attn_scalar=16)), attention=_EAGER_AND_OURS
+    ),
     "gemma3": Architecture("gemma3_text", _both(_sliding, _always(query_pre_attn_scalar=16))),
     "gemma3n": Architecture("gemma3n_text", _gemma3n, takes_embeds=False),
     "vaultgemma": Architecture(
@@ -214,7 +231,9 @@ ARCHITECTURES = {
     "olmo3": Architecture("olmo3", _sliding, {"head_dim": None}),
     "olmoe": Architecture("olmoe", _experts, {"head_dim": None}),
     "gpt2": Architecture("gpt2", rename=_GPT2),
-    "gpt_bigcode": Architecture("gpt_bigcode", lambda rng: {"multi_query": rng.random() < 0.5}, _GPT2),
+    "gpt_bigcode": Architecture(
+        "gpt_bigcode", lambda rng: {"multi_query": rng.random() < 0.5}, _GPT2
+    ),
     "gpt_neo": Architecture(
         "gpt_neo",
         _gpt_neo,
@@ -239,17 +258,28 @@ ARCHITECTURES = {
         | {"num_attention_heads": None},
         attention=("eager",),
     ),
-    "bloom": Architecture("bloom", rename={**_GPT2, "hidden_size": "hidden_size"}, attention=("eager",)),
+    "bloom": Architecture(
+        "bloom", rename={**_GPT2, "hidden_size": "hidden_size"}, attention=("eager",)
+    ),
     "mpt": Architecture(
         "mpt",
-        _always(d_model=32, n_heads=4, n_layers=2, max_seq_len=POSITIONS, expansion_ratio=2, use_cache=True),
+        _always(
+            d_model=32,
+            n_heads=4,
+            n_layers=2,
+            max_seq_len=POSITIONS,
+            expansion_ratio=2,
+            use_cache=True,
+        ),
         {**_NO_GROUPS, "hidden_size": None, "num_hidden_layers": None, "num_attention_heads": None}
         | {"intermediate_size": None, "max_position_embeddings": None},
         attention=("eager",),
     ),
     "falcon": Architecture("falcon", _falcon, _NO_GROUPS, attention=("eager", "sdpa")),
     "starcoder2": Architecture("starcoder2", _every_layer_sliding, {"head_dim": None}),
-    "stablelm": Architecture("stablelm", lambda rng: {"qk_layernorm": rng.random() < 0.5}, {"head_dim": None}),
+    "stablelm": Architecture(
+        "stablelm", lambda rng: {"qk_layernorm": rng.random() < 0.5}, {"head_dim": None}
+    ),
     "granite": Architecture("granite", rename={"head_dim": None}),
     "granitemoe": Architecture("granitemoe", _experts, {"head_dim": None}),
     "cohere": Architecture("cohere", _always(logit_scale=1.0), {"head_dim": None}),
@@ -268,19 +298,27 @@ ARCHITECTURES = {
     "apertus": Architecture("apertus"),
     "seed_oss": Architecture("seed_oss"),
     "helium": Architecture("helium", _always(head_dim=8)),
-    "diffllama": Architecture("diffllama", _always(num_key_value_heads=2), attention=("eager", "sdpa")),
+    "diffllama": Architecture(
+        "diffllama", _always(num_key_value_heads=2), attention=("eager", "sdpa")
+    ),
     "doge": Architecture("doge", since="5.22"),
     "ernie4_5": Architecture("ernie4_5"),
     "hunyuan_v1_dense": Architecture("hunyuan_v1_dense"),
     "bitnet": Architecture("bitnet", _always(head_dim=8)),
     "nanochat": Architecture("nanochat"),
-    "jetmoe": Architecture("jetmoe", _always(kv_channels=8, num_key_value_heads=2, num_local_experts=4)),
+    "jetmoe": Architecture(
+        "jetmoe", _always(kv_channels=8, num_key_value_heads=2, num_local_experts=4)
+    ),
     "minimax_m2": Architecture("minimax_m2", _experts),
     "afmoe": Architecture("afmoe", _both(_experts, _sliding)),
     "cwm": Architecture("cwm", _sliding),
     "modernbert-decoder": Architecture("modernbert-decoder", _sliding, _NO_GROUPS),
-    "granite_swa": Architecture("granite_swa", _sliding, {"head_dim": None}, attention=_EAGER_AND_OURS),
-    "mimo_v2_flash": Architecture("mimo_v2_flash", _both(_experts, _sliding, _mimo), attention=_EAGER_AND_OURS),
+    "granite_swa": Architecture(
+        "granite_swa", _sliding, {"head_dim": None}, attention=_EAGER_AND_OURS
+    ),
+    "mimo_v2_flash": Architecture(
+        "mimo_v2_flash", _both(_experts, _sliding, _mimo), attention=_EAGER_AND_OURS
+    ),
 }
 
 
@@ -291,7 +329,11 @@ def at_least(release: str) -> bool:
 @cache
 def available() -> list[str]:
     """The architectures that this version of transformers has."""
-    known = {name: family for name, family in ARCHITECTURES.items() if family.model_type in CONFIG_MAPPING}
+    known = {
+        name: family
+        for name, family in ARCHITECTURES.items()
+        if family.model_type in CONFIG_MAPPING
+    }
     return [name for name, family in known.items() if at_least(family.since)]
 
 
@@ -318,7 +360,10 @@ def build_model(name: str, variant: int, device: str) -> PreTrainedModel:
 
 
 def offloaded_model(name: str, variant: int, device: str) -> PreTrainedModel:
-    """The same model with its weights in the memory of the host: accelerate brings each module's when it runs."""
+    """The same model with its weights in the memory of the host:
+
+    accelerate brings each module's when it runs.
+    """
     from accelerate import cpu_offload  # the only case that needs it
 
     return cpu_offload(copy.deepcopy(build_model(name, variant, device)), torch.device(device))
@@ -328,8 +373,8 @@ def offloaded_model(name: str, variant: int, device: str) -> PreTrainedModel:
 def draw_weights(model: PreTrainedModel, seed: int) -> None:
     """Weights of one size in all families.
 
-    Initializers differ between families: many are so small that attention hardly moves the logits, and set biases to
-    zero, which would hide a missing one.
+    Initializers differ between families: many are so small that attention hardly moves the logits,
+    and set biases to zero, which would hide a missing one.
     """
     generator = torch.Generator().manual_seed(seed)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)}

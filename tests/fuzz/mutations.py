@@ -1,7 +1,9 @@
-"""Mutations: Python state of a model that changes between two calls, where a captured step cannot see it change.
+"""Mutations: Python state of a model that changes between two calls, where a captured step cannot
+see it change.
 
-Most kinds patch the `forward` of one module, which mixes its output by a number that it reads somewhere: in a list, a
-closure, an attribute of its class. The others change what a model has: weights, a window, its attention.
+Most kinds patch the `forward` of one module, which mixes its output by a number that it reads
+somewhere: in a list, a closure, an attribute of its class. The others change what a model has:
+weights, a window, its attention.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ Setter = Callable[[float], None]
 
 @dataclass
 class Place:
-    """A module of a layer that returns one tensor, and the layer with the type of what that returns."""
+    """A module of a layer that returns one tensor, and the layer with the type of what that
+    returns.
+    """
 
     module: Module
     layer: Module
@@ -81,7 +85,10 @@ def find_place(model: PreTrainedModel, number: int) -> Place:
         outputs[module] = output
 
     children = [(layer, child) for layer in layers for child in layer.children()]
-    hooks = [module.register_forward_hook(note) for module in (*layers, *(child for _, child in children))]
+    hooks = [
+        module.register_forward_hook(note)
+        for module in (*layers, *(child for _, child in children))
+    ]
     try:
         with torch.no_grad():
             model(input_ids=torch.tensor([[5, 6]], device=model.device), use_cache=False)
@@ -96,20 +103,26 @@ def find_place(model: PreTrainedModel, number: int) -> Place:
 
 def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     count = model.config.get_text_config().num_hidden_layers
-    return next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count)
+    return next(
+        m for m in model.modules() if isinstance(m, torch.nn.ModuleList) and len(m) == count
+    )
 
 
 # --- a patched forward that reads a number
 
 
-def _read_by_forward(store: Callable[[Any, float], None], read: Callable[[Any], Any]) -> Callable[..., Setter]:
+def _read_by_forward(
+    store: Callable[[Any, float], None], read: Callable[[Any], Any]
+) -> Callable[..., Setter]:
     """A kind whose number is stored on the module as `fuzzed`."""
 
     def install(at: Place, undo: ExitStack) -> Setter:
         module = at.module
         own = module.forward
         undo.callback(module.__dict__.pop, "fuzzed", None)
-        _replace_forward(module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo)
+        _replace_forward(
+            module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo
+        )
         return lambda number: store(module, number)
 
     return install
@@ -127,7 +140,9 @@ def _set_or_delete(owner: Any, name: str, value: Any) -> None:
         setattr(owner, name, value)
 
 
-def _in_place(make: Callable[[float], Any], change: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
+def _in_place(
+    make: Callable[[float], Any], change: Callable[[Any, float], None]
+) -> Callable[[Any, float], None]:
     """The same object on the module, with another number in it."""
 
     def store(module: Any, number: float) -> None:
@@ -170,7 +185,9 @@ def _on_class(make: Callable[[float], Any], read: Callable[[Any], Any]) -> Calla
         module, kind = at.module, type(at.module)
         own = module.forward
         undo.callback(lambda: delattr(kind, "fuzzed") if "fuzzed" in vars(kind) else None)
-        _replace_forward(module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo)
+        _replace_forward(
+            module, lambda *args, **kwargs: mixed(own(*args, **kwargs), read(module)), undo
+        )
         return lambda number: setattr(kind, "fuzzed", make(number))
 
     return install
@@ -199,7 +216,9 @@ def _default(at: Place, undo: ExitStack) -> Setter:
 
 def _activation(at: Place, undo: ExitStack) -> Setter | None:
     """A callable in the place of the activation."""
-    name = next((name for name in _ACTIVATIONS if isinstance(getattr(at.module, name, None), Module)), None)
+    name = next(
+        (name for name in _ACTIVATIONS if isinstance(getattr(at.module, name, None), Module)), None
+    )
     if name is None:
         return None
     module, own = at.module, at.module._modules[name]
@@ -226,7 +245,9 @@ def _own_number(at: Place, undo: ExitStack) -> Setter | None:
             if isinstance(before, float):
                 undo.callback(setattr, module, name, before)
                 scale = before if name == "scaling" else 0.1
-                return lambda number, module=module, name=name: setattr(module, name, scale * abs(number))
+                return lambda number, module=module, name=name: setattr(
+                    module, name, scale * abs(number)
+                )
     return None
 
 
@@ -273,9 +294,13 @@ def _attention(at: Place, undo: ExitStack) -> Setter | None:
         return None
 
     def change(number: float) -> None:
-        def attend(module: Any, query: Tensor, *args: Any, scaling: float | None = None, **kwargs: Any) -> Any:
+        def attend(
+            module: Any, query: Tensor, *args: Any, scaling: float | None = None, **kwargs: Any
+        ) -> Any:
             scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-            return sdpa_attention_forward(module, query, *args, scaling=scaling * abs(number), **kwargs)
+            return sdpa_attention_forward(
+                module, query, *args, scaling=scaling * abs(number), **kwargs
+            )
 
         AttentionInterface.register(ATTENTION, attend)
 
@@ -291,10 +316,15 @@ def _attention(at: Place, undo: ExitStack) -> Setter | None:
 def _skip(at: Place, undo: ExitStack) -> Setter | None:
     """A layer that returns what it is given, and then itself again.
 
-    Not the first one, nor the first of its type: transformers asks these for the length of a `DynamicCache`.
+    Not the first one, nor the first of its type: transformers asks these for the length of a
+    `DynamicCache`.
     """
     output, layer = at.layer_output, at.layer
-    numbers = [module.layer_idx for module in layer.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    numbers = [
+        module.layer_idx
+        for module in layer.modules()
+        if isinstance(getattr(module, "layer_idx", None), int)
+    ]
     types = getattr(at.model.config.get_text_config(), "layer_types", None)
     if not numbers or numbers[0] == 0 or (types and numbers[0] == types.index(types[numbers[0]])):
         return None
@@ -323,12 +353,16 @@ KINDS: dict[str, Callable[[Place, ExitStack], Setter | None]] = {
     "numpy": _read_by_forward(_store(np.float32), lambda m: float(m.fuzzed)),
     "tuple": _read_by_forward(_store(lambda n: (n,)), lambda m: m.fuzzed[0]),
     "list": _read_by_forward(_in_place(lambda n: [n], _set_item(0)), lambda m: m.fuzzed[0]),
-    "dict": _read_by_forward(_in_place(lambda n: {"a": n}, _set_item("a")), lambda m: m.fuzzed["a"]),
+    "dict": _read_by_forward(
+        _in_place(lambda n: {"a": n}, _set_item("a")), lambda m: m.fuzzed["a"]
+    ),
     "dataclass": _read_by_forward(_in_place(Holder, _set_factor), lambda m: m.fuzzed.factor),
     "namespace": _read_by_forward(
         _in_place(lambda n: SimpleNamespace(factor=n), _set_factor), lambda m: m.fuzzed.factor
     ),
-    "nested": _read_by_forward(_in_place(lambda n: [{"a": Holder(n)}], _set_inside), lambda m: m.fuzzed[0]["a"].factor),
+    "nested": _read_by_forward(
+        _in_place(lambda n: [{"a": Holder(n)}], _set_inside), lambda m: m.fuzzed[0]["a"].factor
+    ),
     "tensor": _read_by_forward(_store_tensor, lambda m: 1.0 if m.fuzzed is None else m.fuzzed),
     "class attribute": _on_class(lambda n: n, lambda m: m.fuzzed),
     "class method": _on_class(lambda n: lambda self: n, lambda m: m.fuzzed()),

@@ -1,9 +1,9 @@
 """Runs a case: no cache, DynamicCache, our cache in several ways, event by event side by side.
 
-The truth is no cache, torch's plain attention, and the model as it is at that moment. Every other contender must give
-its tokens, and its logits but for rounding. Contenders with a pool (an attached model, a decoder with a cache of its
-own) pass no cache: they take part in calls of `generate`, in those of several threads, and go on with the caches that
-they are given back.
+The truth is no cache, torch's plain attention, and the model as it is at that moment. Every other
+contender must give its tokens, and its logits but for rounding. Contenders with a pool (an attached
+model, a decoder with a cache of its own) pass no cache: they take part in calls of `generate`, in
+those of several threads, and go on with the caches that they are given back.
 """
 
 from __future__ import annotations
@@ -27,7 +27,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache, PreTrainedModel, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attach, attaching, attachment
+from hf_static_kv import (
+    GraphDecoder,
+    StaticContiguousCache,
+    StepRecorder,
+    attach,
+    attaching,
+    attachment,
+)
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.hybrid import UnfinishedPass
 from tests.fuzz.cases import (
@@ -77,7 +84,9 @@ class Fault:
     what: str
 
     def __str__(self) -> str:
-        return f"FAULT of {self.contender} at event {self.event}: {self.what}\n{self.case.describe()}"
+        return (
+            f"FAULT of {self.contender} at event {self.event}: {self.what}\n{self.case.describe()}"
+        )
 
 
 @dataclass
@@ -88,8 +97,12 @@ class Tally:
     compared: Counter[str] = field(default_factory=Counter)  # calls, by contender
     moves: Counter[str] = field(default_factory=Counter)  # cases, by the moves that they have
     ties: list[str] = field(default_factory=list)
-    like_dynamic: list[str] = field(default_factory=list)  # ours and DynamicCache alike, and not as no cache
-    only_dynamic: Counter[str] = field(default_factory=Counter)  # DynamicCache alone is wrong or refuses
+    like_dynamic: list[str] = field(
+        default_factory=list
+    )  # ours and DynamicCache alike, and not as no cache
+    only_dynamic: Counter[str] = field(
+        default_factory=Counter
+    )  # DynamicCache alone is wrong or refuses
     skipped: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
@@ -136,7 +149,10 @@ class Text:
         return (self.mask.cumsum(dim=1) - 1).clamp(min=0)
 
     def extend(self, tokens: torch.Tensor, mask: torch.Tensor) -> None:
-        self.ids, self.mask = torch.cat([self.ids, tokens], dim=1), torch.cat([self.mask, mask], dim=1)
+        self.ids, self.mask = (
+            torch.cat([self.ids, tokens], dim=1),
+            torch.cat([self.mask, mask], dim=1),
+        )
 
     def cut(self, length: int) -> None:
         self.ids, self.mask, self.cached = self.ids[:, :length], self.mask[:, :length], length
@@ -209,7 +225,9 @@ class Ours(Contender):
 
     def forward(self, text: Text, event: Forward) -> torch.Tensor:
         with failing(self.model, event.failure):
-            return self._again(text, event.failure, True, lambda: super(Ours, self).forward(text, event))
+            return self._again(
+                text, event.failure, True, lambda: super(Ours, self).forward(text, event)
+            )
 
     def _generate(self, text: Text, call: Call) -> Output:
         return super().generate(text, call)
@@ -217,18 +235,23 @@ class Ours(Contender):
     def _again(self, text: Text, failure: Failure | None, only_new: bool, make_call: Any) -> Any:
         """The call, and the same call again where it failed on purpose.
 
-        What the failed call has left can stay if it is a part of the prompt and the prompt is passed whole.
+        What the failed call has left can stay if it is a part of the prompt and the prompt is
+        passed whole.
         """
         try:
             return make_call()
         except InjectedError:
             lengths = {layer.get_seq_length() for layer in self.cache.layers}
             if len(lengths) > 1:
-                raise AssertionError(f"a failed pass left layers of lengths {sorted(lengths)}") from None
+                raise AssertionError(
+                    f"a failed pass left layers of lengths {sorted(lengths)}"
+                ) from None
             left = self.cache.seq_len - text.cached
             if failure.crop or only_new or self.cache.seq_len >= text.length:
                 if not self.cache.can_crop_to(text.cached):
-                    raise SkippedCaseError("compact layers do not go back to before a failed call") from None
+                    raise SkippedCaseError(
+                        "compact layers do not go back to before a failed call"
+                    ) from None
                 self.cache.crop(-left)
             return make_call()
 
@@ -236,7 +259,9 @@ class Ours(Contender):
 class OursWithDecoder(Ours):
     name = "ours with decoder"
 
-    def __init__(self, model: PreTrainedModel, cache: StaticContiguousCache, decoder: GraphDecoder) -> None:
+    def __init__(
+        self, model: PreTrainedModel, cache: StaticContiguousCache, decoder: GraphDecoder
+    ) -> None:
         self.decoder = decoder
         self.reasons: Counter[str] = Counter()
         super().__init__(model, cache)
@@ -288,7 +313,9 @@ class WithPool(Contender):
         return output
 
     def generate_in_threads(self, texts: list[Text], event: Together) -> list[Any]:
-        """The output of `generate` for each text, and with `plain` the logits of passes over the last one."""
+        """The output of `generate` for each text, and with `plain` the logits of passes over the
+        last one.
+        """
         ended: list[Text] = []
 
         def call(text: Text) -> Output | None:
@@ -303,7 +330,10 @@ class WithPool(Contender):
                 passes.append(forward(self.model, text, Forward(()), None))
             return passes
 
-        acts = [partial(pass_again if event.plain and text is texts[-1] else call, text) for text in texts]
+        acts = [
+            partial(pass_again if event.plain and text is texts[-1] else call, text)
+            for text in texts
+        ]
         with served_on_cpu():
             outputs = at_once(acts)
         if self.pool.lent:
@@ -317,7 +347,9 @@ def served_on_cpu() -> Any:
 
 
 def at_once(acts: list[Callable[[], Any]]) -> list[Any]:
-    """What they return, each in a thread of its own, begun together; raises what one of them raises."""
+    """What they return, each in a thread of its own, begun together; raises what one of them
+    raises.
+    """
     barrier, interval = Barrier(len(acts)), sys.getswitchinterval()
 
     def run(act: Callable[[], Any]) -> Any:
@@ -338,7 +370,10 @@ def greedy_call(new_tokens: int) -> Call:
 
 
 class Attached(WithPool):
-    """An attached twin of the model: of the same weights and config, so that other contenders' calls stay plain."""
+    """An attached twin of the model:
+
+    of the same weights and config, so that other contenders' calls stay plain.
+    """
 
     name = "attached"
     reuse_prefix = False
@@ -377,7 +412,9 @@ class DecoderAlone(WithPool):
         if call.beams > 1 or call.is_assisted:
             return None
         stream = self.decoder.streamer = Collect() if call.streamer else None
-        return generate(self.model, text, call, {"custom_generate": self.decoder}, stream_apart=stream)
+        return generate(
+            self.model, text, call, {"custom_generate": self.decoder}, stream_apart=stream
+        )
 
 
 class Collect(BaseStreamer):
@@ -406,12 +443,21 @@ class StopAt(StoppingCriteria):
 
 
 def generate(
-    model: PreTrainedModel, text: Text, call: Call, how: dict[str, Any], stream_apart: Collect | None = None
+    model: PreTrainedModel,
+    text: Text,
+    call: Call,
+    how: dict[str, Any],
+    stream_apart: Collect | None = None,
 ) -> Output:
-    """One call of `generate` with a cache. `stream_apart` is the streamer that a decoder has been given."""
+    """One call of `generate` with a cache.
+
+    `stream_apart` is the streamer that a decoder has been given.
+    """
     options = passed_options(model, text, call)
     given = text.ids[:, text.cached :] if call.only_new else text.ids
-    inferred = torch.ones_like(text.ids) if call.embeds == "alone" else inferred_mask(text.ids, options)
+    inferred = (
+        torch.ones_like(text.ids) if call.embeds == "alone" else inferred_mask(text.ids, options)
+    )
     if call.only_new or call.mask or not torch.equal(text.mask, inferred):
         options["attention_mask"] = text.mask
     if call.embeds is not None:
@@ -420,18 +466,32 @@ def generate(
     stream = stream_apart
     if call.streamer and "custom_generate" not in how:
         stream = options["streamer"] = Collect()
-    recorder = StepRecorder(best=2) if call.record_steps and call.beams == 1 and not call.is_assisted else None
+    recorder = (
+        StepRecorder(best=2)
+        if call.record_steps and call.beams == 1 and not call.is_assisted
+        else None
+    )
     if recorder is not None:
         options["logits_processor"] = [recorder]
     result = run_generate(model, call, **inputs, **options, **how)
     sequences = result if isinstance(result, torch.Tensor) else result.sequences
     prompt = text.ids.repeat_interleave(call.options.get("num_return_sequences", 1), dim=0)
     passed = 0 if call.embeds == "alone" else given.shape[1]
-    output = Output(torch.cat([prompt, sequences[:, passed:]], dim=1), random_state=random_state(text))
+    output = Output(
+        torch.cat([prompt, sequences[:, passed:]], dim=1), random_state=random_state(text)
+    )
     if not isinstance(result, torch.Tensor):
-        output.scores, output.logits, output.cache = result.scores, result.logits, result.past_key_values
+        output.scores, output.logits, output.cache = (
+            result.scores,
+            result.logits,
+            result.past_key_values,
+        )
     if stream is not None:
-        prefix = [] if call.embeds == "alone" else given.repeat_interleave(call.copies, dim=0).flatten().tolist()
+        prefix = (
+            []
+            if call.embeds == "alone"
+            else given.repeat_interleave(call.copies, dim=0).flatten().tolist()
+        )
         output.streamed = streamed_tokens(stream, prefix)
     if recorder is not None:
         output.recorded = [[step["token"] for step in row] for row in recorder.steps(sequences)]
@@ -441,7 +501,9 @@ def generate(
 def streamed_tokens(stream: Collect, prompt: list[int]) -> list[int]:
     """The new tokens that a streamer was given, after the prompt and before the end."""
     if stream.tokens[: len(prompt)] != prompt or not stream.ended:
-        raise AssertionError(f"the streamer saw {stream.tokens}, ended: {stream.ended}, for the prompt {prompt}")
+        raise AssertionError(
+            f"the streamer saw {stream.tokens}, ended: {stream.ended}, for the prompt {prompt}"
+        )
     return stream.tokens[len(prompt) :]
 
 
@@ -452,12 +514,17 @@ def generate_without_cache(model: PreTrainedModel, text: Text, call: Call) -> Ou
     options = {name: value for name, value in options.items() if name not in needs_cache}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     with plain_attention(text.ids.device):
-        result = run_generate(model, call, inputs=text.ids, attention_mask=text.mask, use_cache=False, **options)
+        result = run_generate(
+            model, call, inputs=text.ids, attention_mask=text.mask, use_cache=False, **options
+        )
     return Output(result.sequences, result.scores, result.logits, random_state(text))
 
 
 def plain_attention(device: torch.device) -> Any:
-    """On a GPU: torch's memory-efficient attention is wrong for some masks (float32, 65 tokens, a window of 4)."""
+    """On a GPU:
+
+    torch's memory-efficient attention is wrong for some masks (float32, 65 tokens, a window of 4).
+    """
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 
 
@@ -469,11 +536,16 @@ def random_state(text: Text) -> torch.Tensor | None:
 def with_eos_that_occurs(model: PreTrainedModel, text: Text, call: Call) -> Call:
     """The call with one more end token, one that it would choose without end tokens."""
     about_ends = ("eos_token_id", "min_new_tokens", "forced_eos_token_id")
-    free = replace(call, options={name: value for name, value in call.options.items() if name not in about_ends})
+    free = replace(
+        call,
+        options={name: value for name, value in call.options.items() if name not in about_ends},
+    )
     new = generate_without_cache(model, text, free).sequences[:, text.length :]
     row, step = call.eos_at
     eos = call.options["eos_token_id"]
-    others = [id_ for id_ in eos if id_ < len(eos)] if isinstance(eos, list) else []  # few, so that rows get as far
+    others = (
+        [id_ for id_ in eos if id_ < len(eos)] if isinstance(eos, list) else []
+    )  # few, so that rows get as far
     ids = [*others, int(new[row % len(new), step % new.shape[1]])]
     return replace(call, options={**call.options, "eos_token_id": ids})
 
@@ -522,7 +594,9 @@ def inferred_mask(ids: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
 def forward(model: PreTrainedModel, text: Text, event: Forward, cache: Any) -> torch.Tensor:
     """The logits [B, n, V] of the text; with a cache, of those tokens that it does not have."""
     first = 0 if cache is None else text.cached
-    options: dict[str, Any] = {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}
+    options: dict[str, Any] = (
+        {"use_cache": False} if cache is None else {"past_key_values": cache, "use_cache": True}
+    )
     is_padded = bool((text.mask == 0).any())
     if event.mask or is_padded:
         options["attention_mask"] = text.mask
@@ -609,10 +683,13 @@ def perturbed(model: PreTrainedModel, seed: int) -> Iterator[None]:
             hook.remove()
 
 
-def is_tie(model: PreTrainedModel, text: Text, call: Call, expected: torch.Tensor, got: torch.Tensor) -> bool:
+def is_tie(
+    model: PreTrainedModel, text: Text, call: Call, expected: torch.Tensor, got: torch.Tensor
+) -> bool:
     """Whether no cache, perturbed by rounding, parts from itself as `got` does.
 
-    Compared up to the first column that differs: what follows is another text. Beams choose whole texts.
+    Compared up to the first column that differs: what follows is another text. Beams choose whole
+    texts.
     """
     columns = min(expected.shape[1], got.shape[1])
     same = (expected[:, :columns] == got[:, :columns]).all(dim=0)
@@ -665,12 +742,16 @@ class Runner:
             "prefixes": lambda: self._attached(AttachedWithPrefixes),
             "decoder alone": self._decoder_alone,
         }
-        self.contenders = [makers[name]() for name in contenders]  # DynamicCache first: others are compared with it
+        self.contenders = [
+            makers[name]() for name in contenders
+        ]  # DynamicCache first: others are compared with it
         self.text: Any = None  # a Text, once there is one
         self.kept_text: Any = None  # of the last call whose cache was kept
         self.turn: Any = None  # takes the mutation from one of its numbers to the other
         self.event = 0
-        self.refused: tuple[int, str] | None = None  # the event that DynamicCache could not do, and why
+        self.refused: tuple[int, str] | None = (
+            None  # the event that DynamicCache could not do, and why
+        )
 
     def _dynamic(self) -> Contender:
         return Contender(self.model)
@@ -680,7 +761,9 @@ class Runner:
 
     def _decoder(self) -> Contender:
         cache = self._cache("decoder")
-        return OursWithDecoder(self.model, cache, shared_decoder() if self.case.pooled else GraphDecoder())
+        return OursWithDecoder(
+            self.model, cache, shared_decoder() if self.case.pooled else GraphDecoder()
+        )
 
     def _compact(self) -> Contender:
         cache = self._cache("compact", "compact")
@@ -691,12 +774,16 @@ class Runner:
         return kind(self._pooled(kind.name, make) if self.case.pooled else make())
 
     def _decoder_alone(self) -> Contender:
-        return DecoderAlone(self.model, self._pooled("alone", GraphDecoder) if self.case.pooled else GraphDecoder())
+        return DecoderAlone(
+            self.model, self._pooled("alone", GraphDecoder) if self.case.pooled else GraphDecoder()
+        )
 
     def _cache(self, owner: str, sliding: str = "full") -> StaticContiguousCache:
         case, model = self.case, self.model
         if case.pooled:
-            make = partial(StaticContiguousCache.from_model, model, ROOMY, MAX_ROWS, sliding=sliding)
+            make = partial(
+                StaticContiguousCache.from_model, model, ROOMY, MAX_ROWS, sliding=sliding
+            )
             return self._pooled(owner, make)
         if case.lazy:
             return StaticContiguousCache(model.config, case.capacity, sliding=sliding)
@@ -775,7 +862,11 @@ class Runner:
             if self.case.mutation.kind == "window" and isinstance(contender, Ours):
                 case, sliding = self.case, contender.sliding
                 rows = MAX_ROWS if case.pooled else case.rows
-                contender.use_cache(StaticContiguousCache.from_model(self.model, case.capacity, rows, sliding=sliding))
+                contender.use_cache(
+                    StaticContiguousCache.from_model(
+                        self.model, case.capacity, rows, sliding=sliding
+                    )
+                )
             contender.reset()
 
     def _continue(self, event: Continue) -> None:
@@ -791,25 +882,36 @@ class Runner:
             expected = self._truth(lambda: generate_without_cache(self.model, self.text, call))
         else:
             seen = self.text.mask[:, self.text.cached :].bool()
-            logits = self._truth(lambda: forward(self.model, self.text, step, None))[:, self.text.cached :][seen]
+            logits = self._truth(lambda: forward(self.model, self.text, step, None))[
+                :, self.text.cached :
+            ][seen]
         for contender in self._pooled_contenders:
             cache, contender.kept = contender.kept, None
             if cache is None:
                 continue
             how = {"past_key_values": cache}
             if by_generate:
-                got = self._attempt(contender, partial(generate, contender.model, self.text, call, how))
+                got = self._attempt(
+                    contender, partial(generate, contender.model, self.text, call, how)
+                )
                 self._judge(contender, self._compare(call, expected, got), got.sequences, {})
             else:
-                got = self._attempt(contender, partial(forward, contender.model, self.text, step, cache))
+                got = self._attempt(
+                    contender, partial(forward, contender.model, self.text, step, cache)
+                )
                 self._judge(contender, self._compare_logits(logits, got[seen]), got, {})
         self.text, self.kept_text = before, None
 
     def _together(self, event: Together) -> None:
         """Random states are not compared: threads share one."""
         call = greedy_call(event.new_tokens)
-        texts = [Text(ids, torch.ones_like(ids)) for ids in (self._ids([prompt]) for prompt in event.prompts)]
-        expected = [self._truth(partial(generate_without_cache, self.model, text, call)) for text in texts]
+        texts = [
+            Text(ids, torch.ones_like(ids))
+            for ids in (self._ids([prompt]) for prompt in event.prompts)
+        ]
+        expected = [
+            self._truth(partial(generate_without_cache, self.model, text, call)) for text in texts
+        ]
         logits = self._truth(partial(forward, self.model, texts[-1], Forward(()), None))
         before = self.text
         for contender in self._pooled_contenders:
@@ -841,7 +943,9 @@ class Runner:
             self.text.extend(tokens, mask)
 
     def _crop(self, event: Crop) -> None:
-        first = int(self.text.mask.argmax(dim=1).max())  # the first column by which every row has a token
+        first = int(
+            self.text.mask.argmax(dim=1).max()
+        )  # the first column by which every row has a token
         caches = [contender.cache for contender in self._holders if contender.is_ours]
         kept = [layer.num_croppable for cache in caches for layer in cache.kv_layers]
         tokens = max(0, min([event.tokens, self.text.cached - first - 1, *kept]))
@@ -857,7 +961,10 @@ class Runner:
         else:
             argument = indices
         for contender in self._holders:
-            self._attempt(contender, lambda contender=contender: getattr(contender.cache, event.method)(argument))
+            self._attempt(
+                contender,
+                lambda contender=contender: getattr(contender.cache, event.method)(argument),
+            )
         self.text.take_rows(indices)
 
     def _forward(self, event: Forward) -> None:
@@ -866,7 +973,9 @@ class Runner:
         expected = whole[:, self.text.cached :][seen]
         wrong: dict[str, Any] = {}
         for contender in self._holders:
-            got = self._attempt(contender, lambda contender=contender: contender.forward(self.text, event))
+            got = self._attempt(
+                contender, lambda contender=contender: contender.forward(self.text, event)
+            )
             if got is not None:
                 self._judge(contender, self._compare_logits(expected, got[seen]), got, wrong)
         self.text.cached = self.text.length
@@ -878,7 +987,9 @@ class Runner:
         expected = self._truth(lambda: generate_without_cache(self.model, self.text, call))
         wrong: dict[str, Any] = {}
         for contender in list(self.contenders):
-            got = self._attempt(contender, lambda contender=contender: contender.generate(self.text, call))
+            got = self._attempt(
+                contender, lambda contender=contender: contender.generate(self.text, call)
+            )
             if got is not None:
                 self._judge(contender, self._compare(call, expected, got), got.sequences, wrong)
         self.text = continued(self.text, call, expected.sequences)
@@ -921,8 +1032,12 @@ class Runner:
         self.contenders.remove(contender)
         self.tally.only_dynamic[f"{self.case.architecture}: {why}"] += 1
 
-    def _judge(self, contender: Contender, problem: str | None, got: torch.Tensor, wrong: dict[str, Any]) -> None:
-        """Book what comparing an answer with the truth has found; `wrong` keeps the wrong answers to this event."""
+    def _judge(
+        self, contender: Contender, problem: str | None, got: torch.Tensor, wrong: dict[str, Any]
+    ) -> None:
+        """Book what comparing an answer with the truth has found; `wrong` keeps the wrong answers
+        to this event.
+        """
         self.tally.compared[contender.name] += 1
         if problem is None:
             return
@@ -951,7 +1066,9 @@ class Runner:
             if is_tie(self.model, self.text, call, expected.sequences, got.sequences):
                 return "tie"
             return f"tokens {_new(got, self.text)}, not {_new(expected, self.text)}"
-        if expected.random_state is not None and not torch.equal(expected.random_state, got.random_state):
+        if expected.random_state is not None and not torch.equal(
+            expected.random_state, got.random_state
+        ):
             return "another random state after the call"
         new_tokens = expected.sequences[:, self.text.length :]
         if got.streamed is not None and got.streamed != new_tokens.T.flatten().tolist():
@@ -965,8 +1082,11 @@ class Runner:
         logits, scores = torch.stack(expected.logits), torch.stack(expected.scores)
         problem = self._compare_logits(logits, torch.stack(got.logits))
         if problem is None:
-            # Processors may shift scores towards 0, but not the rounding of the logits that they come from.
-            scale = logits[logits.isfinite()].abs().max().item() / min(1.0, call.options.get("temperature", 1.0))
+            # Processors may shift scores towards 0, but not the rounding of the logits that they
+            # come from.
+            scale = logits[logits.isfinite()].abs().max().item() / min(
+                1.0, call.options.get("temperature", 1.0)
+            )
             problem = self._compare_logits(scores, torch.stack(got.scores), "scores", scale)
         return problem
 
@@ -979,13 +1099,18 @@ class Runner:
         return None
 
     def _compare_logits(
-        self, expected: torch.Tensor, got: torch.Tensor, name: str = "logits", scale: float | None = None
+        self,
+        expected: torch.Tensor,
+        got: torch.Tensor,
+        name: str = "logits",
+        scale: float | None = None,
     ) -> str | None:
         if expected.shape != got.shape:
             return f"{name} of shape {list(got.shape)}, not {list(expected.shape)}"
         finite = expected.isfinite() & got.isfinite()
         if not torch.equal(expected.isfinite(), got.isfinite()):
-            # The logits have agreed before the scores are looked at, so top-k or top-p has cut at a near tie.
+            # The logits have agreed before the scores are looked at, so top-k or top-p has cut at a
+            # near tie.
             return "tie" if name == "scores" else f"{name} that are not finite elsewhere"
         expected, got = expected[finite], got[finite]
         if expected.numel() == 0:
@@ -1030,7 +1155,11 @@ def _new(output: Output, text: Text) -> list[list[int]]:
 def _alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.shape != other.shape:
         return False
-    return torch.equal(one, other) if one.dtype == torch.long else torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    return (
+        torch.equal(one, other)
+        if one.dtype == torch.long
+        else torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    )
 
 
 def _first_line(error: Exception) -> str:

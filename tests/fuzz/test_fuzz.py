@@ -1,4 +1,6 @@
-"""The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder on purpose."""
+"""The fuzzer over fixed seeds, and that it sees faults which are put into the cache and the decoder
+on purpose.
+"""
 
 import pytest
 import torch
@@ -38,7 +40,9 @@ def test_no_fault_is_found(part):
     assert [str(fault) for fault in tally.faults] == []
     assert tally.cases == len(seeds)
     assert tally.compared["ours"] >= len(seeds)
-    assert all(tally.compared[name] >= len(seeds) / 2 for name in ("attached", "attached, with prefixes"))
+    assert all(
+        tally.compared[name] >= len(seeds) / 2 for name in ("attached", "attached, with prefixes")
+    )
     assert tally.fallbacks["none"] >= len(seeds) / 4  # some families are not captured
     assert len(tally.ties + tally.like_dynamic) <= 1
 
@@ -74,7 +78,17 @@ def mutated(kind, numbers, name):
     first = Call(*PROMPT, GREEDY, seed=0)
     again = Call(((11, 17),), GREEDY, seed=0)
     events = NewText(), first, Change(), again, Change(), again
-    return Case(0, name, 0, events, 64, 1, lazy=False, pooled=False, mutation=Mutation(kind, place(kind, -1), numbers))
+    return Case(
+        0,
+        name,
+        0,
+        events,
+        64,
+        1,
+        lazy=False,
+        pooled=False,
+        mutation=Mutation(kind, place(kind, -1), numbers),
+    )
 
 
 def place(kind, skipped):
@@ -87,14 +101,18 @@ def test_a_mutation_is_seen(kind):
     """By every way to use the package: the tokens are those of the model as it is now."""
     run_case(mutated(kind, (-1.0, -2.0), "gemma3"), "cpu", CONTENDERS, tally := Tally())
     assert [str(fault) for fault in tally.faults] == []
-    assert sum(tally.only_dynamic.values()) == (3 if kind == "skip" else 0)  # caches of the caller's refuse the model
+    assert sum(tally.only_dynamic.values()) == (
+        3 if kind == "skip" else 0
+    )  # caches of the caller's refuse the model
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mutation_changes_the_model_and_is_undone(kind):
     """Otherwise it tests nothing, or breaks the next case."""
     # Of its variants the first one with windows and transformers' own attention.
-    model = next(model for model in (build_model("gemma3", n, "cpu") for n in range(8)) if uses_sdpa(model))
+    model = next(
+        model for model in (build_model("gemma3", n, "cpu") for n in range(8)) if uses_sdpa(model)
+    )
     ids = torch.tensor([list(PROMPT[0][0])])
     state = {name: weight.clone() for name, weight in model.state_dict().items()}
 
@@ -130,12 +148,16 @@ def test_a_contender_may_end_a_case_without_a_fault():
 
 
 def take_every_model_for_the_one_before(monkeypatch):
-    monkeypatch.setattr("hf_static_kv.decoding.call.pass_state", lambda model: State("any", "model"))
+    monkeypatch.setattr(
+        "hf_static_kv.decoding.call.pass_state", lambda model: State("any", "model")
+    )
 
 
 def take_all_keys_for_those_of_this_model(monkeypatch):
     for module in ("attaching", "decoding.call"):
-        monkeypatch.setattr(f"hf_static_kv.{module}.repeatable_state", lambda model: State("any", "model", "at all"))
+        monkeypatch.setattr(
+            f"hf_static_kv.{module}.repeatable_state", lambda model: State("any", "model", "at all")
+        )
 
 
 def lend_a_cache_that_is_in_use(monkeypatch):
@@ -211,7 +233,9 @@ def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
         step.seq_start += 1
 
     monkeypatch.setattr(DecodeStep, "set_position", broken)
-    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)  # it would refuse the step
+    monkeypatch.setattr(
+        "hf_static_kv.decoding.decoder.verify", lambda step, call: None
+    )  # it would refuse the step
 
 
 def forget_the_streamer(monkeypatch):
@@ -237,7 +261,9 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
 
     monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
     monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
-    monkeypatch.setattr("hf_static_kv.cache.sequences.check_request", lambda *args: None)  # it would refuse the cache
+    monkeypatch.setattr(
+        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+    )  # it would refuse the cache
 
 
 def reuse_a_prefix_that_is_one_too_long(monkeypatch):
@@ -248,7 +274,9 @@ def reuse_a_prefix_that_is_one_too_long(monkeypatch):
         return min(common_prefix(lease, request) + 1, longest)
 
     monkeypatch.setattr(Lease, "common_prefix", broken)
-    monkeypatch.setattr("hf_static_kv.cache.sequences.check_request", lambda *args: None)  # it would refuse the cache
+    monkeypatch.setattr(
+        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+    )  # it would refuse the cache
 
 
 def has(*kinds):
@@ -298,7 +326,8 @@ FAULTS_OF_MOVES = {
     lend_a_cache_that_is_in_use: has_threads_that_call,
     reset_a_cache_that_was_returned: has(Continue),
 }
-# Faults that few cases show, and a seed that does. It runs first: otherwise 7 and 15 others run before it.
+# Faults that few cases show, and a seed that does. It runs first: otherwise 7 and 15 others run
+# before it.
 SHOWN_BY = {count_what_a_failed_pass_wrote: 34, reuse_a_prefix_that_is_one_too_long: 62}
 
 
@@ -327,11 +356,18 @@ def test_a_fault_is_found(break_it):
 
 def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
     drop_the_newest_key(monkeypatch)
-    monkeypatch.setattr("tests.fuzz.fuzz.set_up", lambda: None)  # it would silence the loggers of other tests too
+    monkeypatch.setattr(
+        "tests.fuzz.fuzz.set_up", lambda: None
+    )  # it would silence the loggers of other tests too
     moves = ["--without", "threads,mutations"]
-    monkeypatch.setattr("sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu", *moves])
+    monkeypatch.setattr(
+        "sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu", *moves]
+    )
     assert main() == 1
     output = capsys.readouterr().out
-    assert "python -m tests.fuzz.fuzz --seed 1 --cases 1 --device cpu --without 'threads,mutations'" in output
+    assert (
+        "python -m tests.fuzz.fuzz --seed 1 --cases 1 --device cpu --without 'threads,mutations'"
+        in output
+    )
     assert "faults: 1" in output
     workspace.cache_clear()

@@ -1,4 +1,6 @@
-"""Traced rows are those of eager attention's `output_attentions`, in every kind of pass, and nothing else changes."""
+"""Traced rows are those of eager attention's `output_attentions`, in every kind of pass, and
+nothing else changes.
+"""
 
 import functools
 
@@ -23,7 +25,9 @@ def toy(name):
 
 
 def prompt(batch=1):
-    ids = torch.randint(5, 90, (batch, PROMPT), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    ids = torch.randint(5, 90, (batch, PROMPT), generator=torch.Generator().manual_seed(3)).to(
+        DEVICE
+    )
     mask = torch.ones_like(ids)
     if batch > 1:
         mask[0, :6] = 0
@@ -31,12 +35,16 @@ def prompt(batch=1):
 
 
 def generate(model, inputs, **keywords):
-    return model.generate(**inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **keywords)
+    return model.generate(
+        **inputs, max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0, **keywords
+    )
 
 
 @functools.cache
 def expected_rows(name, batch):
-    """The tokens; for each pass and layer the last query's weights, [B, heads, text], from one eager pass over all."""
+    """The tokens; for each pass and layer the last query's weights, [B, heads, text], from one
+    eager pass over all.
+    """
     model, inputs = shared_toy_model(name, "eager", DEVICE), prompt(batch)
     generated = generate(model, inputs)
     tokens = generated[:, :-1]
@@ -44,9 +52,15 @@ def expected_rows(name, batch):
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     with torch.no_grad():
         attentions = model(
-            tokens, attention_mask=mask, position_ids=positions, output_attentions=True, use_cache=False
+            tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            output_attentions=True,
+            use_cache=False,
         ).attentions
-    rows = [[weights[:, :, n] for weights in attentions] for n in range(PROMPT - 1, tokens.shape[1])]
+    rows = [
+        [weights[:, :, n] for weights in attentions] for n in range(PROMPT - 1, tokens.shape[1])
+    ]
     return generated, rows
 
 
@@ -73,9 +87,13 @@ def test_the_rows_are_those_of_eager_attention(name, how, batch):
         laid = torch.zeros_like(whole)
         kept = row.positions[row.positions < whole.shape[-1]]
         laid[:, :, kept] = row.weights[..., : len(kept)]
-        torch.testing.assert_close(laid[..., : PROMPT + n // layers], whole[..., : PROMPT + n // layers], **TOLERANCE)
+        torch.testing.assert_close(
+            laid[..., : PROMPT + n // layers], whole[..., : PROMPT + n // layers], **TOLERANCE
+        )
         assert ((row.weights >= 0) & (row.weights <= 1)).all()
-        torch.testing.assert_close(row.weights.sum(-1), torch.ones_like(row.weights[..., 0]), rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            row.weights.sum(-1), torch.ones_like(row.weights[..., 0]), rtol=0, atol=1e-4
+        )
 
 
 def test_a_row_of_a_sliding_layer_begins_where_its_window_does():
@@ -125,7 +143,13 @@ def test_the_whole_matrix(name):
 
 def test_a_decoder_that_could_attend_to_another_text():
     """Its cross-attention has the layer's number too."""
-    sizes = {"vocab_size": 128, "d_model": 48, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    sizes = {
+        "vocab_size": 128,
+        "d_model": 48,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 64,
+    }
     config = CONFIG_MAPPING["bart"](**sizes, is_decoder=True, is_encoder_decoder=False)
     model, ids = random_model(config, attn_implementation="eager"), torch.tensor([[5, 6, 7]])
     with torch.no_grad():
@@ -198,7 +222,9 @@ def test_a_compiled_model(has_compiled_code):
     assert [row.layer for row in trace.rows] == [0]
     for row, own in zip(trace.rows, expected.rows, strict=True):
         assert torch.equal(row.weights, own.weights)
-    torch.testing.assert_close(full_attention(compiled, ids, layer=0)[:, :, -1], expected.rows[0].weights, **TOLERANCE)
+    torch.testing.assert_close(
+        full_attention(compiled, ids, layer=0)[:, :, -1], expected.rows[0].weights, **TOLERANCE
+    )
     torch._dynamo.reset()
 
 
@@ -224,7 +250,11 @@ class TestRefusals:
 
     def test_inside_another_context(self):
         model = toy("llama")
-        with exact(model), pytest.raises(RuntimeError, match="traced or exact already"), trace_attention(model):
+        with (
+            exact(model),
+            pytest.raises(RuntimeError, match="traced or exact already"),
+            trace_attention(model),
+        ):
             pass
         with (
             trace_attention(model),
@@ -232,14 +262,28 @@ class TestRefusals:
             trace_attention(model),
         ):
             pass
-        with trace_attention(model), pytest.raises(RuntimeError, match="The model is traced"), exact(model):
+        with (
+            trace_attention(model),
+            pytest.raises(RuntimeError, match="The model is traced"),
+            exact(model),
+        ):
             pass
         assert attention_of(model) == {"": "eager"}
 
     @pytest.mark.parametrize("name", ["bloom", "codegen", "gpt_neo", "mpt"])
     def test_a_model_without_the_attention_interface(self, name):
-        sizes = {"vocab_size": 128, "hidden_size": 48, "num_layers": 2, "num_heads": 4, "rotary_dim": 8}
-        sizes |= {"attention_types": [[["global", "local"], 1]]} if name == "gpt_neo" else {"n_layer": 2, "n_head": 4}
+        sizes = {
+            "vocab_size": 128,
+            "hidden_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "rotary_dim": 8,
+        }
+        sizes |= (
+            {"attention_types": [[["global", "local"], 1]]}
+            if name == "gpt_neo"
+            else {"n_layer": 2, "n_head": 4}
+        )
         model, ids = random_model(CONFIG_MAPPING[name](**sizes)), torch.ones(1, 3, dtype=torch.long)
         message = f"{type(model).__name__} does not use transformers' attention interface.*output_attentions=True"
         with pytest.raises(ValueError, match=message), trace_attention(model):
@@ -248,26 +292,39 @@ class TestRefusals:
             full_attention(model, ids, layer=0)
 
     def test_attention_that_goes_past_the_interface(self, monkeypatch):
-        """Transformers looks whether a file calls the interface, which not all of its layers need to do."""
+        """Transformers looks whether a file calls the interface, which not all of its layers need
+        to do.
+        """
         model, ids = toy("llama"), prompt()["input_ids"]
         layer = model.model.layers[0].self_attn
         monkeypatch.setattr(layer, "forward", lambda hidden_states, **_: (hidden_states, None))
-        with pytest.raises(ValueError, match="LlamaAttention of layer 0 did not call transformers' attention"):
+        with pytest.raises(
+            ValueError, match="LlamaAttention of layer 0 did not call transformers' attention"
+        ):
             full_attention(model, ids, layer=0)
         with trace_attention(model) as trace:
             model(ids)
-        with pytest.raises(ValueError, match="the layer does not call transformers' attention interface"):
+        with pytest.raises(
+            ValueError, match="the layer does not call transformers' attention interface"
+        ):
             trace.matrix(0)
 
     def test_a_bias_of_the_scores(self):
         model, states = toy("llama"), torch.ones(1, 4, 3, 16)
         layer = model.model.layers[0].self_attn
-        with trace_attention(model), pytest.raises(ValueError, match="LlamaAttention adds a bias to its scores"):
-            traced_attention(layer, states, states, states, None, position_bias=torch.ones(1, 4, 3, 3))
+        with (
+            trace_attention(model),
+            pytest.raises(ValueError, match="LlamaAttention adds a bias to its scores"),
+        ):
+            traced_attention(
+                layer, states, states, states, None, position_bias=torch.ones(1, 4, 3, 3)
+            )
 
     def test_what_is_no_model(self):
         wrapper = torch.nn.Sequential(toy("llama"))
-        with pytest.raises(TypeError, match="trace_attention takes a transformers model, got Sequential"):
+        with pytest.raises(
+            TypeError, match="trace_attention takes a transformers model, got Sequential"
+        ):
             full_attention(wrapper, prompt()["input_ids"], layer=0)
 
     def test_several_texts(self):

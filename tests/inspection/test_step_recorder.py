@@ -36,14 +36,21 @@ class TestSteps:
     def test_against_the_logits_of_generate(self, model, how, do_sample):
         torch.manual_seed(7)
         expected = model.generate(
-            PROMPT, do_sample=do_sample, return_dict_in_generate=True, output_logits=True, top_k=0, **COMMON
+            PROMPT,
+            do_sample=do_sample,
+            return_dict_in_generate=True,
+            output_logits=True,
+            top_k=0,
+            **COMMON,
         )
         torch.manual_seed(7)
         recorder, decoder, keywords = StepRecorder(best=3), GraphDecoder(), {}
         if how == "GraphDecoder":
             cache = StaticContiguousCache.from_model(model, 32, 2)
             keywords = {"past_key_values": cache, "custom_generate": decoder}
-        tokens = model.generate(PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **keywords, **COMMON)
+        tokens = model.generate(
+            PROMPT, do_sample=do_sample, top_k=0, logits_processor=[recorder], **keywords, **COMMON
+        )
         steps = recorder.steps(tokens)
         assert decoder.fallback_reason is None
         assert torch.equal(tokens, expected.sequences)
@@ -52,15 +59,24 @@ class TestSteps:
             for n, step in enumerate(steps[row]):
                 probabilities = expected.logits[n][row].double().softmax(-1)
                 assert step["token"] == tokens[row, 4 + n]
-                assert step["probability"] == pytest.approx(probabilities[step["token"]].item(), rel=1e-4)
+                assert step["probability"] == pytest.approx(
+                    probabilities[step["token"]].item(), rel=1e-4
+                )
                 assert [b["token"] for b in step["best"]] == probabilities.topk(3).indices.tolist()
-                assert step["entropy"] == pytest.approx(-(probabilities * probabilities.log()).sum().item(), rel=1e-4)
+                assert step["entropy"] == pytest.approx(
+                    -(probabilities * probabilities.log()).sum().item(), rel=1e-4
+                )
         assert json.loads(json.dumps(steps)) == steps
 
     def test_text_comes_from_the_tokenizer(self):
         model, tokenizer = load_model("llama")
-        inputs, recorder = tokenizer("ROMEO:", return_tensors="pt"), StepRecorder(best=2, tokenizer=tokenizer)
-        tokens = model.generate(**inputs, max_new_tokens=5, do_sample=False, logits_processor=[recorder])
+        inputs, recorder = (
+            tokenizer("ROMEO:", return_tensors="pt"),
+            StepRecorder(best=2, tokenizer=tokenizer),
+        )
+        tokens = model.generate(
+            **inputs, max_new_tokens=5, do_sample=False, logits_processor=[recorder]
+        )
         (steps,) = recorder.steps(tokens)
         new = tokens[0, inputs["input_ids"].shape[1] :]
         assert [step["text"] for step in steps] == [tokenizer.decode([token]) for token in new]
@@ -80,14 +96,23 @@ class TestSteps:
     def test_refusals(self, model):
         with pytest.raises(ValueError, match="best must be at least 1, got 0"):
             StepRecorder(best=0)
-        with pytest.raises(ValueError, match="0 steps were recorded and the sequences hold 2 new tokens"):
+        with pytest.raises(
+            ValueError, match="0 steps were recorded and the sequences hold 2 new tokens"
+        ):
             StepRecorder().steps(torch.ones(1, 2, dtype=torch.long))
 
 
 def record(model, recorder, ids, **keywords):
     """A generation, what of it is checked, and its logits: [steps, B, V]."""
-    common = {"logits_processor": [recorder], "return_dict_in_generate": True, "output_logits": True, "top_k": 0}
-    output = model.generate(ids, **common | {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0} | keywords)
+    common = {
+        "logits_processor": [recorder],
+        "return_dict_in_generate": True,
+        "output_logits": True,
+        "top_k": 0,
+    }
+    output = model.generate(
+        ids, **common | {"do_sample": False, "max_new_tokens": 5, "pad_token_id": 0} | keywords
+    )
     return output.sequences, torch.stack(output.logits)
 
 
@@ -124,7 +149,9 @@ class TestOneRecorderInManyCalls:
         """It could be the same call, with several tokens at once."""
         recorder = StepRecorder(best=2)
         first, _ = record(model, recorder, PROMPT)
-        with pytest.raises(ValueError, match="a new StepRecorder for each call, or read `steps` before the next"):
+        with pytest.raises(
+            ValueError, match="a new StepRecorder for each call, or read `steps` before the next"
+        ):
             record(model, recorder, torch.cat([first, PROMPT], dim=1))
 
     def test_a_prompt_that_is_one_token_longer_than_the_last_text_is_refused(self, model):
@@ -148,7 +175,12 @@ class TestOtherWaysToDecode:
         """They put other rows in the place of a row."""
         recorder = StepRecorder(best=2)
         sequences = model.generate(
-            PROMPT, logits_processor=[recorder], num_beams=3, num_return_sequences=best_of, do_sample=False, **COMMON
+            PROMPT,
+            logits_processor=[recorder],
+            num_beams=3,
+            num_return_sequences=best_of,
+            do_sample=False,
+            **COMMON,
         )
         with pytest.raises(ValueError, match=r"Beam search .* Record greedy decoding or sampling"):
             recorder.steps(sequences)
@@ -156,23 +188,37 @@ class TestOtherWaysToDecode:
     @pytest.mark.parametrize("do_sample", [False, True])
     @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
     def test_several_tokens_at_once(self, model, how, do_sample):
-        """Candidates that are not accepted are no part of the text: records are right or refused."""
+        """Candidates that are not accepted are no part of the text:
+
+        records are right or refused.
+        """
         ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
         assistant = {"assistant_model": toy_model("llama", seed=1)}
         keywords = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else assistant
         recorder = StepRecorder(best=2)
 
         def records():
-            sequences, logits = record(model, recorder, ids, do_sample=do_sample, max_new_tokens=12, **keywords)
+            sequences, logits = record(
+                model, recorder, ids, do_sample=do_sample, max_new_tokens=12, **keywords
+            )
             check(recorder.steps(sequences), sequences, logits)
 
-        with pytest.raises(ValueError, match=r"assisted decoding .* Record greedy decoding or sampling"):
+        with pytest.raises(
+            ValueError, match=r"assisted decoding .* Record greedy decoding or sampling"
+        ):
             records()
 
     @pytest.mark.parametrize("do_sample", [False, True])
     def test_rows_that_end_early_and_several_sequences(self, model, do_sample):
         torch.manual_seed(3)
-        free, _ = record(model, StepRecorder(), PROMPT, do_sample=do_sample, eos_token_id=None, max_new_tokens=NEW)
+        free, _ = record(
+            model,
+            StepRecorder(),
+            PROMPT,
+            do_sample=do_sample,
+            eos_token_id=None,
+            max_new_tokens=NEW,
+        )
         torch.manual_seed(3)
         recorder, end = StepRecorder(best=2), int(free[0, 6])
         keywords = {"do_sample": do_sample, "eos_token_id": end, "max_new_tokens": NEW}
@@ -183,10 +229,15 @@ class TestOtherWaysToDecode:
     def test_turn_by_turn_with_the_decoder(self, model):
         recorder, decoder = StepRecorder(best=2), GraphDecoder()
         cache = StaticContiguousCache.from_model(model, 32, 2)
-        ids, common = PROMPT, {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON}
+        ids, common = (
+            PROMPT,
+            {"past_key_values": cache, "custom_generate": decoder, "do_sample": False, **COMMON},
+        )
         for _ in range(3):
             ids = model.generate(ids, logits_processor=[recorder], **common)
-            assert [[step["token"] for step in row] for row in recorder.steps(ids)] == ids[:, -NEW:].tolist()
+            assert [[step["token"] for step in row] for row in recorder.steps(ids)] == ids[
+                :, -NEW:
+            ].tolist()
         assert decoder.fallback_reason is None
 
 
@@ -194,7 +245,9 @@ class TestDebugLog:
     def test_every_step_of_plain_generate(self, model, caplog):
         cache = StaticContiguousCache.from_model(model, 32, 2)
         with caplog.at_level(logging.DEBUG, "hf_static_kv"):
-            model.generate(PROMPT, past_key_values=cache, do_sample=False, **COMMON | {"max_new_tokens": 3})
+            model.generate(
+                PROMPT, past_key_values=cache, do_sample=False, **COMMON | {"max_new_tokens": 3}
+            )
         assert caplog.messages == [
             "step at 0: 4 new tokens in 2 rows, 4 of 32 positions filled",
             "step at 4: 1 new token in 2 rows, 5 of 32 positions filled",
@@ -207,7 +260,11 @@ class TestDebugLog:
             for _ in range(2):
                 cache.reset()
                 caplog.clear()
-                keywords = {"past_key_values": cache, "custom_generate": decoder, "do_sample": False}
+                keywords = {
+                    "past_key_values": cache,
+                    "custom_generate": decoder,
+                    "do_sample": False,
+                }
                 model.generate(PROMPT, **keywords, **COMMON | {"max_new_tokens": 3})
         assert [message for message in caplog.messages if "known" in message] == [
             "a known step for 2 rows: without a graph"
@@ -232,7 +289,9 @@ class TestDebugLog:
         monkeypatch.setenv("HF_STATIC_KV_DEBUG", "1")
         monkeypatch.setenv("HF_STATIC_KV_DEBUG_LAYER", "1")
         importlib.reload(debug)
-        cache = StaticContiguousCache.allocate(2, 1, 4, 8, batch_size=1, dtype=torch.float32, device="cpu")
+        cache = StaticContiguousCache.allocate(
+            2, 1, 4, 8, batch_size=1, dtype=torch.float32, device="cpu"
+        )
         for layer in range(2):
             cache.update(torch.ones(1, 1, 3, 4), torch.ones(1, 1, 3, 4), layer)
         assert capsys.readouterr().err.splitlines() == [

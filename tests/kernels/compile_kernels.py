@@ -1,7 +1,8 @@
-"""Compiles every kernel for a GPU that need not be there, as its launcher would launch it: `compile_kernels.py 89`.
+"""Compiles every kernel for a GPU that need not be there, as its launcher would launch it:
+`compile_kernels.py 89`.
 
-Prints for each the bytes of shared memory that a program of it takes. A script, since Triton decides at its import
-whether kernels are compiled or interpreted.
+Prints for each the bytes of shared memory that a program of it takes. A script, since Triton
+decides at its import whether kernels are compiled or interpreted.
 """
 
 import sys
@@ -28,13 +29,21 @@ from hf_static_kv.kernels.sample import Kinds
 from hf_static_kv.kernels.step_state import GreedyState
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64"}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int64: "*i64",
+}
 POINTERS |= {torch.bool: "*i1", torch.int32: "*i32", torch.float64: "*fp64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 def compile_for(capability, kernel, args, options):
-    """As Triton specialises it: what is 1 or named a constexpr is a constant, what 16 divides is known to be so."""
+    """As Triton specialises it:
+
+    what is 1 or named a constexpr is a constant, what 16 divides is known to be so.
+    """
     pdl = capability >= 90
     constants = {k: v for k, v in options.items() if k not in _OPTIONS} | {"PDL": pdl}
     types, aligned = {}, {}
@@ -53,7 +62,9 @@ def compile_for(capability, kernel, args, options):
     types |= dict.fromkeys(constants, "constexpr")
     at = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     source = ASTSource(kernel, {name: types[name] for name in kernel.arg_names}, at, aligned)
-    chosen = {k: v for k, v in options.items() if k in _OPTIONS} | ({"launch_pdl": True} if pdl else {})
+    chosen = {k: v for k, v in options.items() if k in _OPTIONS} | (
+        {"launch_pdl": True} if pdl else {}
+    )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     print(kernel.__name__, compiled.metadata.shared, flush=True)
 
@@ -86,20 +97,29 @@ def launch_experts(dtype, k):
 
 
 def launch_attention(dtype, dim, heads):
-    keys, query = torch.empty(1, 4, 400, dim, dtype=dtype), torch.empty(1, heads, 1, dim, dtype=dtype)
+    keys, query = (
+        torch.empty(1, 4, 400, dim, dtype=dtype),
+        torch.empty(1, heads, 1, dim, dtype=dtype),
+    )
     spans = torch.zeros(1, 2, 4, dtype=torch.int64)[:, 1, :3]  # of a layer of a captured step
     attend = decode_attention_triton.decode_attention_triton
     for in_order in (False, True):
         attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True, in_order=in_order)
     prompt, sinks = torch.empty(1, heads, 40, dim, dtype=dtype), torch.empty(heads, dtype=dtype)
     spans_of_prompt = torch.zeros(1, 40, 3, dtype=torch.int64)
-    prompt_attention_triton.prompt_attention_triton(prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks)
+    prompt_attention_triton.prompt_attention_triton(
+        prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks
+    )
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
     attend(query, keys, keys, torch.zeros(1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights)
 
 
 def launch_small(dtype):
-    x, states, number = torch.empty(1, 512, dtype=dtype), torch.empty(1, 4, 40, 64, dtype=dtype), torch.zeros(1).long()
+    x, states, number = (
+        torch.empty(1, 512, dtype=dtype),
+        torch.empty(1, 4, 40, 64, dtype=dtype),
+        torch.zeros(1).long(),
+    )
     norms = [Norm(x[0], 1e-5, style) for style in STYLES]
     norm_triton.norm_triton(x, x, norms[0], None)
     norm_triton.norm_triton(x, x, norms[0], norms[2])
@@ -119,16 +139,27 @@ def launch_small(dtype):
 
 
 def launch_sampling(dtype, state):
-    number, real, logits = torch.zeros(1).long(), torch.ones(1).double(), torch.empty(2, 130000, dtype=dtype)
+    number, real, logits = (
+        torch.zeros(1).long(),
+        torch.ones(1).double(),
+        torch.empty(2, 130000, dtype=dtype),
+    )
     numbers = real, number, real, real, real, number
     for chosen in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
         noise = torch.empty(2, 130000)
-        sample_triton.select_sampled_triton(logits, noise, number, GreedyState(*state), chosen, *numbers)
+        sample_triton.select_sampled_triton(
+            logits, noise, number, GreedyState(*state), chosen, *numbers
+        )
 
 
 def launch_rotate_and_write(dtype, dim, style):
     """The heads of a joint projection of two batch rows; with a norm the angles are ready."""
-    heads = torch.empty(2, 1, 8 * dim, dtype=dtype).unflatten(-1, (8, dim)).transpose(1, 2).split([4, 2, 2], dim=1)
+    heads = (
+        torch.empty(2, 1, 8 * dim, dtype=dtype)
+        .unflatten(-1, (8, dim))
+        .transpose(1, 2)
+        .split([4, 2, 2], dim=1)
+    )
     angles, keys = torch.empty(1, 1, dim, dtype=dtype), torch.empty(2, 2, 400, dim, dtype=dtype)
     norm = None if style is None else Norm(angles[0, 0], 1e-6, style)
     rotary_triton.rotate_and_write_triton(

@@ -3,8 +3,8 @@
 python -m tests.kernels.sanitize             memcheck and racecheck, and a record of both
 python -m tests.kernels.sanitize --kernels   the kernels alone: what the sanitizer runs
 
-memcheck finds accesses outside of a tensor: without torch's caching allocator each tensor is an allocation of its own.
-racecheck finds threads of a block that race for shared memory.
+memcheck finds accesses outside of a tensor: without torch's caching allocator each tensor is an
+allocation of its own. racecheck finds threads of a block that race for shared memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,12 @@ _FOUND = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) haz
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", action="store_true", help="run the kernels, and print their names")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--kernels", action="store_true", help="run the kernels, and print their names"
+    )
     parser.add_argument("--tool", choices=TOOLS, action="append", help="one of the tools only")
     parser.add_argument("--json", type=Path, default=RECORD)
     args = parser.parse_args()
@@ -61,30 +65,50 @@ def main() -> int:
         return 2
     sanitizer = find_sanitizer()
     if sanitizer is None:
-        print("compute-sanitizer was not found: add the bin folder of the CUDA toolkit to the PATH, or set CUDA_HOME.")
+        print(
+            "compute-sanitizer was not found: add the bin folder of the CUDA toolkit to the "
+            "PATH, or set CUDA_HOME."
+        )
         return 2
     runs = [run_tool(sanitizer, tool) for tool in args.tool or TOOLS]
     record = {"config": {"defined": sorted(defined_kernels())}, "runs": runs, **provenance("cuda")}
-    record["command"] = "python -m tests.kernels.sanitize"  # as a module, `argv` has a path of this machine
+    record["command"] = (
+        "python -m tests.kernels.sanitize"  # as a module, `argv` has a path of this machine
+    )
     args.json.write_text(json.dumps(record, indent=1) + "\n")
     for run in runs:
-        print(f"{run['tool']}: {len(run['kernels'])} kernels, {run['errors']} errors, {run['seconds']:.0f} s")
+        print(
+            f"{run['tool']}: {len(run['kernels'])} kernels, {run['errors']} errors, "
+            f"{run['seconds']:.0f} s"
+        )
     return int(any(run["errors"] != 0 or run["missing"] or run["exit_code"] for run in runs))
 
 
 def find_sanitizer() -> str | None:
     home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
-    return shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path=f"{home}/bin")
+    return shutil.which("compute-sanitizer") or shutil.which(
+        "compute-sanitizer", path=f"{home}/bin"
+    )
 
 
 def run_tool(sanitizer: str, tool: str) -> dict[str, Any]:
     """The kernels under one tool: what it found, None for errors if it said nothing."""
-    command = [sanitizer, "--tool", tool, sys.executable, "-m", "tests.kernels.sanitize", "--kernels"]
+    command = [
+        sanitizer,
+        "--tool",
+        tool,
+        sys.executable,
+        "-m",
+        "tests.kernels.sanitize",
+        "--kernels",
+    ]
     environment = dict(os.environ)
     if tool == "memcheck":
         environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
     started = time.monotonic()
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
+    )
     output = result.stdout + result.stderr
     found = [int(one or other) for one, other in _FOUND.findall(output)]
     names = re.search(r"^kernels: (.*)$", output, re.MULTILINE)
@@ -130,13 +154,16 @@ def run_kernels(device: str) -> list[str]:
     modules = [module for name, module in sys.modules.items() if _launches(name, module)]
     patches = [patch.object(module, "launch", launch) for module in modules]
     if device == "cpu":  # Triton's interpreter takes 10 ms for a block
-        patches += [patch.object(module, "_NUM_CHUNKS", 2) for module in (sample_triton, step_state_triton)]
+        patches += [
+            patch.object(module, "_NUM_CHUNKS", 2) for module in (sample_triton, step_state_triton)
+        ]
     for one in patches:
         one.start()
     others = run_experts, run_attention, run_norms, run_rotary, run_step, run_sampling
     try:
         with torch.device(device), torch.no_grad():
-            # Triton's interpreter multiplies bfloat16 as integers. Some kernels are for two bytes alone.
+            # Triton's interpreter multiplies bfloat16 as integers. Some kernels are for two bytes
+            # alone.
             run_linears(torch.bfloat16 if device == "cuda" else torch.float16)
             run_linears(torch.float32)
             for run in others:
@@ -150,7 +177,11 @@ def run_kernels(device: str) -> list[str]:
 
 
 def _launches(name: str, module: Any) -> bool:
-    return name.startswith("hf_static_kv.kernels.") and name.endswith("_triton") and hasattr(module, "launch")
+    return (
+        name.startswith("hf_static_kv.kernels.")
+        and name.endswith("_triton")
+        and hasattr(module, "launch")
+    )
 
 
 def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -158,7 +189,9 @@ def normal(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_linears(dtype: torch.dtype) -> None:
-    x, gate, up, bias = (normal(*shape, dtype=dtype) for shape in ((1, 72), (37, 72), (37, 72), (37,)))
+    x, gate, up, bias = (
+        normal(*shape, dtype=dtype) for shape in ((1, 72), (37, 72), (37, 72), (37,))
+    )
     linear_triton.linears_triton(x, [gate, up], [bias, bias])
     linear_triton.linears_triton(x, [gate, up], [], "gelu_tanh")
     norm, output = (x[0].clone(), 1e-5, (0.0, True, False), None), normal(1, 37, dtype=dtype)
@@ -172,7 +205,9 @@ def run_linears(dtype: torch.dtype) -> None:
         invariant_linear_triton.invariant_linears_triton(many, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(many, [gate, up], [], "silu")
         experts = torch.arange(tokens) % 3
-        invariant_linear_triton.expert_linear_triton(many, normal(3, 37, 72, dtype=dtype), experts, None)
+        invariant_linear_triton.expert_linear_triton(
+            many, normal(3, 37, 72, dtype=dtype), experts, None
+        )
     invariant_linear_triton.invariant_sum_triton(torch.randn(3, 77))
 
 
@@ -196,8 +231,12 @@ def run_attention(dtype: torch.dtype) -> None:
     attend(query, keys, values, spans, seen, 0.2, slots, weights=weights)
     prompt, sinks = normal(batch, heads, 19, dim, dtype=dtype), normal(heads, dtype=dtype)
     ends = torch.arange(slots - 18, slots + 1)
-    spans_of_prompt = torch.stack([torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1).repeat(batch, 1, 1)
-    prompt_attention_triton.prompt_attention_triton(prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks)
+    spans_of_prompt = torch.stack(
+        [torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1
+    ).repeat(batch, 1, 1)
+    prompt_attention_triton.prompt_attention_triton(
+        prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks
+    )
 
 
 def run_norms(dtype: torch.dtype) -> None:
@@ -214,12 +253,19 @@ def run_rotary(dtype: torch.dtype) -> None:
     rotary_triton.rotary_triton(states, states[:, :2].clone(), angles, angles)
     last = torch.tensor([12])
     keys, values = (normal(2, 2, 13, 24, dtype=dtype) for _ in range(2))
-    heads = normal(2, 1, 8 * 24, dtype=dtype).unflatten(-1, (8, 24)).transpose(1, 2).split([4, 2, 2], dim=1)
+    heads = (
+        normal(2, 1, 8 * 24, dtype=dtype)
+        .unflatten(-1, (8, 24))
+        .transpose(1, 2)
+        .split([4, 2, 2], dim=1)
+    )
     for style in (None, STYLES[0], STYLES[2]):
         angle = normal(1, 1, 24, dtype=dtype)
         norm = None if style is None else Norm(angle[0, 0].clone(), 1e-6, style)
         ready = style is not None
-        rotary_triton.rotate_and_write_triton(*heads, angle, angle, keys, values, last, norm, norm, ready)
+        rotary_triton.rotate_and_write_triton(
+            *heads, angle, angle, keys, values, last, norm, norm, ready
+        )
 
 
 def run_step(dtype: torch.dtype) -> None:
@@ -229,7 +275,9 @@ def run_step(dtype: torch.dtype) -> None:
     column, windows = torch.tensor([[0], [3]]), torch.tensor([1 << 40, 4, 1 << 40])
     spans = torch.zeros(2, 3, 4, dtype=torch.int64)[..., :3]
     step_state_triton.advance_triton(torch.tensor([11]), column, windows, spans, column.clone())
-    step_state_triton.select_greedy_triton(normal(2, 777, dtype=dtype), torch.tensor([5]), *greedy_state())
+    step_state_triton.select_greedy_triton(
+        normal(2, 777, dtype=dtype), torch.tensor([5]), *greedy_state()
+    )
 
 
 def greedy_state() -> GreedyState:

@@ -1,4 +1,6 @@
-"""The kernels of mixtures of experts against their formulas; on a CPU they run in Triton's interpreter."""
+"""The kernels of mixtures of experts against their formulas; on a CPU they run in Triton's
+interpreter.
+"""
 
 from unittest.mock import patch
 
@@ -15,7 +17,10 @@ experts_triton = triton_module("hf_static_kv.kernels.experts_triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-STYLES = [RouteStyle(*fields) for fields in ((True, True, False), (True, False, True), (False, False, False))]
+STYLES = [
+    RouteStyle(*fields)
+    for fields in ((True, True, False), (True, False, True), (False, False, False))
+]
 
 
 def normal(*shape, dtype=torch.float32, scale=1.0, seed=0):
@@ -29,8 +34,13 @@ def chosen_experts(tokens, k, num_experts, seed=0):
 
 
 def mixture(tokens, k, num_experts, dim, inner, dtype=torch.float32, seed=0):
-    """x, index, weights, gate_up, down; after gate_up and down there is NaN, which no kernel may read."""
-    x, weights = normal(tokens, dim, dtype=dtype, seed=seed), normal(tokens, k, seed=seed).softmax(-1).to(dtype)
+    """x, index, weights, gate_up, down; after gate_up and down there is NaN, which no kernel may
+    read.
+    """
+    x, weights = (
+        normal(tokens, dim, dtype=dtype, seed=seed),
+        normal(tokens, k, seed=seed).softmax(-1).to(dtype),
+    )
     gate_up = normal(num_experts + 1, 2 * inner, dim, dtype=dtype, scale=dim**-0.5, seed=seed)
     down = normal(num_experts + 1, dim, inner, dtype=dtype, scale=inner**-0.5, seed=seed)
     gate_up[-1], down[-1] = float("nan"), float("nan")
@@ -39,23 +49,29 @@ def mixture(tokens, k, num_experts, dim, inner, dtype=torch.float32, seed=0):
 
 
 def assert_close_to_float64(got, x, index, weights, gate_up, down, activation):
-    """Sums of K products in float32, in any order, off by K + 2 roundings; each rounding to the dtype is eps / 2.
+    """Sums of K products in float32, in any order, off by K + 2 roundings; each rounding to the
+    dtype is eps / 2.
 
-    No activation is steeper than 1.13 (gelu) or larger than its argument; its exp or erf is off by a few eps of
-    float32, and 1 + them may be near 0.
+    No activation is steeper than 1.13 (gelu) or larger than its argument; its exp or erf is off by
+    a few eps of float32, and 1 + them may be near 0.
     """
     eps, eps32 = torch.finfo(x.dtype).eps, torch.finfo(torch.float32).eps
     pairs, chosen = x.repeat_interleave(index.shape[1], 0).double(), index.flatten()
     wide, narrow = gate_up[chosen].double(), down[chosen].double()
     sums = torch.einsum("pnk,pk->pn", wide, pairs)
-    sums_off = (x.shape[1] + 2) * eps32 * torch.einsum("pnk,pk->pn", wide.abs(), pairs.abs()) + eps * sums.abs()
+    sums_off = (x.shape[1] + 2) * eps32 * torch.einsum(
+        "pnk,pk->pn", wide.abs(), pairs.abs()
+    ) + eps * sums.abs()
     (gate, up), (gate_off, up_off) = sums.chunk(2, -1), sums_off.chunk(2, -1)
     hidden = activate(gate, activation) * up
     hidden_off = 1.2 * gate_off * (up.abs() + up_off) + gate.abs() * up_off
     hidden_off += (eps + 8 * eps32) * (gate.abs() + gate_off) * (up.abs() + up_off)
     output = torch.einsum("pnk,pk->pn", narrow, hidden)
     largest = torch.einsum("pnk,pk->pn", narrow.abs(), hidden.abs() + hidden_off)
-    output_off = torch.einsum("pnk,pk->pn", narrow.abs(), hidden_off) + ((down.shape[2] + 2) * eps32 + eps) * largest
+    output_off = (
+        torch.einsum("pnk,pk->pn", narrow.abs(), hidden_off)
+        + ((down.shape[2] + 2) * eps32 + eps) * largest
+    )
     scale = weights.flatten().double()[:, None]
     expected = (output * scale).view(*index.shape, -1).sum(1)
     bound = ((output_off + 2 * eps * largest) * scale.abs()).view(*index.shape, -1).sum(1)
@@ -69,10 +85,14 @@ class TestExperts:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_float64(self, dtype, activation):
         parts = mixture(2, 3, 5, 20, 9, dtype=dtype)
-        assert_close_to_float64(experts_triton.experts_triton(*parts, activation), *parts, activation)
+        assert_close_to_float64(
+            experts_triton.experts_triton(*parts, activation), *parts, activation
+        )
 
     @pytest.mark.skipif(DEVICE == "cpu", reason="many programs: the interpreter takes minutes")
-    @pytest.mark.parametrize("sizes", [(8, 16, 2048, 768), (2, 8, 4096, 3000), (10, 16, 1000, 96)], ids=str)
+    @pytest.mark.parametrize(
+        "sizes", [(8, 16, 2048, 768), (2, 8, 4096, 3000), (10, 16, 1000, 96)], ids=str
+    )
     @pytest.mark.parametrize("tokens", [1, 5])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_sizes_of_models(self, dtype, tokens, sizes):
@@ -81,7 +101,11 @@ class TestExperts:
 
     @given(
         sizes=st.tuples(
-            st.integers(1, 3), st.integers(1, 5), st.integers(5, 9), st.integers(1, 40), st.integers(1, 20)
+            st.integers(1, 3),
+            st.integers(1, 5),
+            st.integers(5, 9),
+            st.integers(1, 40),
+            st.integers(1, 20),
         ),
         gated=st.sampled_from([(1, 16, 1), (2, 8, 2), (8, 32, 1)]),
         down=st.sampled_from([4, 8]),
@@ -99,16 +123,24 @@ class TestExperts:
 
     @pytest.mark.parametrize("weights_dtype", [torch.float16, torch.float32], ids=str)
     def test_outputs_are_rounded_where_torch_rounds_them(self, weights_dtype):
-        """Small integers, and gates so large that silu is the identity: only the weights make a rounding."""
+        """Small integers, and gates so large that silu is the identity:
+
+        only the weights make a rounding.
+        """
         generator = torch.Generator().manual_seed(0)
         x, gate_up = torch.zeros(2, 16), torch.zeros(4, 16, 16)
-        x[:, :2], gate_up[:, :8, 0] = torch.tensor([1, 2]), torch.randint(30, 40, (4, 8), generator=generator).float()
+        x[:, :2], gate_up[:, :8, 0] = (
+            torch.tensor([1, 2]),
+            torch.randint(30, 40, (4, 8), generator=generator).float(),
+        )
         gate_up[:, 8:, 1] = torch.randint(-2, 3, (4, 8), generator=generator).float()
         down = torch.randint(-2, 3, (4, 16, 8), generator=generator)
         x, gate_up, down = (tensor.to(DEVICE, torch.float16) for tensor in (x, gate_up, down))
         weights = normal(2, 2).softmax(-1).to(weights_dtype)
         parts = x, chosen_experts(2, 2, 4), weights, gate_up, down
-        assert torch.equal(experts_triton.experts_triton(*parts, "silu"), experts_plain(*parts, "silu"))
+        assert torch.equal(
+            experts_triton.experts_triton(*parts, "silu"), experts_plain(*parts, "silu")
+        )
 
     def test_a_token_does_not_depend_on_the_others(self):
         x, index, weights, *stacked = mixture(4, 3, 6, 20, 12, dtype=torch.float16)
@@ -119,7 +151,11 @@ class TestExperts:
     def test_inputs_with_gaps_and_an_int32_index(self):
         x, index, weights, *stacked = mixture(3, 2, 4, 20, 12)
         expected = experts_triton.experts_triton(x, index, weights, *stacked, "silu")
-        gaps = torch.stack([x, x], -1)[..., 0], index.int().t().contiguous().t(), weights.t().contiguous().t()
+        gaps = (
+            torch.stack([x, x], -1)[..., 0],
+            index.int().t().contiguous().t(),
+            weights.t().contiguous().t(),
+        )
         assert torch.equal(experts_triton.experts_triton(*gaps, *stacked, "silu"), expected)
 
     def test_nothing_outside_of_the_weights_is_read(self):
@@ -139,15 +175,25 @@ class TestExperts:
 
     def test_what_does_not_fit_is_refused(self):
         x, index, weights, gate_up, down = mixture(2, 2, 4, 16, 8)
-        with pytest.raises(ValueError, match="activation must be one of silu, gelu_tanh, gelu, relu, got 'tanh'"):
+        with pytest.raises(
+            ValueError, match="activation must be one of silu, gelu_tanh, gelu, relu, got 'tanh'"
+        ):
             experts(x, index, weights, gate_up, down, "tanh")
-        with pytest.raises(ValueError, match=r"index \(1, 2\) and weights \(2, 2\) do not fit: \[T, H\]"):
+        with pytest.raises(
+            ValueError, match=r"index \(1, 2\) and weights \(2, 2\) do not fit: \[T, H\]"
+        ):
             experts(x, index[:1], weights, gate_up, down, "silu")
-        with pytest.raises(ValueError, match=r"gate_up \(4, 15, 16\) and down \(4, 16, 8\) do not fit"):
+        with pytest.raises(
+            ValueError, match=r"gate_up \(4, 15, 16\) and down \(4, 16, 8\) do not fit"
+        ):
             experts(x, index, weights, gate_up[:, 1:], down, "silu")
-        with pytest.raises(ValueError, match=r"x \(2, 15\), gate_up \(4, 16, 16\) and down \(4, 16, 8\) do not fit"):
+        with pytest.raises(
+            ValueError, match=r"x \(2, 15\), gate_up \(4, 16, 16\) and down \(4, 16, 8\) do not fit"
+        ):
             experts(x[:, 1:], index, weights, gate_up, down, "silu")
-        with pytest.raises(ValueError, match=r"must have one dtype, and weights that or float32, got torch.float16"):
+        with pytest.raises(
+            ValueError, match=r"must have one dtype, and weights that or float32, got torch.float16"
+        ):
             experts(x.half(), index, weights, gate_up, down, "silu")
         with pytest.raises(ValueError, match=r"index must be int64 or int32, got torch.float32"):
             experts(x, index.float(), weights, gate_up, down, "silu")
@@ -166,17 +212,31 @@ class TestRoute:
     def test_the_largest_and_their_weights(self, tokens, num_experts, k, style, dtype, seed):
         k = min(k, num_experts)
         logits = normal(tokens, num_experts, dtype=dtype, scale=3, seed=seed)
-        (weights, index), (plain, _) = experts_triton.route_triton(logits, k, style), route_plain(logits, k, style)
-        assert (weights.shape, weights.dtype, index.dtype) == (plain.shape, plain.dtype, torch.int64)
+        (weights, index), (plain, _) = (
+            experts_triton.route_triton(logits, k, style),
+            route_plain(logits, k, style),
+        )
+        assert (weights.shape, weights.dtype, index.dtype) == (
+            plain.shape,
+            plain.dtype,
+            torch.int64,
+        )
         # Logits of few bits are often equal: then any of these experts may be taken.
         assert torch.equal(logits.gather(1, index), logits.topk(k).values)
         assert all(len(set(row)) == k for row in index.tolist())
         # Two ways to compute exp, the difference before it, sums of E numbers and two divisions.
-        bound = (num_experts + 40) * torch.finfo(torch.float32).eps + 2 * torch.finfo(plain.dtype).eps
-        assert ((weights - plain).abs().double() <= bound * plain.double() + torch.finfo(plain.dtype).tiny).all()
+        bound = (num_experts + 40) * torch.finfo(torch.float32).eps + 2 * torch.finfo(
+            plain.dtype
+        ).eps
+        assert (
+            (weights - plain).abs().double()
+            <= bound * plain.double() + torch.finfo(plain.dtype).tiny
+        ).all()
 
     def test_equal_logits(self):
-        logits = torch.tensor([[1.0, 2.0, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, 0.0, 0.0]], device=DEVICE)
+        logits = torch.tensor(
+            [[1.0, 2.0, 2.0, -1.0, 2.0], [0.0, -0.0, 0.0, 0.0, 0.0]], device=DEVICE
+        )
         weights, index = experts_triton.route_triton(logits, 2, STYLES[0])
         assert index.tolist() == [[1, 2], [0, 2]]
         torch.testing.assert_close(weights, torch.full_like(weights, 0.5))
@@ -212,7 +272,9 @@ class TestRoute:
 
     @pytest.mark.parametrize("k", [0, 9])
     def test_what_does_not_fit_is_refused(self, k):
-        with pytest.raises(ValueError, match=rf"logits \(2, 8\) and k = {k} do not fit: \[T, E\] and 1 to E"):
+        with pytest.raises(
+            ValueError, match=rf"logits \(2, 8\) and k = {k} do not fit: \[T, E\] and 1 to E"
+        ):
             route(normal(2, 8), k, STYLES[0])
 
 

@@ -1,4 +1,6 @@
-"""Linear layers of one token with what is before and after them; on a CPU they run in Triton's interpreter."""
+"""Linear layers of one token with what is before and after them; on a CPU they run in Triton's
+interpreter.
+"""
 
 from typing import NamedTuple
 
@@ -8,7 +10,13 @@ import torch.nn.functional as F
 from transformers.activations import NewGELUActivation
 
 from hf_static_kv.kernels import linear
-from hf_static_kv.kernels.linear import Linear, fused_linears, fused_linears_plain, fuses, linears_kernel
+from hf_static_kv.kernels.linear import (
+    Linear,
+    fused_linears,
+    fused_linears_plain,
+    fuses,
+    linears_kernel,
+)
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
 from hf_static_kv.kernels.norm import norm as run_norm
 from tests.conftest import given, settings, st
@@ -46,10 +54,17 @@ def exact_sums(x, weights, biases, norm):
         states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.eps)
         states = states * (norm.style.offset + norm.weight.double())
     whole = torch.cat(list(weights)).double()
-    bias = torch.cat(list(biases)).double() if biases else torch.zeros(len(whole), device=x.device).double()
+    bias = (
+        torch.cat(list(biases)).double()
+        if biases
+        else torch.zeros(len(whole), device=x.device).double()
+    )
     magnitudes = states.abs() @ whole.abs().T + bias.abs()
-    # Two sums of `dim` terms, of the products and of the squares, and few roundings of each term and of the result.
-    return states @ whole.T + bias, (2 * dim + 16) * eps * magnitudes + torch.finfo(x.dtype).eps * magnitudes
+    # Two sums of `dim` terms, of the products and of the squares, and few roundings of each term
+    # and of the result.
+    return states @ whole.T + bias, (2 * dim + 16) * eps * magnitudes + torch.finfo(
+        x.dtype
+    ).eps * magnitudes
 
 
 class TestSums:
@@ -66,7 +81,10 @@ class TestSums:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_float64(self, dtype, dim, sizes, is_transposed, style, has_bias):
         x, weights = 5 * normal(1, dim, dtype=dtype), weights_of(sizes, dim, dtype, is_transposed)
-        biases, norm = [normal(size, dtype=dtype) for size in sizes] if has_bias else [], norm_of(dim, dtype, style)
+        biases, norm = (
+            [normal(size, dtype=dtype) for size in sizes] if has_bias else [],
+            norm_of(dim, dtype, style),
+        )
         got = kernel(x, weights, biases, norm)
         expected, bound = exact_sums(x, weights, biases, norm)
         assert got.dtype == dtype
@@ -116,7 +134,9 @@ class TestSums:
 
     def test_an_input_with_strides(self):
         x, weights, residual = normal(40, 1).t(), [normal(6, 40)], normal(6, 2)[:, 1].view(1, 6)
-        assert torch.equal(kernel(x, weights, residual=residual), residual + kernel(x.contiguous(), weights))
+        assert torch.equal(
+            kernel(x, weights, residual=residual), residual + kernel(x.contiguous(), weights)
+        )
 
     @given(
         dim=st.integers(1, 150),
@@ -128,27 +148,46 @@ class TestSums:
         seed=st.integers(0, 1 << 30),
     )
     @settings(max_examples=40, deadline=None)
-    def test_integers_have_no_error(self, dim, size, more, is_transposed, is_gated, activation, seed):
+    def test_integers_have_no_error(
+        self, dim, size, more, is_transposed, is_gated, activation, seed
+    ):
         generator = torch.Generator().manual_seed(seed)
 
         def integers(*shape):
             return torch.randint(-4, 5, shape, generator=generator).to(DEVICE, torch.float32)
 
         sizes = (size, size) if is_gated else (size, more)
-        x, weights, biases = integers(1, dim), [integers(n, dim) for n in sizes], [integers(n) for n in sizes]
+        x, weights, biases = (
+            integers(1, dim),
+            [integers(n, dim) for n in sizes],
+            [integers(n) for n in sizes],
+        )
         residual = integers(1, size if is_gated else size + more)
-        expected = fused_linears_plain(x, Linear(weights, biases, None, activation, is_gated, residual))
-        weights = [transposed(weight) for weight in weights] if is_transposed and not is_gated else weights
-        assert torch.equal(kernel(x, weights, biases, None, activation, is_gated, residual), expected)
+        expected = fused_linears_plain(
+            x, Linear(weights, biases, None, activation, is_gated, residual)
+        )
+        weights = (
+            [transposed(weight) for weight in weights]
+            if is_transposed and not is_gated
+            else weights
+        )
+        assert torch.equal(
+            kernel(x, weights, biases, None, activation, is_gated, residual), expected
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 class TestEpilogue:
     @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
-    @pytest.mark.parametrize(("is_transposed", "style"), [(False, None), (False, LLAMA), (True, None)], ids=str)
+    @pytest.mark.parametrize(
+        ("is_transposed", "style"), [(False, None), (False, LLAMA), (True, None)], ids=str
+    )
     def test_activation_and_residual(self, dtype, is_transposed, activation, style):
         sizes, dim = (33 if is_transposed else 9, 6), 300  # more than one tile
-        x, weights = normal(1, 1, dim, dtype=dtype), [w / 8 for w in weights_of(sizes, dim, dtype, is_transposed)]
+        x, weights = (
+            normal(1, 1, dim, dtype=dtype),
+            [w / 8 for w in weights_of(sizes, dim, dtype, is_transposed)],
+        )
         biases, norm = [normal(size, dtype=dtype) for size in sizes], norm_of(dim, dtype, style)
         residual = normal(1, 1, sum(sizes), dtype=dtype)
         y = kernel(x, weights, biases, norm)
@@ -156,35 +195,53 @@ class TestEpilogue:
         got = kernel(x, weights, biases, norm, activation, residual=residual)
         if activation in ("", "relu"):
             assert torch.equal(got, expected)
-        # Two ways to compute exp, erf and tanh: 2 eps of the activation, which is no larger than y, and eps where 1 +
-        # them is near 0. The activation and the sum are rounded on either side.
+        # Two ways to compute exp, erf and tanh: 2 eps of the activation, which is no larger than y,
+        # and eps where 1 + them is near 0. The activation and the sum are rounded on either side.
         eps = torch.finfo(dtype).eps
-        assert ((got - expected).double().abs() <= 4 * eps * y.abs() + eps * expected.abs() + eps).all()
+        assert (
+            (got - expected).double().abs() <= 4 * eps * y.abs() + eps * expected.abs() + eps
+        ).all()
 
     @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
     @pytest.mark.parametrize("style", [None, GEMMA], ids=["no norm", "gemma"])
     @pytest.mark.parametrize("dim", [96, 2048])
     def test_gated(self, dtype, activation, style, dim):
         x, (gate, up) = normal(1, dim, dtype=dtype), weights_of((9, 9), dim, dtype, False)
-        gate, norm, biases = gate / 8, norm_of(dim, dtype, style), [normal(9, dtype=dtype, seed=i) for i in (1, 2)]
+        gate, norm, biases = (
+            gate / 8,
+            norm_of(dim, dtype, style),
+            [normal(9, dtype=dtype, seed=i) for i in (1, 2)],
+        )
         residual = normal(1, 9, dtype=dtype)
         got = kernel(x, [gate, up], biases, norm, activation, True, residual).double()
-        (a, a_bound), (b, b_bound) = (exact_sums(x, [w], [c], norm) for w, c in zip((gate, up), biases, strict=True))
+        (a, a_bound), (b, b_bound) = (
+            exact_sums(x, [w], [c], norm) for w, c in zip((gate, up), biases, strict=True)
+        )
         a = linear.activate(a, activation) if activation else a
-        # No activation is steeper than 1.13. It, the product and the sum are rounded; 2 eps more for exp, erf and tanh.
+        # No activation is steeper than 1.13. It, the product and the sum are rounded; 2 eps more
+        # for exp, erf and tanh.
         eps = torch.finfo(dtype).eps
-        bound = 1.2 * a_bound * (b.abs() + b_bound) + a.abs() * b_bound + eps * (4 * (a * b).abs() + b.abs() + 1)
+        bound = (
+            1.2 * a_bound * (b.abs() + b_bound)
+            + a.abs() * b_bound
+            + eps * (4 * (a * b).abs() + b.abs() + 1)
+        )
         expected = residual.double() + a * b
         assert ((got - expected).abs() <= bound + eps * expected.abs()).all()
 
 
 class TestParts:
-    """The sums over K of transposed weights are computed in parts, and each block of features counts its parts."""
+    """The sums over K of transposed weights are computed in parts, and each block of features
+    counts its parts.
+    """
 
     def test_the_counters_are_left_as_zeros(self, monkeypatch):
         counters = torch.zeros(3, dtype=torch.int32, device=DEVICE)
         monkeypatch.setattr(linear_triton, "_counters", lambda x, number: counters)
-        x, weights = normal(1, 300), weights_of((40, 30), 300, torch.float32, True)  # 2 blocks and 1, 5 parts
+        x, weights = (
+            normal(1, 300),
+            weights_of((40, 30), 300, torch.float32, True),
+        )  # 2 blocks and 1, 5 parts
         first = kernel(x, weights)
         assert not counters.any()
         assert torch.equal(kernel(x, weights), first)
@@ -204,7 +261,11 @@ class TestParts:
 
     def test_a_pool_hands_out_each_counter_once_and_begins_again(self):
         pool = linear_triton._Pool(torch.arange(16))
-        assert [pool.take(n).tolist() for n in (3, 4, 5)] == [[0, 1, 2], [4, 5, 6, 7], [8, 9, 10, 11, 12]]
+        assert [pool.take(n).tolist() for n in (3, 4, 5)] == [
+            [0, 1, 2],
+            [4, 5, 6, 7],
+            [8, 9, 10, 11, 12],
+        ]
         assert pool.take(2).tolist() == [0, 1]
         assert pool.take(12).tolist() == list(range(4, 16))
 
@@ -214,13 +275,19 @@ class TestPlain:
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_the_operations_of_a_model(self, rows):
-        x, weights, biases = torch.randn(1, rows, 24), [torch.randn(8, 24) for _ in range(2)], [torch.randn(8)] * 2
+        x, weights, biases = (
+            torch.randn(1, rows, 24),
+            [torch.randn(8, 24) for _ in range(2)],
+            [torch.randn(8)] * 2,
+        )
         norm, residual = Norm(torch.randn(24), 1e-5, LLAMA), torch.randn(1, rows, 8)
         n = norm_plain(x, norm)
         parts = [F.linear(n, w, b) for w, b in zip(weights, biases, strict=True)]
         got = fused_linears(x, Linear(weights, biases, norm, "silu", True, residual))
         assert torch.equal(got, residual + F.silu(parts[0]) * parts[1])
-        assert torch.equal(fused_linears(x, Linear(weights, biases, norm)), torch.cat(parts, dim=-1))
+        assert torch.equal(
+            fused_linears(x, Linear(weights, biases, norm)), torch.cat(parts, dim=-1)
+        )
         got = fused_linears(x, Linear(weights[:1], [], activation="relu"))
         assert torch.equal(got, F.relu(F.linear(x, weights[0])))
 
@@ -229,10 +296,14 @@ class TestPlain:
         x, weights = normal(1, 60), weights_of((8, 8), 60, torch.float32, False)
         norm, residual = norm_of(60, torch.float32, GEMMA), normal(1, 8 if is_gated else 16)
         layer = Linear(weights, [], norm, "gelu", is_gated, residual)
-        torch.testing.assert_close(kernel(x, *layer), fused_linears_plain(x, layer), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            kernel(x, *layer), fused_linears_plain(x, layer), rtol=1e-4, atol=1e-4
+        )
 
     def test_gelu_tanh_is_the_activation_of_gpt2(self, monkeypatch):
-        monkeypatch.setattr(linear_triton, "_tiles", lambda *args: (128, 128, 4))  # 8 programs, not 500
+        monkeypatch.setattr(
+            linear_triton, "_tiles", lambda *args: (128, 128, 4)
+        )  # 8 programs, not 500
         x = torch.linspace(-8, 8, 999, device=DEVICE)
         torch.testing.assert_close(linear.activate(x, "gelu_tanh"), NewGELUActivation()(x))
         got = kernel(torch.ones(1, 1, device=DEVICE), [x[:, None]], activation="gelu_tanh")
@@ -264,14 +335,19 @@ class TestOnAGPU:
     def test_transposed_weights_after_a_norm_and_with_a_gate(self):
         x, weights = normal(1, 200), weights_of((9, 9), 200, torch.float32, True)
         norm = norm_of(200, torch.float32, LLAMA)
-        assert torch.equal(fused_linears(x, Linear(weights, [], norm)), kernel(run_norm(x, norm), weights))
+        assert torch.equal(
+            fused_linears(x, Linear(weights, [], norm)), kernel(run_norm(x, norm), weights)
+        )
         gate, up = (F.linear(x, weight) for weight in weights)
         got = fused_linears(x, Linear(weights, [], activation="silu", is_gated=True))
         assert torch.equal(got, F.silu(gate) * up)
         assert torch.equal(linear.gated_linear(x, *weights, "silu"), F.silu(gate) * up)
 
     def test_the_parts_of_a_captured_launch(self):
-        """Graphs with launches that follow each other, against the same launches outside of a graph: the same bits."""
+        """Graphs with launches that follow each other, against the same launches outside of a graph:
+
+        the same bits.
+        """
         dim, dtype = 1600, torch.bfloat16
         weights = [w / 40 for w in weights_of((dim, dim, dim), dim, dtype, True)]
 
@@ -297,7 +373,9 @@ class TestOnAGPU:
 
     def test_what_it_does_not_take_is_computed_plainly(self):
         x, weights = normal(1, 40), [normal(8, 40), transposed(normal(6, 40))]
-        assert torch.equal(fused_linears(x, Linear(weights, [])), linear.linears_plain(x, weights, []))
+        assert torch.equal(
+            fused_linears(x, Linear(weights, [])), linear.linears_plain(x, weights, [])
+        )
 
 
 def test_on_a_cpu_nothing_is_fused():
@@ -313,19 +391,31 @@ class _CentredStyle(NamedTuple):
 @pytest.mark.parametrize(
     ("message", "options"),
     [
-        (r"activation must be empty or one of silu, gelu_tanh, gelu, relu, got 'tanh'", {"activation": "tanh"}),
+        (
+            r"activation must be empty or one of silu, gelu_tanh, gelu, relu, got 'tanh'",
+            {"activation": "tanh"},
+        ),
         (r"two weights of one shape, got \[\(2, 4\)\]", {"is_gated": True}),
-        (r"two weights of one shape, got \[\(2, 4\), \(3, 4\)\]", {"is_gated": True, "sizes": (2, 3)}),
+        (
+            r"two weights of one shape, got \[\(2, 4\), \(3, 4\)\]",
+            {"is_gated": True, "sizes": (2, 3)},
+        ),
         (r"biases \[\(3,\)\] and weights of \[2\] rows do not fit", {"biases": [torch.ones(3)]}),
         (r"x \(1, 4\) and weights \[\(2, 5\)\] do not fit", {"weights": [torch.ones(2, 5)]}),
         (r"x \(1, 4\) and norm \(5,\) do not fit", {"norm": Norm(torch.ones(5), 1e-5, LLAMA)}),
         (r"takes an RMS norm without bias", {"norm": Norm(torch.ones(4), 1e-5, _CentredStyle())}),
-        (r"residual must be as the output, \(1, 2\) torch.float32, got \(1, 3\)", {"residual": torch.ones(1, 3)}),
+        (
+            r"residual must be as the output, \(1, 2\) torch.float32, got \(1, 3\)",
+            {"residual": torch.ones(1, 3)},
+        ),
         (r"got \(1, 2\) torch.float16", {"residual": torch.ones(1, 2).half()}),
     ],
     ids=str,
 )
 def test_what_does_not_fit_is_refused(message, options):
-    weights, biases = [torch.ones(size, 4) for size in options.pop("sizes", (2,))], options.pop("biases", [])
+    weights, biases = (
+        [torch.ones(size, 4) for size in options.pop("sizes", (2,))],
+        options.pop("biases", []),
+    )
     with pytest.raises(ValueError, match=message):
         fused_linears(torch.ones(1, 4), Linear(options.pop("weights", weights), biases, **options))

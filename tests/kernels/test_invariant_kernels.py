@@ -1,4 +1,7 @@
-"""Batch-invariant kernels: against float64, and a token with others against the same token alone."""
+"""Batch-invariant kernels:
+
+against float64, and a token with others against the same token alone.
+"""
 
 import pytest
 import torch
@@ -19,7 +22,9 @@ DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" 
 
 
 def normal(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(DEVICE, dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(
+        DEVICE, dtype
+    )
 
 
 def linear_kernel(x, weight, bias=None):
@@ -34,7 +39,9 @@ def sum_kernel(rows):
 def attention_kernel(query, keys, values, spans, scale):
     """The kernel of a prompt, or of a decode step for one query."""
     if query.shape[2] > 1:
-        kernel = triton_module("hf_static_kv.kernels.prompt_attention_triton").prompt_attention_triton
+        kernel = triton_module(
+            "hf_static_kv.kernels.prompt_attention_triton"
+        ).prompt_attention_triton
         return kernel(query, keys, values, spans, scale, None, None)
     kernel = triton_module("hf_static_kv.kernels.decode_attention_triton").decode_attention_triton
     return kernel(query, keys, values, spans[:, 0], None, scale, keys.shape[2], in_order=True)
@@ -44,29 +51,41 @@ def attention_plain(query, keys, values, spans, scale):
     return invariant_attention_plain(query, keys, values, spans, scale, None, None)
 
 
-@pytest.mark.parametrize("implementation", [linear_kernel, invariant_linear_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "implementation", [linear_kernel, invariant_linear_plain], ids=["triton", "plain"]
+)
 class TestLinear:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("transposed", [False, True])  # as GPT-2 keeps its weights
-    @pytest.mark.parametrize(("rows", "dim", "size"), [(1, 48, 7), (35, 600, 20), (17, 64, 130), (90, 300, 70)])
+    @pytest.mark.parametrize(
+        ("rows", "dim", "size"), [(1, 48, 7), (35, 600, 20), (17, 64, 130), (90, 300, 70)]
+    )
     def test_against_float64(self, implementation, rows, dim, size, transposed, dtype):
         x, bias = normal(rows, dim, dtype=dtype), normal(size, dtype=dtype)
-        weight = normal(dim, size, dtype=dtype).t() if transposed else normal(size, dim, dtype=dtype)
+        weight = (
+            normal(dim, size, dtype=dtype).t() if transposed else normal(size, dim, dtype=dtype)
+        )
         expected = x.double() @ weight.double().T + bias.double()
         magnitudes = x.double().abs() @ weight.double().abs().T + bias.double().abs()
-        # A sum of K products in float32, and a rounding to the dtype, or two where the bias is added after one.
-        bound = ((dim + 2) * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps) * magnitudes
+        # A sum of K products in float32, and a rounding to the dtype, or two where the bias is
+        # added after one.
+        bound = (
+            (dim + 2) * torch.finfo(torch.float32).eps + 2 * torch.finfo(dtype).eps
+        ) * magnitudes
         assert ((implementation(x, weight, bias).double() - expected).abs() <= bound).all()
 
     @given(data=st.data())
     @settings(max_examples=15, deadline=None)
     def test_a_row_alone_has_the_same_bits(self, implementation, data):
-        # In Triton's interpreter numpy multiplies, whose order depends on the shape of a tile: up to 8 rows have one.
+        # In Triton's interpreter numpy multiplies, whose order depends on the shape of a tile: up
+        # to 8 rows have one.
         most_rows = 8 if implementation is linear_kernel and DEVICE == "cpu" else 40
         rows, dim, size = (data.draw(st.integers(1, most)) for most in (most_rows, 300, 60))
         x, weight = normal(rows, dim), normal(size, dim)
         row = data.draw(st.integers(0, rows - 1))
-        assert torch.equal(implementation(x[row : row + 1], weight), implementation(x, weight)[row : row + 1])
+        assert torch.equal(
+            implementation(x[row : row + 1], weight), implementation(x, weight)[row : row + 1]
+        )
 
 
 def test_a_weight_with_more_elements_than_32_bits_can_count():
@@ -77,8 +96,13 @@ def test_a_weight_with_more_elements_than_32_bits_can_count():
     weight.copy_(normal(4, dim, dtype=torch.float16))
     for rows in (2, 70):
         x = normal(rows, dim, dtype=torch.float16)
-        expected, magnitudes = x.double() @ weight.double().T, x.double().abs() @ weight.double().abs().T
-        bound = ((dim + 2) * torch.finfo(torch.float32).eps + torch.finfo(torch.float16).eps) * magnitudes
+        expected, magnitudes = (
+            x.double() @ weight.double().T,
+            x.double().abs() @ weight.double().abs().T,
+        )
+        bound = (
+            (dim + 2) * torch.finfo(torch.float32).eps + torch.finfo(torch.float16).eps
+        ) * magnitudes
         assert ((linear_kernel(x, weight).double() - expected).abs() <= bound).all()
 
 
@@ -89,13 +113,23 @@ def test_a_weight_with_more_elements_than_32_bits_can_count():
 class TestManyRowsAndFew:
     """Two kernels, for many rows and for few: a row has the same bits in both."""
 
-    ROWS = (slice(0, 1), slice(77, 78), slice(80, 88), slice(80, 89), slice(0, 64), slice(0, 65), slice(100, 117))
+    ROWS = (
+        slice(0, 1),
+        slice(77, 78),
+        slice(80, 88),
+        slice(80, 89),
+        slice(0, 64),
+        slice(0, 65),
+        slice(100, 117),
+    )
 
     @pytest.mark.parametrize("transposed", [False, True])
     @pytest.mark.parametrize("exponents", [0, 10])
     def test_linear(self, dim, size, dtype, transposed, exponents):
         """With numbers of unlike size too, where an order of summing shows."""
-        x = (normal(150, dim) * 2.0 ** (exponents * normal(150, dim, seed=1)).clamp(-12, 8)).to(dtype)
+        x = (normal(150, dim) * 2.0 ** (exponents * normal(150, dim, seed=1)).clamp(-12, 8)).to(
+            dtype
+        )
         weight, bias = normal(size, dim, dtype=dtype), normal(size, dtype=dtype)
         weight = weight.t().contiguous().t() if transposed else weight
         many = linear_kernel(x, weight, bias)
@@ -105,14 +139,21 @@ class TestManyRowsAndFew:
     def test_gated_linear(self, dim, size, dtype):
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
-        x, gate, up = normal(150, dim, dtype=dtype), *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2))
+        x, gate, up = (
+            normal(150, dim, dtype=dtype),
+            *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2)),
+        )
         activation = ACTIVATIONS[dim % 3]
         many = invariant_linears_triton(x, [gate, up], [], activation)
         for rows in self.ROWS:
-            assert torch.equal(invariant_linears_triton(x[rows], [gate, up], [], activation), many[rows])
+            assert torch.equal(
+                invariant_linears_triton(x[rows], [gate, up], [], activation), many[rows]
+            )
 
 
-@pytest.mark.parametrize("implementation", [sum_kernel, invariant_sum_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "implementation", [sum_kernel, invariant_sum_plain], ids=["triton", "plain"]
+)
 @pytest.mark.parametrize(("rows", "dim"), [(1, 5), (20, 300), (3, 5000)])
 def test_sums(implementation, rows, dim):
     x = normal(rows, dim)
@@ -126,28 +167,46 @@ def test_sums(implementation, rows, dim):
 def spans_of(batch, queries, keys, seq_start=0, window=None):
     end = torch.arange(keys - queries + 1, keys + 1)
     first = (end - window).clamp(min=seq_start) if window else torch.full_like(end, seq_start)
-    return torch.stack([torch.full_like(end, seq_start), first, end], dim=-1).expand(batch, -1, -1).to(DEVICE)
+    return (
+        torch.stack([torch.full_like(end, seq_start), first, end], dim=-1)
+        .expand(batch, -1, -1)
+        .to(DEVICE)
+    )
 
 
-@pytest.mark.parametrize("implementation", [attention_kernel, attention_plain], ids=["triton", "plain"])
+@pytest.mark.parametrize(
+    "implementation", [attention_kernel, attention_plain], ids=["triton", "plain"]
+)
 class TestAttention:
     @pytest.mark.parametrize("window", [None, 70])
     @pytest.mark.parametrize(("queries", "keys"), [(1, 200), (9, 150), (5, 5)])
     def test_against_float64(self, implementation, queries, keys, window):
-        query, key, value = normal(2, 4, queries, 16), normal(2, 2, keys, 16), normal(2, 2, keys, 16, seed=1)
+        query, key, value = (
+            normal(2, 4, queries, 16),
+            normal(2, 2, keys, 16),
+            normal(2, 2, keys, 16, seed=1),
+        )
         spans = spans_of(2, queries, keys, window=window)
         position = torch.arange(keys, device=DEVICE)
         seen = (position >= spans[0, :, 1:2]) & (position < spans[0, :, 2:3])
         scores = query.double() @ key.double().repeat_interleave(2, 1).transpose(2, 3) * 0.25
         weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         expected = (weights @ value.double().repeat_interleave(2, 1)).transpose(1, 2)
-        torch.testing.assert_close(implementation(query, key, value, spans, 0.25).double(), expected, rtol=0, atol=2e-6)
+        torch.testing.assert_close(
+            implementation(query, key, value, spans, 0.25).double(), expected, rtol=0, atol=2e-6
+        )
 
     @pytest.mark.parametrize("window", [None, 70])
     def test_a_query_has_the_bits_of_a_decode_step_at_its_place(self, implementation, window):
         """Over the keys that a cache has by then, and handed out from the window's beginning on."""
-        query, key, value = normal(1, 4, 12, 16), normal(1, 2, 140, 16), normal(1, 2, 140, 16, seed=1)
-        spans = spans_of(1, 12, 140, window=window)  # over the border between two pieces of 128, and of 64
+        query, key, value = (
+            normal(1, 4, 12, 16),
+            normal(1, 2, 140, 16),
+            normal(1, 2, 140, 16, seed=1),
+        )
+        spans = spans_of(
+            1, 12, 140, window=window
+        )  # over the border between two pieces of 128, and of 64
         whole = implementation(query, key, value, spans, 0.25)
         for t in (0, 4, 11):
             begin, end = spans[0, t, 1:].tolist()
@@ -157,11 +216,17 @@ class TestAttention:
 
     @pytest.mark.parametrize("groups", [1, 3, 17])
     def test_queries_of_one_program_that_begin_with_unlike_pieces(self, implementation, groups):
-        """A window over a border between pieces, rows of unlike seq_start, and one row that begins inside."""
-        heads, queries = (2, 9) if groups < 17 else (1, 4)  # of 17 query heads a program has one query
+        """A window over a border between pieces, rows of unlike seq_start, and one row that begins
+        inside.
+        """
+        heads, queries = (
+            (2, 9) if groups < 17 else (1, 4)
+        )  # of 17 query heads a program has one query
         query = normal(2, heads * groups, queries, 20)
         key, value = normal(2, heads, 300, 20), normal(2, heads, 300, 20, seed=1)
-        spans = torch.cat([spans_of(1, queries, 261, window=133), spans_of(1, queries, 300, seq_start=295)])
+        spans = torch.cat(
+            [spans_of(1, queries, 261, window=133), spans_of(1, queries, 300, seq_start=295)]
+        )
         spans[1, : queries // 2] = 295  # padding: these see nothing
         whole = implementation(query, key, value, spans, 0.25)
         expected = attention_plain(query, key, value, spans, 0.25)
@@ -172,14 +237,20 @@ class TestAttention:
 
     def test_the_padding_to_its_left_changes_nothing(self, implementation):
         query, key, value = normal(1, 4, 3, 16), normal(1, 2, 90, 16), normal(1, 2, 90, 16, seed=1)
-        padded = [torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], dim=2) for t in (key, value)]
+        padded = [
+            torch.cat([torch.full_like(t[:, :, :7], torch.nan), t], dim=2) for t in (key, value)
+        ]
         bare = implementation(query, key, value, spans_of(1, 3, 90), 0.25)
-        assert torch.equal(implementation(query, *padded, spans_of(1, 3, 97, seq_start=7), 0.25), bare)
+        assert torch.equal(
+            implementation(query, *padded, spans_of(1, 3, 97, seq_start=7), 0.25), bare
+        )
 
     def test_a_query_that_sees_nothing_gives_zeros(self, implementation):
         query, key = normal(1, 2, 1, 16), normal(1, 2, 8, 16)
         spans = torch.full((1, 1, 3), 5, device=DEVICE)
-        assert torch.equal(implementation(query, key, key, spans, 0.25), torch.zeros(1, 1, 2, 16, device=DEVICE))
+        assert torch.equal(
+            implementation(query, key, key, spans, 0.25), torch.zeros(1, 1, 2, 16, device=DEVICE)
+        )
 
 
 def test_tiles_have_one_shape_and_memory_of_their_own():
@@ -196,9 +267,19 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match=r"x \(2, 3\) and weight \(4, 5\) do not fit"):
         invariant_linear(torch.ones(2, 3), torch.ones(4, 5))
     states, spans = torch.ones(1, 2, 3, 4), torch.zeros(1, 2, 3, dtype=torch.long)
-    with pytest.raises(ValueError, match=r"spans must be \[1, 3, 3\] of seq_start, first, end, got \[1, 2, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"spans must be \[1, 3, 3\] of seq_start, first, end, got \[1, 2, 3\]"
+    ):
         invariant_attention(states, states, states, spans, 1.0, None, None)
-    with pytest.raises(ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"):
+    with pytest.raises(
+        ValueError, match=r"one dtype, got torch.float32, torch.float16, torch.float16"
+    ):
         invariant_attention(
-            states, states.half(), states.half(), torch.zeros(1, 3, 3, dtype=torch.long), 1.0, None, None
+            states,
+            states.half(),
+            states.half(),
+            torch.zeros(1, 3, 3, dtype=torch.long),
+            1.0,
+            None,
+            None,
         )

@@ -1,4 +1,6 @@
-"""Each kernel and its plain twin against float64 on odd shapes; on a CPU the kernel runs in Triton's interpreter."""
+"""Each kernel and its plain twin against float64 on odd shapes; on a CPU the kernel runs in
+Triton's interpreter.
+"""
 
 import pytest
 import torch
@@ -12,18 +14,44 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def skip_bfloat16_on_a_cpu(tensor):
     if DEVICE == "cpu" and tensor.dtype == torch.bfloat16:
-        pytest.skip("Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding")
+        pytest.skip(
+            "Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding"
+        )
 
 
-def kernel(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
+def kernel(
+    query,
+    keys,
+    values,
+    spans,
+    scale,
+    softcap=None,
+    sinks=None,
+    max_span=None,
+    seen=None,
+    weights=None,
+):
     """The Triton kernel itself, which `decode_attention` takes on a GPU only."""
     triton_kernel = triton_module("hf_static_kv.kernels.decode_attention_triton")
     skip_bfloat16_on_a_cpu(query)
     span = min(max_span or keys.shape[2], keys.shape[2])
-    return triton_kernel.decode_attention_triton(query, keys, values, spans, seen, scale, span, softcap, sinks, weights)
+    return triton_kernel.decode_attention_triton(
+        query, keys, values, spans, seen, scale, span, softcap, sinks, weights
+    )
 
 
-def plain(query, keys, values, spans, scale, softcap=None, sinks=None, max_span=None, seen=None, weights=None):
+def plain(
+    query,
+    keys,
+    values,
+    spans,
+    scale,
+    softcap=None,
+    sinks=None,
+    max_span=None,
+    seen=None,
+    weights=None,
+):
     return decode_attention_plain(query, keys, values, spans, seen, scale, softcap, sinks, weights)
 
 
@@ -42,19 +70,27 @@ def in_float64(query, keys, values, spans, scale, softcap=None, sinks=None, seen
         hidden |= ~seen.cpu()
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     if sinks is not None:
-        scores = torch.cat([scores, sinks.double().cpu()[None, :, None].expand(len(scores), -1, 1)], -1)
+        scores = torch.cat(
+            [scores, sinks.double().cpu()[None, :, None].expand(len(scores), -1, 1)], -1
+        )
     return torch.einsum("bhs,bhsd->bhd", scores.softmax(-1)[..., : keys.shape[2]], values)[:, None]
 
 
 def error_bound(query, keys, values, scale):
-    """How far rounding alone can take the result from the float64 one, which starts from the same rounded inputs.
+    """How far rounding alone can take the result from the float64 one, which starts from the same
+    rounded inputs.
 
-    A score is a sum of D products in float32: off by D eps32 times the sum of their magnitudes, which moves every
-    weight by that share. Weights and sums over n positions add n eps32. A weight is rounded to the values' dtype before
-    it multiplies them, and so is the result: one eps of that dtype together.
+    A score is a sum of D products in float32: off by D eps32 times the sum of their magnitudes,
+    which moves every weight by that share. Weights and sums over n positions add n eps32. A weight
+    is rounded to the values' dtype before it multiplies them, and so is the result: one eps of that
+    dtype together.
     """
     groups = query.shape[1] // keys.shape[1]
-    magnitudes = query.double().abs() @ keys.double().abs().repeat_interleave(groups, 1).transpose(2, 3) * scale
+    magnitudes = (
+        query.double().abs()
+        @ keys.double().abs().repeat_interleave(groups, 1).transpose(2, 3)
+        * scale
+    )
     score_error = (query.shape[-1] + 4) * torch.finfo(torch.float32).eps * magnitudes.max().item()
     summing = (keys.shape[2] + 8) * torch.finfo(torch.float32).eps
     own = torch.finfo(values.dtype).eps if values.dtype != torch.float32 else 0.0
@@ -78,7 +114,9 @@ def spans_of(*rows):
     return torch.tensor(rows, device=DEVICE)
 
 
-SHAPES = {  # query heads, KV heads, head dim: the dev models, one group, a large group, dims that are no power of two
+# query heads, KV heads, head dim: the dev models, one group, a large group, dims that are no power
+# of two
+SHAPES = {
     "llama": (32, 8, 64),
     "qwen3": (16, 8, 128),
     "gemma3": (4, 1, 256),
@@ -90,7 +128,8 @@ SHAPES = {  # query heads, KV heads, head dim: the dev models, one group, a larg
 
 @pytest.mark.parametrize("implementation", [kernel, plain], ids=["triton", "plain"])
 class TestDecodeAttention:
-    # All lengths on one shape; on the others one piece and two, since the interpreter takes seconds for many heads.
+    # All lengths on one shape; on the others one piece and two, since the interpreter takes seconds
+    # for many heads.
     @pytest.mark.parametrize(
         ("shape", "length"),
         [("smollm2", length) for length in (1, 31, 64, 255, 256, 257, 300)]
@@ -103,7 +142,9 @@ class TestDecodeAttention:
         got = implementation(query, keys, values, spans, scale)
         expected = in_float64(query, keys, values, spans, scale)
         assert got.shape == expected.shape
-        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, scale)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(
+            query, keys, values, scale
+        )
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     def test_dtypes_on_padded_rows_of_unlike_length_under_a_window(self, implementation, dtype):
@@ -112,7 +153,9 @@ class TestDecodeAttention:
         got = implementation(query, keys, values, spans, 0.125, max_span=100)
         expected = in_float64(query, keys, values, spans, 0.125)
         assert got.dtype == dtype
-        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(
+            query, keys, values, 0.125
+        )
 
     def test_soft_cap_and_sinks(self, implementation):
         query, keys, values = tensors(4, 2, 64, room=40)
@@ -121,31 +164,43 @@ class TestDecodeAttention:
         spans = spans_of([3, 3, 33])
         got = implementation(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
         expected = in_float64(query, keys, values, spans, 0.125, softcap=30.0, sinks=sinks)
-        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(
+            query, keys, values, 0.125
+        )
         assert got[0, 0, 3].abs().max() < 1e-6  # a sink that takes everything leaves nothing
 
     def test_a_mask_with_holes(self, implementation):
-        """Rows of a chat that was padded in the middle; in one of them the first pieces are hidden altogether."""
+        """Rows of a chat that was padded in the middle; in one of them the first pieces are hidden
+        altogether.
+        """
         query, keys, values = tensors(4, 2, 64, room=600, batch=2)
         seen = torch.rand(2, 600, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.5
         seen[1, :520], seen[:, 599] = False, True
         spans = spans_of([0, 0, 600], [0, 0, 600])
         got = implementation(query, keys, values, spans, 0.125, seen=seen)
         expected = in_float64(query, keys, values, spans, 0.125, seen=seen)
-        assert (got.double().cpu() - expected).abs().max() <= error_bound(query, keys, values, 0.125)
+        assert (got.double().cpu() - expected).abs().max() <= error_bound(
+            query, keys, values, 0.125
+        )
 
     @pytest.mark.parametrize("case", ["plain", "window and padding", "holes", "sinks"])
     def test_it_keeps_its_weights(self, implementation, case):
         """The softmax itself, laid on the positions; nothing outside of the span is written."""
         query, keys, values = tensors(6, 2, 16, 300, batch=2)
         spans = (
-            spans_of([0, 0, 290], [17, 160, 300]) if case == "window and padding" else spans_of([0, 0, 290], [0, 0, 5])
+            spans_of([0, 0, 290], [17, 160, 300])
+            if case == "window and padding"
+            else spans_of([0, 0, 290], [0, 0, 5])
         )
         seen = torch.arange(300, device=DEVICE).expand(2, -1) % 3 != 1 if case == "holes" else None
         sinks = torch.randn(6, device=DEVICE) if case == "sinks" else None
         weights = torch.full((2, 6, 300), -1.0, device=DEVICE)
-        got = implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen, weights=weights)
-        assert torch.equal(got, implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen))
+        got = implementation(
+            query, keys, values, spans, 0.25, sinks=sinks, seen=seen, weights=weights
+        )
+        assert torch.equal(
+            got, implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen)
+        )
         for b, (_, first, end) in enumerate(spans.tolist()):
             row = weights[b, :, first:end].double()
             assert (weights[b, :, :first] == -1).all()
@@ -154,8 +209,12 @@ class TestDecodeAttention:
             if seen is not None:
                 assert (row[:, ~seen[b, first:end]] == 0).all()
             if sinks is None:
-                torch.testing.assert_close(row.sum(-1), torch.ones(6, device=DEVICE).double(), rtol=0, atol=1e-5)
-            output = torch.einsum("hgn,hnd->hgd", row.view(2, 3, -1), values[b, :, first:end].double())
+                torch.testing.assert_close(
+                    row.sum(-1), torch.ones(6, device=DEVICE).double(), rtol=0, atol=1e-5
+                )
+            output = torch.einsum(
+                "hgn,hnd->hgd", row.view(2, 3, -1), values[b, :, first:end].double()
+            )
             torch.testing.assert_close(output.reshape(6, 16), got[b, 0].double(), rtol=0, atol=1e-5)
 
     def test_values_of_another_dim(self, implementation):
@@ -163,9 +222,9 @@ class TestDecodeAttention:
         spans = spans_of([0, 0, 20])
         got = implementation(query, keys, values, spans, 0.2)
         assert got.shape == (1, 1, 4, 32)
-        assert (got.double().cpu() - in_float64(query, keys, values, spans, 0.2)).abs().max() <= error_bound(
-            query, keys, values, 0.2
-        )
+        assert (
+            got.double().cpu() - in_float64(query, keys, values, spans, 0.2)
+        ).abs().max() <= error_bound(query, keys, values, 0.2)
 
     def test_what_lies_outside_the_span_is_never_read(self, implementation):
         query, keys, values = tensors(4, 2, 16, room=300)
@@ -176,14 +235,21 @@ class TestDecodeAttention:
         assert torch.equal(implementation(query, keys, values, spans, 0.25), expected)
 
     def test_views_of_the_storage_of_all_layers(self, implementation):
-        """As a captured step passes them: one layer of the storage, and spans padded to four columns."""
+        """As a captured step passes them:
+
+        one layer of the storage, and spans padded to four columns.
+        """
         query, keys, values = tensors(4, 2, 16, room=50, batch=2)
-        storage = torch.full((2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE)  # keys and values of [L, B, H, S, D]
+        storage = torch.full(
+            (2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE
+        )  # keys and values of [L, B, H, S, D]
         storage[0, 1, :2, :, :50], storage[1, 1, :2, :, :50] = keys, values
         spans = torch.full((2, 3, 4), 99, device=DEVICE)
         spans[:, 1, :3] = spans_of([0, 0, 50], [10, 10, 50])
         got = implementation(query, storage[0, 1, :2], storage[1, 1, :2], spans[:, 1, :3], 0.25)
-        assert torch.equal(got, implementation(query, keys, values, spans[:, 1, :3].contiguous(), 0.25))
+        assert torch.equal(
+            got, implementation(query, keys, values, spans[:, 1, :3].contiguous(), 0.25)
+        )
 
 
 class TestBits:
@@ -194,17 +260,27 @@ class TestBits:
         alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125)
         # A larger room, a prefix of padding that is no multiple of anything, and a second row.
         batch_query, wide_keys, wide_values = tensors(4, 2, 64, room=6000, batch=2, seed=1)
-        batch_query[1], wide_keys[1, :, 37:737], wide_values[1, :, 37:737] = query[0], keys[0], values[0]
-        both = kernel(batch_query, wide_keys, wide_values, spans_of([0, 0, 737], [37, 37, 737]), 0.125)
+        batch_query[1], wide_keys[1, :, 37:737], wide_values[1, :, 37:737] = (
+            query[0],
+            keys[0],
+            values[0],
+        )
+        both = kernel(
+            batch_query, wide_keys, wide_values, spans_of([0, 0, 737], [37, 37, 737]), 0.125
+        )
         assert torch.equal(both[1], alone[0])
 
     def test_under_a_window(self):
         query, keys, values = tensors(4, 1, 64, room=900)
         alone = kernel(query, keys, values, spans_of([0, 400, 900]), 0.125, max_span=500)
-        shifted_keys, shifted_values = (torch.zeros(1, 1, 2000, 64, device=DEVICE) for _ in range(2))
+        shifted_keys, shifted_values = (
+            torch.zeros(1, 1, 2000, 64, device=DEVICE) for _ in range(2)
+        )
         shifted_keys[:, :, 11:911], shifted_values[:, :, 11:911] = keys, values
         spans = spans_of([11, 411, 911])
-        assert torch.equal(kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone)
+        assert torch.equal(
+            kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone
+        )
 
     @pytest.mark.parametrize("moved", [1, 64, 399])
     def test_in_a_compact_layer(self, moved):
@@ -222,7 +298,10 @@ class TestBits:
         (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one query per batch row, got 2"),
         (lambda q, k, v, s: (q[:, :3], k, v, s), "Hq a multiple of H"),
         (lambda q, k, v, s: (q, k, v[:, :, :9], s), "do not fit"),
-        (lambda q, k, v, s: (q, k, v, s[:, :2]), r"spans must be \[1, 3\] of seq_start, first, end, got \[1, 2\]"),
+        (
+            lambda q, k, v, s: (q, k, v, s[:, :2]),
+            r"spans must be \[1, 3\] of seq_start, first, end, got \[1, 2\]",
+        ),
         (lambda q, k, v, s: (q, k, v.half(), s), "must have one dtype"),
     ],
 )
@@ -242,7 +321,17 @@ def test_spans_that_are_ready_change_no_bit(case):
         sinks = torch.ones(4, device=DEVICE) if case == "sinks" else None
         weights = torch.zeros(2, 4, 300, device=DEVICE) if case == "weights" else None
         got = module.decode_attention_triton(
-            query, keys, values, spans, None, 0.25, 300, None, sinks, weights, spans_ready=spans_ready
+            query,
+            keys,
+            values,
+            spans,
+            None,
+            0.25,
+            300,
+            None,
+            sinks,
+            weights,
+            spans_ready=spans_ready,
         )
         results.append((got, weights if weights is not None else got))
     assert torch.equal(results[0][0], results[1][0])
@@ -267,18 +356,31 @@ def test_the_choice_follows_the_device():
 class TestWriteToken:
     @pytest.mark.parametrize("implementation", ["triton", "as the device chooses"])
     def test_one_position_of_one_layer_and_nothing_else(self, implementation):
-        keys, values = torch.zeros(3, 4, 2, 10, 24, device=DEVICE), torch.zeros(3, 4, 2, 10, 16, device=DEVICE)
-        # As a projection leaves them: heads and tokens transposed. Two of four batch rows are in use.
+        keys, values = (
+            torch.zeros(3, 4, 2, 10, 24, device=DEVICE),
+            torch.zeros(3, 4, 2, 10, 16, device=DEVICE),
+        )
+        # As a projection leaves them: heads and tokens transposed. Two of four batch rows are in
+        # use.
         key_states = torch.randn(2, 1, 2, 24, device=DEVICE).transpose(1, 2)
         value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
-        arguments = keys[1, :2], values[1, :2], key_states, value_states, torch.tensor([7], device=DEVICE)
+        arguments = (
+            keys[1, :2],
+            values[1, :2],
+            key_states,
+            value_states,
+            torch.tensor([7], device=DEVICE),
+        )
         if implementation == "triton":
             module = triton_module("hf_static_kv.kernels.step_state_triton")
             module.write_token_triton(*arguments)
         else:
             write_token(*arguments)
         expected = torch.zeros_like(keys), torch.zeros_like(values)
-        expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = key_states[:, :, 0], value_states[:, :, 0]
+        expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = (
+            key_states[:, :, 0],
+            value_states[:, :, 0],
+        )
         assert torch.equal(keys, expected[0])
         assert torch.equal(values, expected[1])
 
@@ -292,9 +394,21 @@ class TestWriteToken:
     @pytest.mark.parametrize(
         ("shape", "dtype", "message"),
         [
-            ((1, 1, 1, 8), torch.bfloat16, "storage is torch.float32 and the states are torch.bfloat16"),
-            ((2, 1, 1, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[2, 1, 1, 8\]"),
-            ((1, 1, 2, 8), torch.float32, r"must be \[1, 1, 1, 8\], as the storage, got \[1, 1, 2, 8\]"),
+            (
+                (1, 1, 1, 8),
+                torch.bfloat16,
+                "storage is torch.float32 and the states are torch.bfloat16",
+            ),
+            (
+                (2, 1, 1, 8),
+                torch.float32,
+                r"must be \[1, 1, 1, 8\], as the storage, got \[2, 1, 1, 8\]",
+            ),
+            (
+                (1, 1, 2, 8),
+                torch.float32,
+                r"must be \[1, 1, 1, 8\], as the storage, got \[1, 1, 2, 8\]",
+            ),
         ],
     )
     def test_what_does_not_fit_is_refused(self, shape, dtype, message):

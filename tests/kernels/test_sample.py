@@ -1,4 +1,7 @@
-"""Sampling in a captured step: plainly as transformers samples, and the kernels as the plain formula."""
+"""Sampling in a captured step:
+
+plainly as transformers samples, and the kernels as the plain formula.
+"""
 
 from functools import partial
 from itertools import combinations
@@ -7,7 +10,13 @@ import pytest
 import torch
 from transformers.generation import logits_process as processors
 
-from hf_static_kv.kernels.sample import Kinds, SampleState, process_plain, select_sampled, select_sampled_plain
+from hf_static_kv.kernels.sample import (
+    Kinds,
+    SampleState,
+    process_plain,
+    select_sampled,
+    select_sampled_plain,
+)
 from hf_static_kv.kernels.step_state import GreedyState
 from tests.conftest import given, settings, st, triton_module
 
@@ -19,7 +28,8 @@ POSITION, LENGTH = 3, 8  # of the newest token, of the token buffer
 
 def make_state(batch, kinds, **numbers):
     numbers = {
-        "temperature": 1.0, "top_k": 7, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 2.0, "min_length": 0,
+        "temperature": 1.0, "top_k": 7, "top_p": 0.8, "min_p": 0.02, "repetition_penalty": 2.0,
+        "min_length": 0,
     } | numbers  # fmt: skip
     # Tokens after the newest one must not count: token 4 is none of the past.
     sequences = torch.tensor([[2, 0, 1, 2, 4, 4, 4, 4]], device=DEVICE).repeat(batch, 1)
@@ -32,7 +42,9 @@ def make_state(batch, kinds, **numbers):
         is_over=torch.tensor(False, device=DEVICE),
     )
     tensors = {
-        name: torch.tensor([number], dtype=torch.float64 if isinstance(number, float) else None, device=DEVICE)
+        name: torch.tensor(
+            [number], dtype=torch.float64 if isinstance(number, float) else None, device=DEVICE
+        )
         for name, number in numbers.items()
     }
     return SampleState(selection, kinds, **tensors)
@@ -47,15 +59,25 @@ def normal(*shape, seed=0, scale=1.0):
 
 
 def exponential(*shape, seed=0):
-    return torch.empty(shape).exponential_(1, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    return (
+        torch.empty(shape).exponential_(1, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+    )
 
 
 def of_transformers(logits, state):
     """Tokens [B] and processed scores as `generate` computes them."""
     number = {name: getattr(state, name).item() for name in SampleState._fields[2:]}
     made = (
-        ("repetition", lambda: processors.RepetitionPenaltyLogitsProcessor(number["repetition_penalty"])),
-        ("min_length", lambda: processors.MinLengthLogitsProcessor(number["min_length"], [1, 3], device=DEVICE)),
+        (
+            "repetition",
+            lambda: processors.RepetitionPenaltyLogitsProcessor(number["repetition_penalty"]),
+        ),
+        (
+            "min_length",
+            lambda: processors.MinLengthLogitsProcessor(
+                number["min_length"], [1, 3], device=DEVICE
+            ),
+        ),
         ("temperature", lambda: processors.TemperatureLogitsWarper(number["temperature"])),
         ("top_k", lambda: processors.TopKLogitsWarper(number["top_k"])),
         ("top_p", lambda: processors.TopPLogitsWarper(number["top_p"])),
@@ -73,7 +95,9 @@ def rng_state():
 
 
 class TestPlain:
-    """On a CPU `select_sampled` is the plain formula; a GPU runs it for more rows than the kernels take."""
+    """On a CPU `select_sampled` is the plain formula; a GPU runs it for more rows than the kernels
+    take.
+    """
 
     @given(
         kinds=st.builds(Kinds, *[st.booleans()] * 6),
@@ -92,10 +116,18 @@ class TestPlain:
         self, kinds, seed, batch, vocabulary, scale, temperature, top_k, top_p, min_p, min_length
     ):
         batch = batch if DEVICE == "cpu" else batch + 64
-        numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "min_length": min_length}
+        numbers = {
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "min_length": min_length,
+        }
         logits = normal(batch, vocabulary, seed=seed, scale=scale)
         logits = logits.bfloat16() if seed % 2 else logits  # many ties
-        expected, got = (make_state(batch, kinds, repetition_penalty=1.3, **numbers) for _ in range(2))
+        expected, got = (
+            make_state(batch, kinds, repetition_penalty=1.3, **numbers) for _ in range(2)
+        )
         torch.manual_seed(seed)
         tokens, scores = of_transformers(logits, expected)
         after = rng_state()
@@ -106,12 +138,16 @@ class TestPlain:
         assert torch.equal(process_plain(logits, position(), got), scores)
         assert got.selection.sequences[:, POSITION + 1].tolist() == tokens.tolist()
 
-    @pytest.mark.skipif(DEVICE == "cuda", reason="in transformers 5.17 it ends the process's use of the GPU")
+    @pytest.mark.skipif(
+        DEVICE == "cuda", reason="in transformers 5.17 it ends the process's use of the GPU"
+    )
     def test_a_token_without_a_logit_is_not_penalized(self):
         state = make_state(1, Kinds(repetition=True))
         state.selection.sequences[0, 1] = 10
         logits = normal(1, 10)
-        assert torch.equal(process_plain(logits, position(), state), of_transformers(logits, state)[1])
+        assert torch.equal(
+            process_plain(logits, position(), state), of_transformers(logits, state)[1]
+        )
 
     def test_rows_that_have_ended_and_rows_that_end(self):
         state = make_state(3, Kinds())
@@ -125,11 +161,12 @@ class TestPlain:
 
 
 def limits(scores, kinds, state, slack=None):
-    """Masks of the tokens that must be kept and that may be kept, by float64; what is between is within rounding.
+    """Masks of the tokens that must be kept and that may be kept, by float64; what is between is
+    within rounding.
 
     top_p sorts: of equal scores the higher token comes later in ascending order, and is kept first.
-    A mass is a sum of V weights, off by V eps. exp is off by an eps or two, on a GPU by |score - max| eps more, where
-    the weight is large that is little: 104 at most, below that a weight is 0.
+    A mass is a sum of V weights, off by V eps. exp is off by an eps or two, on a GPU by |score -
+    max| eps more, where the weight is large that is little: 104 at most, below that a weight is 0.
     """
     scores = scores.double()
     slack = (scores.shape[-1] + 110) * torch.finfo(torch.float32).eps if slack is None else slack
@@ -140,8 +177,12 @@ def limits(scores, kinds, state, slack=None):
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     if kinds.top_p and state.top_p.item() < 1:
         place = places(scores)
-        kept = torch.zeros_like(scores).scatter(1, place, torch.where(must, weights, 0))  # ascending
-        above = ((kept.sum(-1, keepdim=True) - kept.cumsum(-1)) / kept.sum(-1, keepdim=True)).gather(1, place)
+        kept = torch.zeros_like(scores).scatter(
+            1, place, torch.where(must, weights, 0)
+        )  # ascending
+        above = (
+            (kept.sum(-1, keepdim=True) - kept.cumsum(-1)) / kept.sum(-1, keepdim=True)
+        ).gather(1, place)
         p, is_last = state.top_p.item(), place == scores.shape[-1] - 1
         must, may = (m & ((above < p + s) | is_last) for m, s in ((must, -slack), (may, slack)))
     if kinds.min_p:
@@ -156,7 +197,10 @@ def places(scores):
 
 
 def probes(scores, must, may):
-    """Noise for two rows each: the lowest token that must be kept would win, so would the highest that may not."""
+    """Noise for two rows each:
+
+    the lowest token that must be kept would win, so would the highest that may not.
+    """
     noise, place = torch.full_like(scores, 1e30).repeat(2, 1), places(scores)
     lowest = torch.where(must, place, scores.shape[-1]).argmin(-1)
     highest = torch.where(may, -1, place).argmax(-1)
@@ -195,7 +239,10 @@ class TestKernels:
         [
             (Kinds(top_k=True), {"top_k": 5}),
             (Kinds(top_p=True), {"top_p": 0.6}),
-            (Kinds(temperature=True, top_k=True, top_p=True), {"temperature": 2.0, "top_k": 20, "top_p": 0.9}),
+            (
+                Kinds(temperature=True, top_k=True, top_p=True),
+                {"temperature": 2.0, "top_k": 20, "top_p": 0.9},
+            ),
             (Kinds(min_p=True), {"min_p": 0.1}),
         ],
         ids=["top_k", "top_p", "both", "min_p"],
@@ -205,7 +252,9 @@ class TestKernels:
         scores = logits / 2 if kinds.temperature else logits
         state = make_state(2, kinds, **numbers)
         must, may = limits(scores, kinds, state)
-        if not (kinds.top_p and shape == "ties"):  # on a CPU torch's sort keeps no order of equal scores
+        if not (
+            kinds.top_p and shape == "ties"
+        ):  # on a CPU torch's sort keeps no order of equal scores
             kept = process_plain(logits, position(), make_state(1, kinds, **numbers)) > -torch.inf
             assert not (must & ~kept & (scores > -torch.inf)).any()
             assert not (kept & ~may).any()
@@ -214,14 +263,21 @@ class TestKernels:
         assert tokens[0] == lowest
         assert may.all() or tokens[1] != highest
 
-    @pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.0), (None, 0.55), (None, 0.97), (60, 0.9)])
+    @pytest.mark.parametrize(
+        ("top_k", "top_p"), [(None, 0.0), (None, 0.55), (None, 0.97), (60, 0.9)]
+    )
     def test_of_equal_scores_at_the_edge_those_of_transformers(self, top_k, top_p, monkeypatch):
-        """Every row has its own edge. A row has about ten values, so up to fifty ties in all chunks."""
+        """Every row has its own edge.
+
+        A row has about ten values, so up to fifty ties in all chunks.
+        """
         if DEVICE == "cpu":
             monkeypatch.setattr(self.kernels, "_NUM_CHUNKS", 4)
             monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))  # on a GPU it is
         logits = torch.cat([(normal(1, 203, seed=seed) * 1.5).round() for seed in range(2)])
-        state = make_state(4, Kinds(top_k=top_k is not None, top_p=True), top_k=top_k or 0, top_p=top_p)
+        state = make_state(
+            4, Kinds(top_k=top_k is not None, top_p=True), top_k=top_k or 0, top_p=top_p
+        )
         kept = of_transformers(logits, state)[1] > -torch.inf
         noise, lowest, highest = probes(logits, kept, kept)
         tokens = self.select(logits.repeat(2, 1), noise, state)
@@ -245,7 +301,9 @@ class TestKernels:
         assert tokens[0] == lowest
         assert may.all() or tokens[1] != highest
 
-    @pytest.mark.parametrize("numbers", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1.0}, {"top_k": 500}], ids=str)
+    @pytest.mark.parametrize(
+        "numbers", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1.0}, {"top_k": 500}], ids=str
+    )
     def test_the_ends_of_the_ranges(self, numbers):
         kinds = Kinds(top_k="top_k" in numbers, top_p="top_p" in numbers)
         logits, state = normal(1, 67), make_state(2, kinds, **numbers)
@@ -260,15 +318,27 @@ class TestKernels:
         logits = torch.tensor([[-1.0, zeros[0], 1.0, zeros[1]]], device=DEVICE).repeat(2, 1)
         noise = torch.full_like(logits, 1e30)
         noise[0, 1] = noise[1, 3] = 1e-30
-        assert self.select(logits, noise, make_state(2, Kinds(top_k=True), top_k=2)).tolist() == [1, 3]
+        assert self.select(logits, noise, make_state(2, Kinds(top_k=True), top_k=2)).tolist() == [
+            1,
+            3,
+        ]
 
     @pytest.mark.parametrize(("batch", "vocabulary", "seed"), [(1, 5, 1), (3, 130, 2), (2, 301, 3)])
     @pytest.mark.parametrize("min_length", [POSITION + 1, POSITION + 2])
     def test_all_together(self, batch, vocabulary, seed, min_length):
-        """The same tokens as the plain formula. Powers of two: a division by them is exact either way."""
-        logits, noise = normal(batch, vocabulary, seed=seed, scale=2.0), exponential(batch, vocabulary, seed=seed)
+        """The same tokens as the plain formula.
+
+        Powers of two: a division by them is exact either way.
+        """
+        logits, noise = (
+            normal(batch, vocabulary, seed=seed, scale=2.0),
+            exponential(batch, vocabulary, seed=seed),
+        )
         logits[:, 1] += 20  # an end token, which would win
-        states = [make_state(batch, ALL, temperature=0.5, min_length=min_length, top_p=0.95) for _ in range(2)]
+        states = [
+            make_state(batch, ALL, temperature=0.5, min_length=min_length, top_p=0.95)
+            for _ in range(2)
+        ]
         states[0].selection.unfinished[0] = states[1].selection.unfinished[0] = batch == 1
         select_sampled_plain(logits, noise, position(), states[0])
         self.select(logits, noise, states[1])
@@ -276,13 +346,17 @@ class TestKernels:
             assert torch.equal(a, b)
         assert (states[0].selection.token[-1].item() == 1) == (min_length == POSITION + 1)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str)
+    @pytest.mark.parametrize(
+        "dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str
+    )
     def test_the_repetition_penalty(self, dtype):
         """Rows of a wider tensor, and a token that has no logit."""
         logits, state = normal(2, 50).to(dtype)[:, :40], make_state(2, Kinds(repetition=True))
         state.selection.sequences[1, 1] = 40
         scores = logits.float().contiguous()
-        self.kernels.penalize_triton(scores, logits, state.selection.sequences, position(), state.repetition_penalty)
+        self.kernels.penalize_triton(
+            scores, logits, state.selection.sequences, position(), state.repetition_penalty
+        )
         assert torch.equal(scores, process_plain(logits, position(), state))
 
     @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
@@ -298,7 +372,9 @@ class TestKernels:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="captures a graph")
 @pytest.mark.parametrize(
-    "kinds", [Kinds(temperature=True), Kinds(temperature=True, top_k=True, top_p=True), ALL], ids=str
+    "kinds",
+    [Kinds(temperature=True), Kinds(temperature=True, top_k=True, top_p=True), ALL],
+    ids=str,
 )
 def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
     logits = normal(3, 32001, scale=3.0)
@@ -321,7 +397,9 @@ def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
         state.selection.unfinished.fill_(True)
 
 
-PAIRS = [Kinds(**dict.fromkeys(kinds, True)) for n in (1, 2) for kinds in combinations(Kinds._fields, n)]
+PAIRS = [
+    Kinds(**dict.fromkeys(kinds, True)) for n in (1, 2) for kinds in combinations(Kinds._fields, n)
+]
 
 
 @pytest.mark.gpu
@@ -332,9 +410,18 @@ PAIRS = [Kinds(**dict.fromkeys(kinds, True)) for n in (1, 2) for kinds in combin
     ids=str,
 )
 def test_true_vocabularies_in_bfloat16(vocabulary, kinds):
-    """A bfloat16 has about a hundred tokens of equal score at the edge of top_p. A slack of 1e-5 is one of them."""
+    """A bfloat16 has about a hundred tokens of equal score at the edge of top_p.
+
+    A slack of 1e-5 is one of them.
+    """
     kernels = triton_module("hf_static_kv.kernels.sample_triton")
-    numbers = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.3, "min_length": POSITION + 2}
+    numbers = {
+        "temperature": 0.8,
+        "top_k": 50,
+        "top_p": 0.9,
+        "repetition_penalty": 1.3,
+        "min_length": POSITION + 2,
+    }
     for seed in range(3):
         logits = normal(1, vocabulary, seed=seed, scale=3.0).bfloat16()
         alone, state = (make_state(batch, kinds, **numbers) for batch in (1, 2))
@@ -358,9 +445,13 @@ class TestChecks:
 
     def test_too_large_a_vocabulary(self):
         with pytest.raises(ValueError, match="takes 1 to 16777216 tokens, got logits of 16777217"):
-            select_sampled(torch.ones(1, 1).expand(1, 2**24 + 1), position(), make_state(1, Kinds()))
+            select_sampled(
+                torch.ones(1, 1).expand(1, 2**24 + 1), position(), make_state(1, Kinds())
+            )
 
     def test_a_number_of_another_dtype(self):
         state = make_state(1, Kinds())._replace(top_p=torch.ones(2))
-        with pytest.raises(ValueError, match=r"top_p must be \(1,\) torch.float64, got \(2,\) torch.float32"):
+        with pytest.raises(
+            ValueError, match=r"top_p must be \(1,\) torch.float64, got \(2,\) torch.float32"
+        ):
             select_sampled(normal(1, 9), position(), state)

@@ -1,4 +1,7 @@
-"""What `make sanitize` runs: every kernel, with valid arguments. On a CPU Triton's interpreter runs them."""
+"""What `make sanitize` runs:
+
+every kernel, with valid arguments. On a CPU Triton's interpreter runs them.
+"""
 
 import json
 import subprocess
@@ -18,11 +21,16 @@ def test_every_kernel_runs():
 
 def test_a_record_has_what_a_tool_found(monkeypatch, tmp_path):
     sanitize = triton_module("tests.kernels.sanitize")
-    summaries = {"memcheck": "ERROR SUMMARY: 2 errors", "racecheck": "RACECHECK SUMMARY: 0 hazards displayed"}
+    summaries = {
+        "memcheck": "ERROR SUMMARY: 2 errors",
+        "racecheck": "RACECHECK SUMMARY: 0 hazards displayed",
+    }
 
     def run(command, **options):
         if "--version" in command:
-            return subprocess.CompletedProcess(command, 0, "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.0", "")
+            return subprocess.CompletedProcess(
+                command, 0, "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.0", ""
+            )
         output = f"kernels: _norm _split\n========= {summaries[command[2]]}\n"
         return subprocess.CompletedProcess(command, 0, output, "")
 
@@ -33,7 +41,10 @@ def test_a_record_has_what_a_tool_found(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["sanitize.py", "--json", str(tmp_path / "record.json")])
     assert sanitize.main() == 1
     record = json.loads((tmp_path / "record.json").read_text())
-    assert [(run["tool"], run["errors"]) for run in record["runs"]] == [("memcheck", 2), ("racecheck", 0)]
+    assert [(run["tool"], run["errors"]) for run in record["runs"]] == [
+        ("memcheck", 2),
+        ("racecheck", 0),
+    ]
     assert all(run["version"] == "Version 2025.3.0" for run in record["runs"])
     assert record["runs"][0]["kernels"] == ["_norm", "_split"]
     assert "_advance" in record["runs"][0]["missing"]

@@ -1,4 +1,6 @@
-"""The small kernels of a captured step, each against its formula; on a CPU they run in Triton's interpreter."""
+"""The small kernels of a captured step, each against its formula; on a CPU they run in Triton's
+interpreter.
+"""
 
 import pytest
 import torch
@@ -30,7 +32,9 @@ def normal(*shape, dtype=torch.float32, seed=0):
 def error_bound(x, weight):
     """A sum of K products in float32, in any order, then one rounding to the dtype."""
     magnitudes = x.double().abs() @ weight.double().abs().T
-    return (x.shape[-1] + 2) * torch.finfo(torch.float32).eps * magnitudes + torch.finfo(x.dtype).eps * magnitudes
+    return (x.shape[-1] + 2) * torch.finfo(torch.float32).eps * magnitudes + torch.finfo(
+        x.dtype
+    ).eps * magnitudes
 
 
 class TestLinears:
@@ -40,7 +44,10 @@ class TestLinears:
     @pytest.mark.parametrize("rows", [1, 3, 70])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_float64(self, dtype, rows, dim, sizes, has_bias):
-        x, weights = normal(rows, dim, dtype=dtype), [normal(size, dim, dtype=dtype) for size in sizes]
+        x, weights = (
+            normal(rows, dim, dtype=dtype),
+            [normal(size, dim, dtype=dtype) for size in sizes],
+        )
         biases = [normal(size, dtype=dtype) for size in sizes] if has_bias else []
         got = linears_kernel(x, weights, biases)
         whole, bias = torch.cat(weights), torch.cat(biases).double() if has_bias else 0
@@ -56,14 +63,20 @@ class TestLinears:
         size = 20 if DEVICE == "cpu" else size  # the interpreter takes 10 ms for a program
         x, weight = normal(1, dim), normal(size, dim)
         got = linears_kernel(x, [weight], [])
-        assert ((got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)).all()
+        assert (
+            (got.double() - x.double() @ weight.double().T).abs() <= error_bound(x, weight)
+        ).all()
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_weights_of_which_one_is_transposed(self, rows):
         x, weights = normal(rows, 40), [normal(8, 40), normal(40, 6).t()]
-        torch.testing.assert_close(linear.linears(x, weights, []), linear.linears_plain(x, weights, []))
+        torch.testing.assert_close(
+            linear.linears(x, weights, []), linear.linears_plain(x, weights, [])
+        )
         if rows > 1:
-            torch.testing.assert_close(linears_kernel(x, weights, []), linear.linears_plain(x, weights, []))
+            torch.testing.assert_close(
+                linears_kernel(x, weights, []), linear.linears_plain(x, weights, [])
+            )
 
     def test_the_shape_before_the_last_dim_is_kept(self):
         x, weights = normal(2, 1, 32), [normal(4, 32), normal(3, 32)]
@@ -80,7 +93,10 @@ class TestLinears:
 
     @pytest.mark.parametrize("weights", [0, 4])
     def test_the_number_of_weights(self, weights):
-        with pytest.raises(ValueError, match=f"linears takes 1 to 3 weights and as many biases or none, got {weights}"):
+        with pytest.raises(
+            ValueError,
+            match=f"linears takes 1 to 3 weights and as many biases or none, got {weights}",
+        ):
             linear.linears(torch.ones(1, 4), [torch.ones(2, 4)] * weights, [])
 
     def test_a_weight_of_another_dim_is_refused(self):
@@ -88,7 +104,9 @@ class TestLinears:
             linear.linears(torch.ones(1, 4), [torch.ones(2, 5)], [])
 
     def test_another_dtype_is_refused(self):
-        with pytest.raises(ValueError, match=r"must have one dtype, got torch.float16 and torch.float32"):
+        with pytest.raises(
+            ValueError, match=r"must have one dtype, got torch.float16 and torch.float32"
+        ):
             linear.linears(torch.ones(1, 4), [torch.ones(2, 4).half()], [])
 
 
@@ -98,17 +116,22 @@ class TestGatedLinear:
     @pytest.mark.parametrize("rows", [1, 3, 70])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_against_the_parts(self, dtype, rows, dim, activation):
-        x, gate, up = (normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim)))
+        x, gate, up = (
+            normal(*shape, dtype=dtype) for shape in ((1, rows, dim), (9, dim), (9, dim))
+        )
         got = linears_kernel(x, [gate / 8, up], [], activation)
         parts = [linears_kernel(x, [weight], []) for weight in (gate / 8, up)]
         expected = linear.activate(parts[0], activation) * parts[1]
-        # Each sum is off by its bound on either side, so by twice that between them. No activation is steeper than 1.13
-        # (gelu) or larger than its argument. On either side the activation and the product are rounded, by eps / 2
-        # each, which makes 2 eps; 2 more for two ways to compute exp, erf and tanh, and eps where 1 + them is near 0.
+        # Each sum is off by its bound on either side, so by twice that between them. No activation
+        # is steeper than 1.13 (gelu) or larger than its argument. On either side the activation and
+        # the product are rounded, by eps / 2 each, which makes 2 eps; 2 more for two ways to
+        # compute exp, erf and tanh, and eps where 1 + them is near 0.
         sums = [error_bound(x[0], weight) for weight in (gate / 8, up)]
         bound = 1.2 * sums[0] * parts[1][0].abs() + sums[1] * parts[0][0].abs()
         eps = torch.finfo(dtype).eps
-        assert ((got - expected)[0].double().abs() <= 2 * bound + 4 * eps * expected[0].abs() + eps).all()
+        assert (
+            (got - expected)[0].double().abs() <= 2 * bound + 4 * eps * expected[0].abs() + eps
+        ).all()
 
     def test_on_a_cpu_it_is_the_same_formula(self):
         x, gate, up = torch.randn(2, 8), torch.randn(5, 8), torch.randn(5, 8)
@@ -116,7 +139,9 @@ class TestGatedLinear:
         torch.testing.assert_close(linear.gated_linear(x, gate, up, "silu"), expected)
 
     def test_what_does_not_fit_is_refused(self):
-        with pytest.raises(ValueError, match="activation must be one of silu, gelu_tanh, gelu, relu, got 'tanh'"):
+        with pytest.raises(
+            ValueError, match="activation must be one of silu, gelu_tanh, gelu, relu, got 'tanh'"
+        ):
             linear.gated_linear(torch.ones(1, 4), torch.ones(2, 4), torch.ones(2, 4), "tanh")
         with pytest.raises(ValueError, match=r"gate \(2, 4\) and up \(3, 4\) do not fit"):
             linear.gated_linear(torch.ones(1, 4), torch.ones(2, 4), torch.ones(3, 4), "silu")
@@ -124,7 +149,9 @@ class TestGatedLinear:
 
 class TestAdvance:
     @given(
-        seq_start=st.lists(st.integers(-30, 9), min_size=1, max_size=5),  # negative in compact layers
+        seq_start=st.lists(
+            st.integers(-30, 9), min_size=1, max_size=5
+        ),  # negative in compact layers
         windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
         position=st.integers(9, 40),
         columns=st.sampled_from([3, 4, 5]),
@@ -132,16 +159,26 @@ class TestAdvance:
     )
     @settings(max_examples=20, deadline=None)
     def test_one_position_further(self, seq_start, windows, position, columns, parts):
-        """Spans may be a view of wider ones, as in a captured step: the columns after them stay as they are."""
+        """Spans may be a view of wider ones, as in a captured step:
+
+        the columns after them stay as they are.
+        """
         states = []
         for advance in (advance_plain, advance_triton):
-            tensors = [torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)]
+            tensors = [
+                torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)
+            ]
             spans = torch.full((len(seq_start), len(windows), columns), -1, device=DEVICE)
-            positions = torch.arange(len(seq_start) * max([1, *parts]), device=DEVICE).view(*parts, len(seq_start), 1)
+            positions = torch.arange(len(seq_start) * max([1, *parts]), device=DEVICE).view(
+                *parts, len(seq_start), 1
+            )
             advance(tensors[0], tensors[1][:, None], tensors[2], spans[..., :3], positions)
             states.append([tensors[0].tolist(), spans.tolist(), positions.flatten().tolist()])
         end, rest = position + 2, [-1] * (columns - 3)
-        naive = [[[start, max(start, end - window), end, *rest] for window in windows] for start in seq_start]
+        naive = [
+            [[start, max(start, end - window), end, *rest] for window in windows]
+            for start in seq_start
+        ]
         further = [number + 1 for number in range(len(seq_start) * max([1, *parts]))]
         assert states[0] == states[1] == [[position + 1], naive, further]
 
@@ -168,7 +205,10 @@ class TestGreedy:
         unfinished = [[data.draw(st.booleans())] for _ in range(batch)]
         eos = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
         states = []
-        for select in (select_greedy_plain, lambda logits, at, state: select_greedy_triton(logits, at, *state)):
+        for select in (
+            select_greedy_plain,
+            lambda logits, at, state: select_greedy_triton(logits, at, *state),
+        ):
             state = GreedyState(
                 sequences=torch.zeros(batch, 6, dtype=torch.int64, device=DEVICE),
                 token=torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE),
@@ -180,18 +220,24 @@ class TestGreedy:
             select(logits, torch.tensor([2], device=DEVICE), state)
             states.append([tensor.tolist() for tensor in state])
         tokens = [
-            row.index(max(row)) if running else 3 for row, (running,) in zip(logits.tolist(), unfinished, strict=True)
+            row.index(max(row)) if running else 3
+            for row, (running,) in zip(logits.tolist(), unfinished, strict=True)
         ]
         assert states[0] == states[1]
         assert states[0][0] == [[0, 0, 0, token, 0, 0] for token in tokens]
-        assert states[0][2] == [[running and t not in eos] for t, (running,) in zip(tokens, unfinished, strict=True)]
+        assert states[0][2] == [
+            [running and t not in eos] for t, (running,) in zip(tokens, unfinished, strict=True)
+        ]
         assert states[0][5] == (not any(running for (running,) in states[0][2]))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
 def test_kernels_that_are_only_compiled_do_not_run():
     seq_start = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    windows, spans = torch.tensor([7], device=DEVICE), torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE)
+    windows, spans = (
+        torch.tensor([7], device=DEVICE),
+        torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE),
+    )
     cache_position = torch.tensor([4], device=DEVICE)
     with compile_only():
         advance_triton(cache_position, seq_start, windows, spans, seq_start.clone())
@@ -214,7 +260,9 @@ def test_a_kernel_that_cannot_be_compiled_is_told_and_is_the_only_one():
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
 def test_the_launcher_is_built_while_the_kernel_is_compiled(monkeypatch):
-    """Where Triton's compilation no longer holds its source, it is built later, and nobody would notice."""
+    """Where Triton's compilation no longer holds its source, it is built later, and nobody would
+    notice.
+    """
     active, known = triton.runtime.driver.active, []
     original = active.launcher_cls
 

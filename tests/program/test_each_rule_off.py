@@ -1,4 +1,7 @@
-"""Each rule switched off gives the tokens that all rules give: no other rule needs it, and none is wrong without it."""
+"""Each rule switched off gives the tokens that all rules give:
+
+no other rule needs it, and none is wrong without it.
+"""
 
 from functools import cache
 
@@ -18,7 +21,9 @@ PROMPTS = {"one row": PROMPT, "two rows": BATCH}
 
 def tokens(model, ids, **how):
     ids = ids.to(DEVICE)
-    return model.generate(ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6}, **how)
+    return model.generate(
+        ids, attention_mask=torch.ones_like(ids), **{**COMMON, "max_new_tokens": 6}, **how
+    )
 
 
 @cache
@@ -58,5 +63,7 @@ def test_the_tokens_are_the_same_without_a_rule(toy, rule, rows):
 def test_every_rule_rewrites_the_list_of_some_toy():
     """Otherwise a test above would switch off what is not there."""
     lists = {toy: decoded(toy, "one row")[1] for toy in TOYS}
-    used = {rule for rule in RULES for toy in TOYS if decoded(toy, "one row", rule)[1] != lists[toy]}
+    used = {
+        rule for rule in RULES for toy in TOYS if decoded(toy, "one row", rule)[1] != lists[toy]
+    }
     assert used == set(RULES)

@@ -41,16 +41,27 @@ EXPECTED = {
 }
 OWN = {
     "qwen3_next": {"num_hidden_layers": 4},  # the fourth has attention
-    "deepseek_v3": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "deepseek_v3": {
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+    },
     "glm4_moe": {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
 }
-NAMES = [name for name in EXPECTED if name in CONFIG_MAPPING and (name != "granitemoe" or at_least("5.22"))]
+NAMES = [
+    name
+    for name in EXPECTED
+    if name in CONFIG_MAPPING and (name != "granitemoe" or at_least("5.22"))
+]
 TOKENS = torch.tensor([[5], [6]])
 
 
 def found_in(model):
     """The activations and styles in a model, without those of modules that are neither."""
-    activations, styles = ({trial(m) for m in model.modules()} for trial in (experts_activation, router_style))
+    activations, styles = (
+        {trial(m) for m in model.modules()} for trial in (experts_activation, router_style)
+    )
     return activations - {None} or {None}, styles - {None} or {None}
 
 
@@ -72,19 +83,29 @@ class Count(TorchFunctionMode):
 
 @contextmanager
 def both(model):
-    with one_operation_experts(model) as found, one_operation_routers(model) as routers, Count() as count:
+    with (
+        one_operation_experts(model) as found,
+        one_operation_routers(model) as routers,
+        Count() as count,
+    ):
         yield found, routers, count.calls
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_computes_the_same(name, dtype):
-    """On a CPU each operation is the plain twin of its kernels: the bits are those of `batched_mm`."""
+    """On a CPU each operation is the plain twin of its kernels:
+
+    the bits are those of `batched_mm`.
+    """
     model = tiny_model(name, **OWN.get(name, {})).to(dtype)
     if name != "llama":
         model.set_experts_implementation("batched_mm")
     with torch.no_grad():
-        expected, before = model(TOKENS).logits, [dict(module.__dict__) for module in model.modules()]
+        expected, before = (
+            model(TOKENS).logits,
+            [dict(module.__dict__) for module in model.modules()],
+        )
         with both(model) as (found, routers, calls):
             assert torch.equal(model(TOKENS).logits, expected)
     activation, style = EXPECTED[name]
@@ -104,7 +125,9 @@ def test_every_implementation_of_transformers(activation, implementation):
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_the_weights_are_normalized_or_not(normalize):
-    for module in tiny_model("qwen3_moe", norm_topk_prob=normalize, num_experts_per_tok=3, num_experts=9).modules():
+    for module in tiny_model(
+        "qwen3_moe", norm_topk_prob=normalize, num_experts_per_tok=3, num_experts=9
+    ).modules():
         if "Router" in type(module).__name__:
             assert router_style(module) == RouterStyle(3, RouteStyle(True, normalize, False), False)
 
@@ -114,7 +137,10 @@ class Experts(Module):
 
     def __init__(self, activation="silu"):
         super().__init__()
-        self.gate_up_proj, self.down_proj = Parameter(torch.randn(4, 12, 8)), Parameter(torch.randn(4, 8, 6))
+        self.gate_up_proj, self.down_proj = (
+            Parameter(torch.randn(4, 12, 8)),
+            Parameter(torch.randn(4, 8, 6)),
+        )
         self.activation = activation
 
     def gate(self, gate, up):
@@ -124,7 +150,9 @@ class Experts(Module):
         output = torch.zeros_like(hidden_states)
         for t, j in torch.ones_like(top_k_index).nonzero().tolist():
             e = top_k_index[t, j]
-            hidden = self.gate(*F.linear(hidden_states[t : t + 1], self.gate_up_proj[e]).chunk(2, dim=-1))
+            hidden = self.gate(
+                *F.linear(hidden_states[t : t + 1], self.gate_up_proj[e]).chunk(2, dim=-1)
+            )
             output[t] += F.linear(hidden, self.down_proj[e])[0] * top_k_weights[t, j]
         return output
 
@@ -209,7 +237,18 @@ def test_experts_of_any_class(activation):
     assert experts_activation(Experts(activation)) == activation
 
 
-OTHERS = [Clamped, ClampedUp, PlusOne, UpFirst, RoundedOnce, Scaled, Shared, Biased, Corrected, OtherArguments]
+OTHERS = [
+    Clamped,
+    ClampedUp,
+    PlusOne,
+    UpFirst,
+    RoundedOnce,
+    Scaled,
+    Shared,
+    Biased,
+    Corrected,
+    OtherArguments,
+]
 
 
 @pytest.mark.parametrize("make", [*OTHERS, with_hook, with_forward, with_quantised_weight])
@@ -262,7 +301,9 @@ class Softcap(Router):
 class Groups(Router):
     def probabilities(self, logits):
         p = super().probabilities(logits).view(-1, 2, 3)
-        return torch.where(p.amax(-1, keepdim=True) == p.amax((1, 2), keepdim=True), p, 0).flatten(1)
+        return torch.where(p.amax(-1, keepdim=True) == p.amax((1, 2), keepdim=True), p, 0).flatten(
+            1
+        )
 
 
 class InFloat32(Router):
@@ -296,7 +337,18 @@ def test_a_router_of_any_class():
     assert router_style(Router()) == RouterStyle(2, RouteStyle(True, False, True), False)
 
 
-OTHER_ROUTERS = [Jitter, Sigmoid, InDtype, Softcap, Groups, InFloat32, Doubled, OtherOrder, AsList, CorrectedRouter]
+OTHER_ROUTERS = [
+    Jitter,
+    Sigmoid,
+    InDtype,
+    Softcap,
+    Groups,
+    InFloat32,
+    Doubled,
+    OtherOrder,
+    AsList,
+    CorrectedRouter,
+]
 
 
 @pytest.mark.parametrize("make", OTHER_ROUTERS)
@@ -326,10 +378,15 @@ def test_one_trial_for_equal_modules_and_none_for_a_hooked_one(monkeypatch):
 
 def test_a_trial_leaves_the_module_as_it_is():
     for module, trial in ((Experts(), experts_activation), (Router(), router_style)):
-        before, state = {name: tensor.clone() for name, tensor in module.state_dict().items()}, torch.get_rng_state()
+        before, state = (
+            {name: tensor.clone() for name, tensor in module.state_dict().items()},
+            torch.get_rng_state(),
+        )
         assert trial(module) is not None
         assert torch.equal(torch.get_rng_state(), state)
-        assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
+        assert all(
+            torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items()
+        )
 
 
 def test_the_modules_have_their_own_forward_back_after_an_exception():

@@ -1,4 +1,6 @@
-"""Compilers are loaded in threads, once per process; an error there is raised where the compiler is used."""
+"""Compilers are loaded in threads, once per process; an error there is raised where the compiler is
+used.
+"""
 
 import sys
 import threading

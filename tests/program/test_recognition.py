@@ -12,14 +12,19 @@ from transformers.models.llama import modeling_llama
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
 from hf_static_kv.patching import replaced
-from hf_static_kv.program.linears import gated_mlps, mlp_activation, named_activations, single_linears
+from hf_static_kv.program.linears import (
+    gated_mlps,
+    mlp_activation,
+    named_activations,
+    single_linears,
+)
 from hf_static_kv.program.norms import fused_norms, norm_style
 from hf_static_kv.program.rotary import fused_rotary, one_operation_angles
 from tests.conftest import toy_model
 
 LLAMA, OLMO, GEMMA = NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False)
-# Style and number of the norms: two in each of two layers and one at the end; Qwen3 and OLMo 2 have two more in each
-# layer, for queries and keys; Gemma 3 has six in each of three.
+# Style and number of the norms: two in each of two layers and one at the end; Qwen3 and OLMo 2 have
+# two more in each layer, for queries and keys; Gemma 3 has six in each of three.
 EXPECTED = {
     "llama": (LLAMA, 5),
     "qwen3": (LLAMA, 9),
@@ -34,12 +39,20 @@ EXPECTED = {
 
 @contextmanager
 def everything(model):
-    with fused_norms(model), fused_rotary(model), one_operation_angles(model), named_activations(model):
+    with (
+        fused_norms(model),
+        fused_rotary(model),
+        one_operation_angles(model),
+        named_activations(model),
+    ):
         yield
 
 
 def everything_in(model):
-    """What may be changed: the instances' own attributes, and the function in the files of their classes."""
+    """What may be changed:
+
+    the instances' own attributes, and the function in the files of their classes.
+    """
     homes = {sys.modules[type(module).__module__] for module in model.modules()}
     functions = {home.__name__: getattr(home, "apply_rotary_pos_emb", None) for home in homes}
     return [dict(module.__dict__) for module in model.modules()], functions
@@ -99,7 +112,9 @@ class TestNorms:
     def test_one_that_clamps_is_left_alone(self, limit):
         norm = toy_model("llama").model.norm
         own = type(norm)
-        norm.__class__ = type("Other", (own,), {"forward": lambda self, x: own.forward(self, x.clamp(-limit, limit))})
+        norm.__class__ = type(
+            "Other", (own,), {"forward": lambda self, x: own.forward(self, x.clamp(-limit, limit))}
+        )
         assert norm_style(norm) is None
 
     def test_one_with_a_forward_of_its_own_is_left_alone(self):
@@ -126,7 +141,11 @@ class TestNorms:
         class OffsetRMSNorm(torch.nn.Module):
             def __init__(self, offset):
                 super().__init__()
-                self.weight, self.eps, self.offset = torch.nn.Parameter(torch.randn(8)), 1e-6, offset
+                self.weight, self.eps, self.offset = (
+                    torch.nn.Parameter(torch.randn(8)),
+                    1e-6,
+                    offset,
+                )
 
             def forward(self, x):
                 return norm_plain(x, Norm(self.weight, self.eps, NormStyle(self.offset, False)))
@@ -140,7 +159,9 @@ class TestNorms:
 
 
 class TestMLPs:
-    @pytest.mark.parametrize(("name", "activation"), [("llama", "silu"), ("qwen3", "silu"), ("gemma3", "gelu_tanh")])
+    @pytest.mark.parametrize(
+        ("name", "activation"), [("llama", "silu"), ("qwen3", "silu"), ("gemma3", "gelu_tanh")]
+    )
     def test_a_gated_one_is_recognised(self, name, activation):
         assert {mlp_activation(layer.mlp) for layer in toy_model(name).model.layers} == {activation}
 
@@ -152,13 +173,21 @@ class TestMLPs:
         model = toy_model("llama")
         mlp = model.model.layers[0].mlp
         kind = type(mlp)
-        mlp.__class__ = type("Other", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)})
+        mlp.__class__ = type(
+            "Other", (kind,), {"forward": lambda self, x: 2 * kind.forward(self, x)}
+        )
         assert mlp_activation(mlp) is None
 
     @pytest.mark.parametrize("limit", [16.0, 1e4])
     @pytest.mark.parametrize(
         ("part", "is_lower"),
-        [("gate_proj", False), ("act_fn", False), ("up_proj", False), ("up_proj", True), ("down_proj", True)],
+        [
+            ("gate_proj", False),
+            ("act_fn", False),
+            ("up_proj", False),
+            ("up_proj", True),
+            ("down_proj", True),
+        ],
     )
     def test_one_that_clamps_is_left_alone(self, part, is_lower, limit):
         """As some layers of Step 3.7, GLM-5 and DeepSeek V4 do."""
@@ -180,7 +209,10 @@ class TestMLPs:
         home = pytest.importorskip(name, reason="this version of transformers has no Step 3.7")
         sizes = {"hidden_size": 8, "intermediate_size": 12, "mlp_bias": False, "hidden_act": "silu"}
         config = SimpleNamespace(**sizes, swiglu_limits_shared=[0.0, 16.0])
-        assert [mlp_activation(home.Step3p7MLP(config, layer)) for layer in range(2)] == ["silu", None]
+        assert [mlp_activation(home.Step3p7MLP(config, layer)) for layer in range(2)] == [
+            "silu",
+            None,
+        ]
 
     def test_recognising_draws_no_random_numbers(self):
         before = torch.get_rng_state()
@@ -190,7 +222,9 @@ class TestMLPs:
     def test_a_new_hook_inside_is_called(self):
         model, ids, calls = toy_model("llama"), torch.tensor([[5, 6, 7]]), []
         with gated_mlps(model):
-            handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *args: calls.append(args))
+            handle = model.model.layers[0].mlp.gate_proj.register_forward_hook(
+                lambda *args: calls.append(args)
+            )
             model(ids)
             handle.remove()
         assert len(calls) == 1
@@ -211,7 +245,9 @@ class TestActivations:
             assert "forward" not in model[0].__dict__
 
     def test_each_has_limits_of_its_own(self):
-        model = torch.nn.Sequential(ClippedGELUActivation(-torch.inf, torch.inf), ClippedGELUActivation(-10, 10))
+        model = torch.nn.Sequential(
+            ClippedGELUActivation(-torch.inf, torch.inf), ClippedGELUActivation(-10, 10)
+        )
         with named_activations(model):
             assert ["forward" in module.__dict__ for module in model] == [True, False]
 
@@ -268,7 +304,9 @@ class TestSingleLinears:
         monkeypatch.setattr(linear, "linears", note)
         with single_linears(model) as layers:
             assert torch.equal(model(ids).logits, expected)
-            assert calls == [1] * len(layers) == [1] * 15  # seven in each of two layers, and the head
+            assert (
+                calls == [1] * len(layers) == [1] * 15
+            )  # seven in each of two layers, and the head
         calls.clear()
         with gated_mlps(model), single_linears(model):
             model(ids)

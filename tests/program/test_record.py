@@ -1,4 +1,7 @@
-"""A recorded pass: the list gives what the function gives, for other inputs too, and `fuse` takes only what is safe."""
+"""A recorded pass:
+
+the list gives what the function gives, for other inputs too, and `fuse` takes only what is safe.
+"""
 
 import weakref
 
@@ -59,13 +62,18 @@ class TestRecording:
         assert torch.equal(program.compiled()(), function(x))
 
     def test_what_is_written_into_numbers_cannot_be_recorded(self):
-        with pytest.raises(RuntimeError, match=r"writes into a tensor that it has made of numbers \(add_\)"):
+        with pytest.raises(
+            RuntimeError, match=r"writes into a tensor that it has made of numbers \(add_\)"
+        ):
             record(lambda x: torch.tensor([1.0, 2.0]).view(2, 1).add_(x), torch.ones(1))
 
     def test_named_tuples_dicts_and_several_results(self):
         def function(x):
             values, indices = x.topk(2)
-            return torch.stack([values, x.sort(dim=-1, descending=True).values[..., :2]]).sum(dim=0) + indices
+            return (
+                torch.stack([values, x.sort(dim=-1, descending=True).values[..., :2]]).sum(dim=0)
+                + indices
+            )
 
         x = torch.randn(3, 5)
         run = record(function, x).compiled()
@@ -74,14 +82,18 @@ class TestRecording:
 
     def test_what_does_nothing_is_not_written_down(self):
         program = record(
-            lambda x: F.dropout(x.to(torch.float32).contiguous().view(2, 4), training=False) * 2, torch.ones(2, 4)
+            lambda x: F.dropout(x.to(torch.float32).contiguous().view(2, 4), training=False) * 2,
+            torch.ones(2, 4),
         )
         assert names(program) == ["mul"]
 
     def test_shapes_are_constants(self):
-        assert names(record(lambda x: x.view(x.shape[1], -1) if x.dtype == torch.float32 else x, torch.ones(2, 4))) == [
-            "view"
-        ]
+        assert names(
+            record(
+                lambda x: x.view(x.shape[1], -1) if x.dtype == torch.float32 else x,
+                torch.ones(2, 4),
+            )
+        ) == ["view"]
 
     @pytest.mark.parametrize(
         "read",
@@ -106,11 +118,16 @@ class TestRecording:
             record(read, torch.ones(2, 4))
 
     def test_a_constant_may_be_asked_for(self):
-        program = record(lambda x: x * torch.arange(3).max().item() if torch.ones(2).all() else x, torch.ones(2, 4))
+        program = record(
+            lambda x: x * torch.arange(3).max().item() if torch.ones(2).all() else x,
+            torch.ones(2, 4),
+        )
         assert torch.equal(program.compiled()(), torch.full((2, 4), 2.0))
 
     def test_a_constant_may_bound_a_slice(self):
-        program = record(lambda x: x[:, : torch.tensor(3)] + x[:, torch.arange(2).sum() :], torch.ones(2, 4))
+        program = record(
+            lambda x: x[:, : torch.tensor(3)] + x[:, torch.arange(2).sum() :], torch.ones(2, 4)
+        )
         assert torch.equal(program.compiled()(), torch.full((2, 3), 2.0))
 
     def test_a_wrapper_without_memory(self):
@@ -142,7 +159,10 @@ class TestRecording:
 
     def test_a_call_can_be_read(self):
         program = record(lambda x: F.linear(x, W) + 1, torch.ones(2, 4))
-        assert [str(call) for call in program] == ["%1 = linear(Tensor[2, 4], Tensor[4, 4])", "%2 = add(%1, 1)"]
+        assert [str(call) for call in program] == [
+            "%1 = linear(Tensor[2, 4], Tensor[4, 4])",
+            "%2 = add(%1, 1)",
+        ]
 
 
 class TestFusing:
@@ -153,7 +173,9 @@ class TestFusing:
         calls = list(program)
         parts = [calls[i] for i in which]
         arguments = arguments(calls) if arguments else parts[0].args[:1]
-        done = program.fuse(parts, lambda *args: args[0], *arguments, results=parts[results].results)
+        done = program.fuse(
+            parts, lambda *args: args[0], *arguments, results=parts[results].results
+        )
         return done, names(program)
 
     def test_two_calls_become_one(self):
@@ -204,7 +226,12 @@ class TestFusing:
 
         program = record(function, torch.ones(2, 4))
         first, _, second, _ = program
-        assert program.fuse([first, second], lambda x: (x, x), first.args[0], results=[*first.results, *second.results])
+        assert program.fuse(
+            [first, second],
+            lambda x: (x, x),
+            first.args[0],
+            results=[*first.results, *second.results],
+        )
         assert names(program) == ["<lambda>", "exp", "add"]
 
 
@@ -217,7 +244,9 @@ def test_leaves_of_nested_things():
 # --- random passes
 
 # An operation, and which of the newest values it takes.
-STEPS = st.lists(st.tuples(st.integers(0, 8), st.integers(0, 2), st.integers(0, 3)), min_size=4, max_size=14)
+STEPS = st.lists(
+    st.tuples(st.integers(0, 8), st.integers(0, 2), st.integers(0, 3)), min_size=4, max_size=14
+)
 
 
 def random_pass(steps, rows):
@@ -249,7 +278,10 @@ def random_pass(steps, rows):
 @settings(max_examples=400, deadline=None)
 @given(STEPS, st.sampled_from([1, 3, 20]))
 def test_rewritten_random_passes_give_what_they_gave(steps, rows):
-    function, x = random_pass(steps, rows), torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows))
+    function, x = (
+        random_pass(steps, rows),
+        torch.randn(rows, 8, generator=torch.Generator().manual_seed(rows)),
+    )
     plain, rewritten = record(function, x.clone()), record(function, inputs := x.clone())
     rewrite(rewritten)
     inputs.copy_(2 * x - 1)

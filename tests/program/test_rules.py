@@ -1,4 +1,7 @@
-"""Each rule: a list that it rewrites, with its bits or within rounding, and lists that it leaves alone."""
+"""Each rule:
+
+a list that it rewrites, with its bits or within rounding, and lists that it leaves alone.
+"""
 
 import pytest
 import torch
@@ -21,11 +24,15 @@ from hf_static_kv.program.rules import RULES, rewrite, run_linear
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import ARCHITECTURES, PROMPT, toy_model
 
-OWN_ATTENTION = {name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES}
+OWN_ATTENTION = {
+    name: "eager" if name in ("gemma2", "gpt_oss") else "sdpa" for name in ARCHITECTURES
+}
 
 
 def weight(*shape, seed=0):
-    return Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 3, requires_grad=False)
+    return Parameter(
+        torch.randn(shape, generator=torch.Generator().manual_seed(seed)) / 3, requires_grad=False
+    )
 
 
 W, U, DOWN, BIAS, GAIN = weight(12, 8), weight(12, 8, seed=1), weight(8, 12), weight(12), weight(8)
@@ -60,7 +67,9 @@ class TestLinearLayers:
         [
             lambda x: F.linear(x, W * 2),  # computed: perhaps an adapter
             lambda x: F.linear(x.double(), W.double()),
-            lambda x: F.linear(x, torch.nn.parameter.Buffer(W.data)),  # a class of its own, as a quantised weight has
+            lambda x: F.linear(
+                x, torch.nn.parameter.Buffer(W.data)
+            ),  # a class of its own, as a quantised weight has
             lambda x: F.linear(x.expand(1, 17, 8), W),  # many tokens
         ],
     )
@@ -77,7 +86,9 @@ class TestLinearLayers:
         names, _ = rewritten(lambda x: layer(x.transpose(1, 2)), "conv1d", "few_tokens")
         assert "run_linear" not in names
 
-    @pytest.mark.parametrize("activation", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu])
+    @pytest.mark.parametrize(
+        "activation", [F.silu, F.gelu, lambda x: F.gelu(x, approximate="tanh"), F.relu]
+    )
     @pytest.mark.parametrize("is_first", [False, True])
     def test_gate(self, activation, is_first):
         def function(x):
@@ -91,7 +102,10 @@ class TestLinearLayers:
             gate, up = F.linear(x, W).chunk(2, dim=-1)
             return up * F.silu(gate)
 
-        assert rewritten(function, "few_tokens", "gate") == (["run_linear"], pytest.approx(0, abs=1e-6))
+        assert rewritten(function, "few_tokens", "gate") == (
+            ["run_linear"],
+            pytest.approx(0, abs=1e-6),
+        )
 
     @pytest.mark.parametrize(
         "function",
@@ -99,7 +113,9 @@ class TestLinearLayers:
             lambda x: F.silu(F.linear(x, W, BIAS)) * F.linear(x, U),
             lambda x: F.silu(F.linear(x, W)) * F.linear(x + 1, U),
             lambda x: (
-                F.silu(F.linear(x, W)) * F.linear(x, U[:, :]) * 2 if False else F.sigmoid(F.linear(x, W)) * x.sum()
+                F.silu(F.linear(x, W)) * F.linear(x, U[:, :]) * 2
+                if False
+                else F.sigmoid(F.linear(x, W)) * x.sum()
             ),
             lambda x: (y := F.linear(x, W)) * F.silu(y),
             lambda x: (y := F.linear(x, W), F.silu(y) * F.linear(x, U) + y)[1],
@@ -111,30 +127,44 @@ class TestLinearLayers:
         assert "mul" in names
 
     def test_activation(self):
-        names, difference = rewritten(lambda x: F.relu(F.linear(x, W, BIAS)), "few_tokens", "activation")
+        names, difference = rewritten(
+            lambda x: F.relu(F.linear(x, W, BIAS)), "few_tokens", "activation"
+        )
         assert (names, difference) == (["run_linear"], 0)
-        assert len(rewritten(lambda x: F.relu(F.linear(x, W)), "few_tokens", "activation", rows=2)[0]) == 2
+        assert (
+            len(rewritten(lambda x: F.relu(F.linear(x, W)), "few_tokens", "activation", rows=2)[0])
+            == 2
+        )
 
-    @pytest.mark.parametrize("name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "gelu", "relu"])
+    @pytest.mark.parametrize(
+        "name", ["gelu_new", "gelu_fast", "gelu_pytorch_tanh", "silu", "gelu", "relu"]
+    )
     def test_an_activation_of_transformers(self, name):
         module = ACT2FN[name]
         with named_activations(module):
-            names, difference = rewritten(lambda x: module(F.linear(x, W)), "few_tokens", "activation")
+            names, difference = rewritten(
+                lambda x: module(F.linear(x, W)), "few_tokens", "activation"
+            )
         assert (names, difference) == (["run_linear"], pytest.approx(0, abs=1e-6))
 
     def test_another_activation_is_left_alone(self):
         module = ACT2FN["quick_gelu"]
         with named_activations(module):
-            assert len(rewritten(lambda x: module(F.linear(x, W)), "few_tokens", "activation")[0]) > 1
+            assert (
+                len(rewritten(lambda x: module(F.linear(x, W)), "few_tokens", "activation")[0]) > 1
+            )
 
     def test_residual(self):
-        assert rewritten(lambda x: x + F.linear(F.linear(x, W), DOWN), "few_tokens", "residual") == (
+        assert rewritten(
+            lambda x: x + F.linear(F.linear(x, W), DOWN), "few_tokens", "residual"
+        ) == (
             ["run_linear"] * 2,
             0,
         )
 
     @pytest.mark.parametrize(
-        ("size", "expected"), [(100, ["run_linear", "run_linear"]), (0, ["run_linear", "add_norm", "run_linear"])]
+        ("size", "expected"),
+        [(100, ["run_linear", "run_linear"]), (0, ["run_linear", "add_norm", "run_linear"])],
     )
     def test_a_residual_whose_norm_has_a_launch(self, size, expected, monkeypatch):
         monkeypatch.setattr("hf_static_kv.program.rules._MAX_NORMED", size)
@@ -150,7 +180,9 @@ class TestLinearLayers:
         "function",
         [
             lambda x: x[..., :1] + F.linear(F.linear(x, W), DOWN),  # of another shape
-            lambda x: (y := F.linear(F.linear(x, W), DOWN), (x + y) * y)[1],  # which goes elsewhere, too
+            lambda x: (y := F.linear(F.linear(x, W), DOWN), (x + y) * y)[
+                1
+            ],  # which goes elsewhere, too
             lambda x: torch.add(x, F.linear(F.linear(x, W), DOWN), alpha=2),
         ],
     )
@@ -166,7 +198,10 @@ class TestLinearLayers:
             h.add_(1)
             return h + y
 
-        assert rewritten(function, "few_tokens", "residual") == (["mul", "run_linear", "add_", "add"], 0)
+        assert rewritten(function, "few_tokens", "residual") == (
+            ["mul", "run_linear", "add_", "add"],
+            0,
+        )
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_shared_input(self, rows):
@@ -174,7 +209,10 @@ class TestLinearLayers:
             return torch.cat([F.linear(x, head) for head in HEADS], dim=-1)
 
         names, difference = rewritten(function, "few_tokens", "shared_input", rows=rows)
-        assert (names, difference) == (["run_linear", "run_linear", "cat"], 0)  # three, and the fourth
+        assert (names, difference) == (
+            ["run_linear", "run_linear", "cat"],
+            0,
+        )  # three, and the fourth
 
     def test_inputs_that_only_look_the_same(self):
         def function(x):
@@ -187,7 +225,9 @@ class TestNorms:
     def test_layer_norm(self):
         function = lambda x: F.layer_norm(x, (8,), GAIN, GAIN)  # noqa: E731
         assert rewritten(function, "layer_norm") == (["norm"], 0)
-        assert rewritten(lambda x: F.layer_norm(x, (8,)), "layer_norm")[0] == ["layer_norm"]  # without a weight
+        assert rewritten(lambda x: F.layer_norm(x, (8,)), "layer_norm")[0] == [
+            "layer_norm"
+        ]  # without a weight
         two = GAIN[None]
         assert rewritten(lambda x: F.layer_norm(x, (1, 8), two), "layer_norm")[0] == ["layer_norm"]
 
@@ -232,13 +272,20 @@ class TestNorms:
 
     def test_large_weights_keep_a_norm_of_its_own(self, monkeypatch):
         monkeypatch.setattr("hf_static_kv.program.rules._MAX_NORMED", 12 * 8 - 1)
-        assert rewritten(lambda x: F.linear(norm(x, RMS), W), "few_tokens", "norm_before")[0] == ["norm", "run_linear"]
+        assert rewritten(lambda x: F.linear(norm(x, RMS), W), "few_tokens", "norm_before")[0] == [
+            "norm",
+            "run_linear",
+        ]
 
 
 class TestRotations:
     def states(self, x):
         heads = x.view(1, 1, 4, 2)
-        return heads[:, :, :2].transpose(1, 2), heads[:, :, 2:3].transpose(1, 2), heads[:, :, 3:].transpose(1, 2)
+        return (
+            heads[:, :, :2].transpose(1, 2),
+            heads[:, :, 2:3].transpose(1, 2),
+            heads[:, :, 3:].transpose(1, 2),
+        )
 
     @pytest.mark.parametrize("norms", [0, 1, 2])
     def test_write_rotated(self, norms):
@@ -272,15 +319,21 @@ class TestRotations:
 
     def test_transpose_first(self):
         gain = Norm(weight(2), 1e-6, STYLES[1])
-        names, difference = rewritten(lambda x: norm(x.view(1, 1, 4, 2), gain).transpose(1, 2) * 1, "transpose_first")
+        names, difference = rewritten(
+            lambda x: norm(x.view(1, 1, 4, 2), gain).transpose(1, 2) * 1, "transpose_first"
+        )
         assert (names, difference) == (["view", "transpose", "norm", "mul"], 0)
         wide = Norm(weight(4), 1e-6, STYLES[0])
-        names, _ = rewritten(lambda x: norm(x.view(1, 2, 1, 4), wide).transpose(2, 3) * 1, "transpose_first")
+        names, _ = rewritten(
+            lambda x: norm(x.view(1, 2, 1, 4), wide).transpose(2, 3) * 1, "transpose_first"
+        )
         assert names == ["view", "norm", "transpose", "mul"]
 
     def test_a_transpose_of_the_last_dim_stays_after_the_norm(self):
         gain = Norm(weight(8), 1e-6, STYLES[1])
-        names, difference = rewritten(lambda x: norm(x, gain).transpose(1, 2) * 1, "transpose_first")
+        names, difference = rewritten(
+            lambda x: norm(x, gain).transpose(1, 2) * 1, "transpose_first"
+        )
         assert (names, difference) == (["norm", "transpose", "mul"], 0)
 
     def test_a_norm_does_not_move_across_a_write(self):
@@ -304,7 +357,10 @@ def test_rules_are_left_out_by_name():
     rewrite(program, without=list(RULES))
     assert [call.name for call in program] == ["linear", "relu"]
     rewrite(program, keeps_bits=True)
-    assert [call.name for call in program] == ["linear", "relu"]  # neither rule keeps the bits of a GPU
+    assert [call.name for call in program] == [
+        "linear",
+        "relu",
+    ]  # neither rule keeps the bits of a GPU
     rewrite(program, without=["activation"])
     assert [call.name for call in program] == ["run_linear", "relu"]
 
@@ -313,8 +369,8 @@ def test_rules_are_left_out_by_name():
 
 # Calls in the lists of the toys: those that launch something, without views.
 COUNTS = {
-    # 2 layers: q, k, v; rotation and write; attention; o and sum; gate and up; down and sum; the embedding, its angles,
-    # the head. Norms are part of the linear layers.
+    # 2 layers: q, k, v; rotation and write; attention; o and sum; gate and up; down and sum; the
+    # embedding, its angles, the head. Norms are part of the linear layers.
     "llama": {"run_linear": 9, "rotate_and_write": 2, "attend.default": 2, "embedding": 1, "lookup": 1},
     "qwen3": {"run_linear": 9, "rotate_and_write": 2, "attend.default": 2, "embedding": 1, "lookup": 1},
     # 3 layers: two sums with a norm before and after each; the first norm is part of q, k, v.
@@ -361,7 +417,9 @@ def test_the_list_of_a_model_gives_its_logits(name, batch_size):
         got, expected, program = step_of(model, batch_size)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert (
-        not any(call.name in ("norm", "linear") for call in program) or batch_size > 1 or name not in ("llama", "qwen3")
+        not any(call.name in ("norm", "linear") for call in program)
+        or batch_size > 1
+        or name not in ("llama", "qwen3")
     )
 
 

@@ -1,4 +1,6 @@
-"""A shadow computes what its model computes, on modules and configs of its own and the same weights."""
+"""A shadow computes what its model computes, on modules and configs of its own and the same
+weights.
+"""
 
 import functools
 import gc
@@ -27,7 +29,9 @@ def with_closure(model):
 
 def with_default(model):
     attention = model.model.layers[1].self_attn
-    attention.forward = lambda *args, module=attention, **kwargs: ATTENTION.forward(module, *args, **kwargs)
+    attention.forward = lambda *args, module=attention, **kwargs: ATTENTION.forward(
+        module, *args, **kwargs
+    )
 
 
 def with_method(model):
@@ -45,7 +49,9 @@ def with_partial(model):
     def new_forward(module, *args, **kwargs):
         return module.own_forward(*args, **kwargs)
 
-    attention.forward = functools.update_wrapper(functools.partial(new_forward, attention), attention.own_forward)
+    attention.forward = functools.update_wrapper(
+        functools.partial(new_forward, attention), attention.own_forward
+    )
 
 
 def with_attributes(model):
@@ -182,7 +188,9 @@ def test_weights_are_shared_and_configs_and_hooks_are_not():
         assert type(copied) is type(own)
         assert original_of(copied) is original_of(own) is own
         for kind in ("parameters", "buffers"):
-            pairs = zip(getattr(own, kind)(recurse=False), getattr(copied, kind)(recurse=False), strict=True)
+            pairs = zip(
+                getattr(own, kind)(recurse=False), getattr(copied, kind)(recurse=False), strict=True
+            )
             assert all(one is other for one, other in pairs)
         if hasattr(own, "config"):
             assert copied.config is not own.config
