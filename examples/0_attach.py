@@ -1,7 +1,8 @@
 """Attach once: every later `generate` of the model uses the cache and, on a GPU, the CUDA graph.
 Pipelines do too.
 
-python examples/0_attach.py python examples/0_attach.py --model Qwen/Qwen3-1.7B --device cuda
+python examples/0_attach.py
+python examples/0_attach.py --model Qwen/Qwen3-1.7B --device cuda
 """
 
 import argparse

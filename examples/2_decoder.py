@@ -1,7 +1,8 @@
 """Pass a GraphDecoder as `custom_generate`: on a GPU it captures one decode step as a CUDA graph
 and replays it.
 
-python examples/2_decoder.py python examples/2_decoder.py --model Qwen/Qwen3-1.7B --device cuda
+python examples/2_decoder.py
+python examples/2_decoder.py --model Qwen/Qwen3-1.7B --device cuda
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Inside `exact(model)` the logits of cached steps equal those of one uncached pass, bit for bit,
 in bfloat16 too.
 
-python examples/3_exact_logits.py python examples/3_exact_logits.py --model Qwen/Qwen3-1.7B --device
-cuda
+python examples/3_exact_logits.py
+python examples/3_exact_logits.py --model Qwen/Qwen3-1.7B --device cuda
 """
 
 import argparse

@@ -141,9 +141,8 @@ def run(
 def explain_difference(
     model: PreTrainedModel, inputs: dict, theirs: list[int], ours: list[int], at: int
 ) -> dict:
-    """The first difference of two runs:
-
-    both tokens, the gap of the two best logits, and its rounding error.
+    """The first difference of two runs: both tokens, the gap of the two best logits, and its
+    rounding error.
     """
     prompt = inputs["input_ids"]
     ids = torch.cat(

@@ -93,9 +93,8 @@ def keys_of(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
 def positions_computed(
     model: PreTrainedModel, ids: torch.Tensor, new_tokens: int, cached: bool
 ) -> torch.Tensor:
-    """Positions that each pass of `generate` computes, [passes, positions]:
-
-    0 absent, 1 cached, 2 computed.
+    """Positions that each pass of `generate` computes, [passes, positions]: 0 absent, 1 cached, 2
+    computed.
     """
     sizes: list[int] = []
     hook = model.get_input_embeddings().register_forward_pre_hook(
@@ -190,9 +189,8 @@ def work(model: PreTrainedModel, ids: torch.Tensor) -> dict[str, list[tuple[int,
 
 @torch.no_grad()
 def after_sliding(model: PreTrainedModel, ids: torch.Tensor) -> tuple[float, float]:
-    """Difference of a cache that dropped its first token from a new pass:
-
-    logits, and values of the first layer.
+    """Difference of a cache that dropped its first token from a new pass: logits, and values of the
+    first layer.
     """
     cache, fresh = DynamicCache(config=model.config), DynamicCache(config=model.config)
     model(ids[:, :-1], past_key_values=cache)

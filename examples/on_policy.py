@@ -166,10 +166,7 @@ def row(result: Result) -> str:
 
 
 def summary(results: list[Result]) -> str:
-    """Of both runs:
-
-    the reward at the beginning and at the end, and the largest |ratio - 1| of all.
-    """
+    """Of both runs: the reward at the beginning and at the end, and the largest |ratio - 1| of all."""
     lines = []
     for is_exact, side in SIDES.items():
         own = [r for r in results if r["exact"] == is_exact]

@@ -18,9 +18,8 @@ def common_prefix(one: list[int], other: list[int]) -> int:
 
 
 class TokenAgreement(evaluate.Metric):
-    """`exact_match`:
-
-    the share of equal runs; `common_prefix`: for each run, tokens before the first difference.
+    """`exact_match`: the share of equal runs; `common_prefix`: for each run, tokens before the
+    first difference.
     """
 
     def _info(self) -> evaluate.MetricInfo:

@@ -455,9 +455,8 @@ def _hook(model: PreTrainedModel, attachment: Attachment) -> Attachment:
 
 
 def detach(model: Any) -> None:
-    """Undo `attach`:
-
-    the model has its own class again, and its pool is freed. Without `attach` before: nothing.
+    """Undo `attach`: the model has its own class again, and its pool is freed. Without `attach`
+    before: nothing.
     """
     inner = unwrapped(model, "detach")
     _ATTACHMENTS.pop(inner, None)

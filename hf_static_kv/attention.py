@@ -38,27 +38,23 @@ _UNUSED = {
 
 
 class StepLayer:
-    """One layer in a captured step, in place of the `layer_idx` of its modules: slot and spans at
-    fixed addresses.
+    """One layer in a captured pass, in place of the `layer_idx` of its modules.
 
     Not an int: `torch.compile` takes an int for a constant and would compile every layer again.
     """
 
-    def __init__(self, index: int, cache_position: Tensor, slot: Tensor, spans: Tensor) -> None:
+    def __init__(self, index: int, offset: Tensor, slots: Tensor, spans: Tensor) -> None:
         self.index = index
-        self.cache_position, self.slot = (
-            cache_position,
-            slot,
-        )  # [1] each, of the newest token; alike in a full layer
-        self.spans = spans  # [B, 3], in slots
+        self.offset = offset  # [1], the position in slot 0
+        self.slots = slots  # [B, q], of the new tokens
+        self.spans = spans  # [B, q, 3], in slots
 
     def __index__(self) -> int:
         return self.index
 
-    def __add__(
-        self, number: int
-    ) -> "StepLayer":  # modules that run several times store each time elsewhere (HRM)
-        return StepLayer(self.index + number, self.cache_position, self.slot, self.spans)
+    def __add__(self, number: int) -> "StepLayer":
+        # A module that runs several times has a layer of the cache for each time (HRM).
+        return StepLayer(self.index + number, self.offset, self.slots, self.spans)
 
     def __ge__(self, number: int) -> bool:  # transformers compares it with the number of layers
         return self.index >= number
@@ -127,9 +123,8 @@ def static_contiguous_attention(
 
 
 def kernel_serves(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
-    """Whether the decode kernel can run:
-
-    one new token on a GPU, no gradients, one mask for all heads.
+    """Whether the decode kernel can run: one new token on a GPU, no gradients, one mask for all
+    heads.
     """
     return (
         query.is_cuda
@@ -164,7 +159,7 @@ def one_token_attention(
 
 @lru_cache(maxsize=8)  # all layers of a step ask for the same one or two
 def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
-    return torch.tensor([[0, 0, length]] * batch_size, device=device)  # [B, 3]
+    return torch.tensor([[[0, 0, length]]] * batch_size, device=device)  # [B, 1, 3]
 
 
 def plain_attention(
@@ -225,7 +220,7 @@ def exact_attention(
             query, key, value, layer.spans, scale, window, softcap, sinks, in_order=True
         ), None
     packed: Any = attention_mask  # [B, 3, q, 1]
-    spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans[:, None]  # [B, q, 3]
+    spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans  # [B, q, 3]
     if kwargs.get("dropout"):
         raise ValueError(
             f"exact has no dropout, and attention drops out {kwargs['dropout']}: set "
@@ -244,9 +239,8 @@ def exact_attention(
 def attention_over_spans(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring
 ) -> Tensor:
-    """`invariant_attention` in torch's own operations, for its gradients:
-
-    SDPA where it computes the scores.
+    """`invariant_attention` in torch's own operations, for its gradients: SDPA where it computes
+    the scores.
     """
     scale, softcap, sinks = scoring
     _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]

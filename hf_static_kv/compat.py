@@ -344,9 +344,8 @@ def shared_stores(module: Module) -> dict[str, Any]:
 
 
 def copied_stores(module: Module) -> dict[str, Any]:
-    """Copies of torch's dicts of a module, by attribute:
-
-    buffers, hooks. Without their names: they are shared.
+    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they
+    are shared.
     """
     attributes = vars(module)
     return {name: attributes[name].copy() for name in _stores() if name in attributes}

@@ -110,9 +110,8 @@ def original_function(module: str, name: str) -> Any:
 
 
 def is_unmodified(module: Module) -> bool:
-    """Whether a module computes what its class says:
-
-    no hook, no `forward` of its own (accelerate puts one there).
+    """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate
+    puts one there).
     """
     return "forward" not in module.__dict__ and not compat.forward_hooks(module)
 

@@ -1,6 +1,5 @@
-"""The dev models:
-
-true shapes with random weights, toy sizes, trained miniatures, and real weights where available.
+"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights
+where available.
 """
 
 import importlib.util
@@ -52,9 +51,8 @@ def dev_config(name: str) -> PreTrainedConfig:
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A toy with grouped-query attention:
-
-    "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8).
+    """A toy with grouped-query attention: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full,
+    a window of 8).
     """
     return _config(name, "tiny", **overrides)
 

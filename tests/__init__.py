@@ -11,9 +11,8 @@ import torch
 
 
 def _patch_once_per_launch() -> None:
-    """The interpreter patches `triton.language` at every call of a device function too:
-
-    half of its time.
+    """The interpreter patches `triton.language` at every call of a device function too: half of its
+    time.
     """
     import triton.language as tl
     from triton.runtime import interpreter

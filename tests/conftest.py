@@ -78,9 +78,8 @@ class Collect(BaseStreamer):
 
 
 def calls_in(function):
-    """How many functions of Python it calls:
-
-    the host's time, without a clock. The least of three, so nothing once.
+    """How many functions of Python it calls: the host's time, without a clock. The least of three,
+    so nothing once.
     """
     counts = []
 

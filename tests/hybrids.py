@@ -1,6 +1,5 @@
-"""Small hybrid models:
-
-attention beside layers with a recurrent state, of every family that transformers builds.
+"""Small hybrid models: attention beside layers with a recurrent state, of every family that
+transformers builds.
 """
 
 from transformers import PreTrainedModel

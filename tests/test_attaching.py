@@ -1,6 +1,5 @@
-"""`attach(model)`:
-
-the tokens of `generate` as it was, in every mode; what it keeps, bounds, and puts back.
+"""`attach(model)`: the tokens of `generate` as it was, in every mode; what it keeps, bounds, and
+puts back.
 """
 
 import copy
@@ -173,9 +172,8 @@ def test_attached_after_to_another_dtype(model):
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 takes another way
 def test_a_forward_of_another_dtype(model):
-    """As accelerate's mixed precision:
-
-    the dtype of the states changes, and that of the model does not.
+    """As accelerate's mixed precision: the dtype of the states changes, and that of the model does
+    not.
     """
     info, own = attach(model), model.forward
     generate(model)

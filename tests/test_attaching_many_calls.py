@@ -42,9 +42,8 @@ class Caller:
         self.modes = [mode for mode in MODES if has_crop or mode not in ("assisted", "lookup")]
 
     def draw(self):
-        """The ids, and a function that makes the arguments:
-
-        each model needs its own streamer and so on.
+        """The ids, and a function that makes the arguments: each model needs its own streamer and
+        so on.
         """
         rng = self.rng
         mode = rng.choice(self.modes)

@@ -70,9 +70,8 @@ def embedded(model, ids=PROMPT):
 
 
 def continuing(model, ids=BATCH, **how):
-    """Continue from a returned cache:
-
-    with the whole sequence, with the rest alone, and from a copy.
+    """Continue from a returned cache: with the whole sequence, with the rest alone, and from a
+    copy.
     """
     first = call(model, ids, **KEPT, **how)
     cache, longer = first.past_key_values, torch.cat([first.sequences, ids], dim=1)
@@ -93,9 +92,8 @@ def continuing_from_embeds(model):
 
 
 def forward_on_a_returned_cache(model):
-    """Fewer rows, more rows than the call had, and a pass:
-
-    what a caller may do with a cache of its own.
+    """Fewer rows, more rows than the call had, and a pass: what a caller may do with a cache of its
+    own.
     """
     cache = call(model, BATCH, **KEPT).past_key_values
     cache.batch_select_indices(torch.tensor([1], device=DEVICE))
@@ -352,9 +350,8 @@ if DEVICE == "cpu":  # on a GPU such an error ends the process's use of it
 
 
 class Run:
-    """What a scenario gives on a model:
-
-    output or error, warnings, the random state, and the model's attributes.
+    """What a scenario gives on a model: output or error, warnings, the random state, and the
+    model's attributes.
     """
 
     def __init__(self, model, scenario):

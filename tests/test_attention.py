@@ -32,9 +32,8 @@ def test_the_attention_name_serves_generate_by_itself():
 
 
 class TestKeywordsOfTheModel:
-    """A tensor that ours does not read may select keys:
-
-    MiniMax M3 gives 'sdpa' a mask, and others `block_indices`.
+    """A tensor that ours does not read may select keys: MiniMax M3 gives 'sdpa' a mask, and others
+    `block_indices`.
     """
 
     MESSAGE = (

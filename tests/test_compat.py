@@ -1,7 +1,4 @@
-"""Every private name of another package:
-
-the package works or says what is missing when it is gone.
-"""
+"""Every private name of another package: the package works or says what is missing when it is gone."""
 
 import importlib.util
 import logging

@@ -1,6 +1,5 @@
-"""The dev models' true shapes, and finding weights:
-
-what is there is found, what is not is said in one line.
+"""The dev models' true shapes, and finding weights: what is there is found, what is not is said in
+one line.
 """
 
 import pytest

@@ -1,6 +1,5 @@
-"""README.md, CONTRIBUTING.md and docs/:
-
-code is true, links lead somewhere, listed messages exist, pages stay short.
+"""README.md, CONTRIBUTING.md and docs/: code is true, links lead somewhere, listed messages exist,
+pages stay short.
 """
 
 import ast
@@ -52,9 +51,8 @@ class TestReadme:
         assert "`make test`" in README.read_text()
 
     def test_the_lines_that_users_copy(self):
-        """At most eight; attach, the objects and exact give the same tokens:
-
-        a miniature in float32, greedily.
+        """At most eight; attach, the objects and exact give the same tokens: a miniature in
+        float32, greedily.
         """
         first, *others = code_blocks(README)
         assert len([line for line in first.splitlines() if line]) <= 8

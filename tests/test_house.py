@@ -16,13 +16,16 @@ READING_ORDER = {
         "identity", "fileformat", "filepieces", "files", "hybrid", "sequences", "cache", "prefixes", "pool",
     ],
     "kernels": [
-        "gradients", "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample",
+        "gradients", "launch_triton", "positions_triton", "positions",
+        "select_greedy_triton", "select_greedy", "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "decode_attention", "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear",
         "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
-    "program": ["preload", "shadow", "norms", "linears", "rotary", "experts", "record", "rules", "step"],
+    "program": [
+        "preload", "shadow", "norms", "linears", "rotary", "experts", "record", "rules", "positions", "step",
+    ],
     "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
@@ -141,10 +144,7 @@ def private_names(source):
 
 
 def own_names():
-    """Names that the package defines itself:
-
-    functions, classes, variables, attributes of `self`.
-    """
+    """Names that the package defines itself: functions, classes, variables, attributes of `self`."""
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -1,6 +1,5 @@
-"""docs/promises.md:
-
-every promise names a test, every test is there, and every page has its promises.
+"""docs/promises.md: every promise names a test, every test is there, and every page has its
+promises.
 """
 
 import ast

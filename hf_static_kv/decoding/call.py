@@ -1,6 +1,5 @@
-"""One call of `generate` as it reaches a custom loop:
-
-what it asks for, its prefill, its run in transformers' loop.
+"""One call of `generate` as it reaches a custom loop: what it asks for, its prefill, its run in
+transformers' loop.
 """
 
 from contextlib import nullcontext
@@ -338,9 +337,8 @@ class Call:
     def _take_outputs(
         self, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any], **how: Any
     ) -> Any:
-        """In the place of the model's prefill:
-
-        the outputs of the prompt, which is computed once in a call.
+        """In the place of the model's prefill: the outputs of the prompt, which is computed once in
+        a call.
         """
         if self.outputs is None:
             self._read_prompt()

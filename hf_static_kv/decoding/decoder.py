@@ -214,9 +214,8 @@ class GraphDecoder:
         return sampling.result(call.cache)
 
     def _later_step(self, call: Call) -> DecodeStep | None:
-        """Another step in the middle of a call; None where the model itself goes on:
-
-        tokens are drawn and streamed.
+        """Another step in the middle of a call; None where the model itself goes on: tokens are
+        drawn and streamed.
         """
         before = _sums(call.cache)
         try:
@@ -340,7 +339,6 @@ class GraphDecoder:
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
-
         graphs take memory.
         """
         for key in [
@@ -497,7 +495,7 @@ def _room(step: DecodeStep, call: Call, room: int) -> int:
     if room > 1:
         return room - 1
     room = call.cache.make_room()
-    step.follow(call.cache.seq_len)
+    step.sync()
     return room
 
 

@@ -1,6 +1,5 @@
-"""The tokens of one call:
-
-selects them from logits as `generate` does, and knows when the call is over.
+"""The tokens of one call: selects them from logits as `generate` does, and knows when the call is
+over.
 """
 
 from collections import deque

@@ -87,9 +87,8 @@ def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | Non
 
 
 def _is_plain_penalty(processor: Any) -> bool:
-    """Whether it counts all tokens:
-
-    newer versions of transformers can leave out the prompt, or pack sequences.
+    """Whether it counts all tokens: newer versions of transformers can leave out the prompt, or
+    pack sequences.
     """
     return all(
         getattr(processor, name, None) is None

@@ -133,9 +133,8 @@ def _cases(call: Call, length: int) -> list[Case]:
 
 
 def _verify(step: DecodeStep, call: Call, case: Case, num_tokens: int) -> None:
-    """So many tokens agree, and one more for each that does not:
-
-    rounding alone may choose another expert.
+    """So many tokens agree, and one more for each that does not: rounding alone may choose another
+    expert.
     """
     missing = num_tokens
     for number in range(num_tokens + 2):
@@ -230,9 +229,8 @@ def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -
 
 
 def _unread(call: Call) -> AbstractContextManager[object]:
-    """Raises where a pass needs a tensor that belongs to this call alone:
-
-    the step is used for other calls, too.
+    """Raises where a pass needs a tensor that belongs to this call alone: the step is used for
+    other calls, too.
     """
     names = {
         id(leaf): name for name, value in call.step_inputs.tensors.items() for leaf in leaves(value)

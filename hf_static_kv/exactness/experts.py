@@ -1,6 +1,5 @@
-"""Mixtures of experts inside `exact`:
-
-an implementation for transformers' `ExpertsInterface`, by tokens.
+"""Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`, by
+tokens.
 """
 
 import sys
@@ -86,9 +85,8 @@ def parameter_adapters(model: Module) -> dict[str, Any]:
 
 
 def refuse_active(adapters: dict[str, Any]) -> None:
-    """Refuse `parameter_adapters` that are neither merged nor disabled:
-
-    each pass computes their weights anew.
+    """Refuse `parameter_adapters` that are neither merged nor disabled: each pass computes their
+    weights anew.
     """
     for name, adapter in adapters.items():
         is_in_use = any(active in adapter.lora_A for active in adapter.active_adapters)

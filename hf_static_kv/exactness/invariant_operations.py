@@ -128,9 +128,8 @@ def _is_approximated(func: Any) -> bool:
 
 
 def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """On a CPU scalar code may compute the last elements of a tensor or of a thread:
-
-    blocks hold whole vectors.
+    """On a CPU scalar code may compute the last elements of a tensor or of a thread: blocks hold
+    whole vectors.
     """
     if x.device.type != "cpu" or not x.is_floating_point():
         return func(x, *args, **kwargs)  # type: ignore[no-any-return]

@@ -182,9 +182,8 @@ class _Head:
         return selected_logprobs(logits[0], tokens, temperature)
 
     def _refuse_other_weights(self) -> None:
-        """Raise if the head is not the one of the forward pass:
-
-        its gradients would be those of other logits.
+        """Raise if the head is not the one of the forward pass: its gradients would be those of
+        other logits.
         """
         present = self._present_weights()
         for name, (weight, count) in self.weights.items():

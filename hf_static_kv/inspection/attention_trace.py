@@ -19,9 +19,8 @@ _REMEDY = 'Load it with attn_implementation="eager" and call it with output_atte
 
 
 class AttentionRow(NamedTuple):
-    """One row of the attention matrix for each sequence:
-
-    the weights of its newest token in one layer and pass.
+    """One row of the attention matrix for each sequence: the weights of its newest token in one
+    layer and pass.
     """
 
     layer: int
@@ -167,18 +166,13 @@ def traced_attention(
         output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
     else:
         output = decode_attention(
-            query,
-            key,
-            value,
-            step.spans,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            weights=weights,
-        )
-        first, end = int(step.spans[:, 1].min()), int(step.spans[0, 2])
+            query, key, value, step.spans,
+            scale=scale, softcap=softcap, sinks=sinks, weights=weights,
+        )  # fmt: skip
+        first = int(step.spans[..., 1].min())
+        end = int(step.spans[..., 2].max())
         weights = weights[..., first:end]
-        first += int(step.cache_position - step.slot)
+        first += int(step.offset)
     trace.record(layer, first, weights)
     return output, None
 

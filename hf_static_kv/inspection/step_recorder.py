@@ -1,6 +1,5 @@
-"""The token of each step of a generation, and the tokens it was chosen from:
-
-plain data, ready for JSON.
+"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for
+JSON.
 """
 
 from typing import Any

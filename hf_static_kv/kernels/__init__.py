@@ -1,4 +1,3 @@
-"""Pairs of files:
-
-`op.py` has operations and their plain PyTorch twins, `op_triton.py` has the kernels.
+"""Pairs of files: `op.py` has operations and their plain PyTorch twins, `op_triton.py` has the
+kernels.
 """

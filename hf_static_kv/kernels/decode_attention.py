@@ -3,13 +3,15 @@
     output = softmax(scale * query keys^T) values      over the positions [first, end) of the span
 
     query: [B, Hq, q, D]   keys: [B, H, S, D]   values: [B, H, S, Dv]   output: [B, q, Hq, Dv]
-    spans: int64: seq_start, first, end
+    spans: seq_start, first, end, in int64
 
     [ left padding | tokens before the window | tokens attended to | free positions ]
                    seq_start                  first                end              S
 
-    decode_attention       one query per batch row                                      spans: [B, 3]
-    invariant_attention    each query has the bits of a decode step at its position     spans: [B, q, 3]
+    spans: [B, q, 3], one for each query; those of a batch row have one seq_start
+
+    decode_attention       up to 16 queries of a batch row, whose spans move forward
+    invariant_attention    each query has the bits of a decode step at its position
 
 Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start,
 end) into splits of a fixed size. So a batch row's bits depend neither on the other rows, nor on its
@@ -19,6 +21,7 @@ left padding, nor on the capacity S.
 import torch
 from torch import Tensor
 
+MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
 
 
@@ -34,16 +37,18 @@ def decode_attention(
     max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
     softcap      a score becomes softcap * tanh(score / softcap)
     sinks        [Hq]: the score of one more key of each query head, whose value is zero
-    weights      [B, Hq, S], float32: filled with the softmax over each span
+    weights      [B, Hq, S], float32: filled with the softmax over each span; of one token
     spans_ready  the spans were written at least two kernels ago: read them before the wait of PDL
     in_order     the bits of `invariant_attention`
     """
-    if query.shape[2] != 1:
+    num_tokens = query.shape[2]
+    most = MAX_TOKENS if weights is None else 1
+    if not 1 <= num_tokens <= most:
         raise ValueError(
-            f"decode_attention takes one query per batch row, got {query.shape[2]}: use SDPA for "
-            "prefill."
+            f"decode_attention takes 1 to {most} tokens of a batch row, got {num_tokens}: use SDPA "
+            "for prefill."
         )
-    _check(query, keys, values, spans, (len(query), 3))
+    _check(query, keys, values, spans)
     if not query.is_cuda:
         return decode_attention_plain(
             query, keys, values, spans, seen, scale, softcap, sinks, weights
@@ -70,34 +75,37 @@ def attend(
 
 @attend.register_fake
 def _(query: Tensor, keys: Tensor, values: Tensor, *args: object) -> Tensor:
-    return query.new_empty(query.shape[0], 1, query.shape[1], values.shape[-1])
+    return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
 
 
 def decode_attention_plain(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, seen: Tensor | None, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None, weights: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """One batch row after the other; reads the spans on the host.
+    """One query after the other; reads the spans on the host.
 
     Scores and softmax in float32 at least.
     """
-    (batch, query_heads, _, _), heads = query.shape, keys.shape[1]
+    batch, query_heads, num_tokens, _ = query.shape
+    heads = keys.shape[1]
     dtype = torch.promote_types(query.dtype, torch.float32)
-    output = values.new_empty(batch, 1, query_heads, values.shape[-1])
-    for b, (_, first, end) in enumerate(spans.tolist()):
-        k, v = keys[b, :, first:end], values[b, :, first:end]  # [H, n, D]
-        grouped = query[b].reshape(heads, query_heads // heads, -1)  # [H, G, D]
-        scores = (grouped.to(dtype) @ k.to(dtype).transpose(1, 2)) * scale  # [H, G, n]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if seen is not None:
-            scores = scores.masked_fill(~seen[b, first:end], -torch.inf)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(dtype).reshape(heads, -1, 1)], dim=-1)
-        probabilities = scores.softmax(dim=-1)[..., : k.shape[1]]
-        if weights is not None:
-            weights[b, :, first:end] = probabilities.flatten(0, 1)
-        output[b, 0] = (probabilities.to(v.dtype) @ v).flatten(0, 1)
+    output = values.new_empty(batch, num_tokens, query_heads, values.shape[-1])
+    for b, row in enumerate(spans.tolist()):
+        for t, (_, first, end) in enumerate(row):
+            k = keys[b, :, first:end]  # [H, n, D]
+            v = values[b, :, first:end]
+            grouped = query[b, :, t].reshape(heads, query_heads // heads, -1)  # [H, G, D]
+            scores = (grouped.to(dtype) @ k.to(dtype).transpose(1, 2)) * scale  # [H, G, n]
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if seen is not None:
+                scores = scores.masked_fill(~seen[b, first:end], -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks.to(dtype).reshape(heads, -1, 1)], dim=-1)
+            probabilities = scores.softmax(dim=-1)[..., : k.shape[1]]
+            if weights is not None:
+                weights[b, :, first:end] = probabilities.flatten(0, 1)
+            output[b, t] = (probabilities.to(v.dtype) @ v).flatten(0, 1)
     return output
 
 
@@ -112,14 +120,12 @@ def invariant_attention(
     Values must be finite: on a GPU an infinite value also reaches queries of the same tile whose
     span does not contain it.
     """
-    length = query.shape[2]
-    _check(query, keys, values, spans, (len(query), length, 3))
+    _check(query, keys, values, spans)
     if not query.is_cuda:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
-    if length == 1:
-        span = spans[:, 0]
+    if query.shape[2] == 1:
         return decode_attention(
-            query, keys, values, span, scale=scale, softcap=softcap, sinks=sinks, in_order=True
+            query, keys, values, spans, scale=scale, softcap=softcap, sinks=sinks, in_order=True
         )
     from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
@@ -130,9 +136,8 @@ def invariant_attention_plain(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
     scale: float, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One query after the other, with splits padded to one shape:
-
-    all run the same code. Reads spans on the host.
+    """One query after the other, with splits padded to one shape: all run the same code. Reads
+    spans on the host.
     """
     output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
     for b, batch_row in enumerate(spans.tolist()):
@@ -186,22 +191,21 @@ def _one_query(
     return result.reshape(-1, value_dim).to(query.dtype)
 
 
-def _check(
-    query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, spans_shape: tuple[int, ...]
-) -> None:
-    batch, query_heads, _, dim = query.shape
-    is_alike = (keys.ndim, len(keys), keys.shape[-1]) == (4, batch, dim) and keys.shape[
-        :-1
-    ] == values.shape[:-1]
-    if not is_alike or query_heads % keys.shape[1]:
+def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:
+    batch, query_heads, num_tokens, dim = query.shape
+    heads = keys.shape[1]
+    shapes = [list(tensor.shape) for tensor in (keys, values)]
+    fitting = [[batch, heads, keys.shape[2], dim], [*keys.shape[:3], values.shape[-1]]]
+    if shapes != fitting or query_heads % heads:
         raise ValueError(
             f"query {tuple(query.shape)}, keys {tuple(keys.shape)} and values "
-            f"{tuple(values.shape)} do not fit: they must be [B, Hq, q, D], [B, H, S, D] and [B, "
-            "H, S, Dv] with Hq a multiple of H."
+            f"{tuple(values.shape)} do not fit: they must be [B, Hq, q, D], [B, H, S, D] and "
+            "[B, H, S, Dv] with Hq a multiple of H."
         )
-    if spans.shape != spans_shape:
+    if spans.shape != (batch, num_tokens, 3):
         raise ValueError(
-            f"spans must be {list(spans_shape)} of seq_start, first, end, got {list(spans.shape)}."
+            f"spans must be {[batch, num_tokens, 3]} of seq_start, first, end, got "
+            f"{list(spans.shape)}."
         )
     dtypes = [tensor.dtype for tensor in (query, keys, values)]
     if len(set(dtypes)) > 1:

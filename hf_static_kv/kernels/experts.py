@@ -78,9 +78,8 @@ def experts(
 
 
 def is_supported(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the kernels take these:
-
-    few pairs of a token and an expert, on a GPU, contiguous weights.
+    """Whether the kernels take these: few pairs of a token and an expert, on a GPU, contiguous
+    weights.
     """
     is_known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
     return (
@@ -119,10 +118,7 @@ def check_experts(
 def experts_plain(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    """As `batched_mm` of transformers:
-
-    it copies the weights of each pair of a token and an expert.
-    """
+    """As `batched_mm` of transformers: it copies the weights of each pair of a token and an expert."""
     (tokens, k), chosen = index.shape, index.flatten()
     pairs = x.repeat_interleave(k, dim=0)
     gate, up = torch.bmm(gate_up[chosen], pairs[:, :, None])[:, :, 0].chunk(2, dim=-1)

@@ -65,10 +65,7 @@ def _are_contiguous(weights: Sequence[Tensor]) -> bool:
 
 
 def fuses(x: Tensor, layer: Linear) -> bool:
-    """Whether `fused_linears` of these runs in a kernel:
-
-    one token, and what `is_supported` says.
-    """
+    """Whether `fused_linears` of these runs in a kernel: one token, and what `is_supported` says."""
     return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
 
 

@@ -143,9 +143,8 @@ def _transposed(
 
 @triton.jit
 def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr):
-    """The weight of a block of output features:
-
-    pointer, bias, N; then the block's start in it and its start in y.
+    """The weight of a block of output features: pointer, bias, N; then the block's start in it and
+    its start in y.
     """
     first = tl.cdiv(n0, TILE_N)
     second = first + tl.cdiv(n1, TILE_N)

@@ -2,16 +2,17 @@
 attention.
 
 rotary              of queries and keys
-    y = x * cos + rotate_half(x) * sin      rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
+    y = x * cos + rotate_half(x) * sin
+    rotate_half([a, b]) = [-b, a], for the halves a and b of the head dim
 
     query: [B, Hq, q, D]   key: [B, H, q, D]   cos, sin: [B, q, D], or [1, q, D] for all batch rows
 
-rotate_and_write    of one token, with optional RMS norms over the head dim
+rotate_and_write    with optional RMS norms over the head dim, and the write to the storage
     query, key = rotary(query_norm(query), key_norm(key), cos, sin)
-    keys[:, :, cache_position] = key      values[:, :, cache_position] = value
+    keys[b, :, slots[b, t]] = key[b, :, t]      values[b, :, slots[b, t]] = value[b, :, t]
 
-    query, key, cos, sin: as above with q = 1   value: [B, H, 1, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]
-    cache_position: [1], int64, read on the device
+    value: [B, H, q, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]
+    slots: [B, q], int64, read on the device
 """
 
 import torch
@@ -20,7 +21,7 @@ from torch.overrides import wrap_torch_function
 
 from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.norm import Norm, check_norm, norm
-from hf_static_kv.kernels.step_state import write_token
+from hf_static_kv.kernels.positions import write_tokens
 
 
 @wrap_torch_function(lambda query, *args, **kwargs: (query,))  # one call for a TorchFunctionMode
@@ -56,7 +57,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 @wrap_torch_function(lambda query, *args, **kwargs: (query,))
 def rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
-    keys: Tensor, values: Tensor, cache_position: Tensor,
+    keys: Tensor, values: Tensor, slots: Tensor,
     query_norm: Norm | None = None, key_norm: Norm | None = None, *, angles_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """The rotated query, contiguous; the rotated key and the value are written in place.
@@ -65,10 +66,10 @@ def rotate_and_write(
     angles_ready  they were written at least two kernels ago: read them before the wait of PDL
 
     On a GPU it is one kernel, with the bits of one kernel for each part: `norm`, `rotary` and
-    `write_token`. Norms of different styles, or a norm of only one of query and key, run as these
-    separate kernels. A position beyond the capacity S is not written.
+    `write_tokens`. Norms of different styles, or a norm of only one of query and key, run as these
+    separate kernels. A slot beyond the capacity S is not written.
     """
-    _check(query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm)
+    _check(query, key, value, cos, sin, keys, values, slots, query_norm, key_norm)
     if query.is_cuda and _style(query_norm) == _style(key_norm):
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
 
@@ -80,19 +81,19 @@ def rotate_and_write(
             sin,
             keys,
             values,
-            cache_position,
+            slots,
             query_norm,
             key_norm,
             angles_ready,
         )
     return rotate_and_write_plain(
-        query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm
+        query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
     )
 
 
 def rotate_and_write_plain(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
-    keys: Tensor, values: Tensor, cache_position: Tensor,
+    keys: Tensor, values: Tensor, slots: Tensor,
     query_norm: Norm | None = None, key_norm: Norm | None = None,
 ) -> Tensor:  # fmt: skip
     """One part after the other."""
@@ -102,7 +103,7 @@ def rotate_and_write_plain(
         key = norm(key, key_norm)
     if cos is not None and sin is not None:
         query, key = rotary(query, key, cos, sin)
-    write_token(keys, values, key, value, cache_position)
+    write_tokens(keys, values, key, value, slots)
     return query.contiguous()
 
 
@@ -112,27 +113,34 @@ def _style(norm: Norm | None) -> object:
 
 def _check(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
-    keys: Tensor, values: Tensor, cache_position: Tensor, query_norm: Norm | None, key_norm: Norm | None,
+    keys: Tensor, values: Tensor, slots: Tensor, query_norm: Norm | None, key_norm: Norm | None,
 ) -> None:  # fmt: skip
-    shapes = [list(tensor.shape) for tensor in (query, key, value, keys, values)]
-    batch, heads, dim, value_dim = len(query), key.shape[1], query.shape[-1], value.shape[-1]
-    storage = [batch, heads, *keys.shape[2:3]]
+    batch, query_heads, num_tokens, dim = query.shape
+    heads = key.shape[1]
+    value_dim = value.shape[-1]
+    capacity = keys.shape[2]
+    shapes = [list(tensor.shape) for tensor in (query, key, value, keys, values, slots)]
     fitting = [
-        [batch, *query.shape[1:2], 1, dim],
-        [batch, heads, 1, dim],
-        [batch, heads, 1, value_dim],
+        [batch, query_heads, num_tokens, dim],
+        [batch, heads, num_tokens, dim],
+        [batch, heads, num_tokens, value_dim],
+        [batch, heads, capacity, dim],
+        [batch, heads, capacity, value_dim],
+        [batch, num_tokens],
     ]
-    if shapes != [*fitting, [*storage, dim], [*storage, value_dim]]:
-        given = "query {}, key {}, value {}, keys {} and values {}".format(*shapes)
+    if shapes != fitting:
+        given = "query {}, key {}, value {}, keys {}, values {} and slots {}".format(*shapes)
         raise ValueError(
-            f"{given} do not fit: they must be [B, Hq, 1, D], [B, H, 1, D], [B, H, 1, Dv], [B, H, "
-            "S, D], [B, H, S, Dv]."
+            f"{given} do not fit: they must be [B, Hq, q, D], [B, H, q, D], [B, H, q, Dv], "
+            "[B, H, S, D], [B, H, S, Dv] and [B, q]."
         )
     angles = [tensor for tensor in (cos, sin) if tensor is not None]
-    if len(angles) == 1 or any(x.shape not in ((batch, 1, dim), (1, 1, dim)) for x in angles):
+    for_rows = ((batch, num_tokens, dim), (1, num_tokens, dim))
+    if len(angles) == 1 or any(x.shape not in for_rows for x in angles):
         given = " and ".join("None" if x is None else str(list(x.shape)) for x in (cos, sin))
         raise ValueError(
-            f"cos and sin must be [{batch}, 1, {dim}] or [1, 1, {dim}], or both None, got {given}."
+            f"cos and sin must be [{batch}, {num_tokens}, {dim}] or [1, {num_tokens}, {dim}], or "
+            f"both None, got {given}."
         )
     if angles and dim % 2:
         raise ValueError(f"Rotary embedding needs an even head dim, got {dim}.")
@@ -141,11 +149,8 @@ def _check(
         raise ValueError(
             f"Heads, storage, cos and sin must have one dtype, got {', '.join(map(str, dtypes))}."
         )
-    if cache_position.shape != (1,) or cache_position.dtype != torch.int64:
-        raise ValueError(
-            f"cache_position must be [1], torch.int64, got {list(cache_position.shape)}, "
-            f"{cache_position.dtype}."
-        )
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slots must be torch.int64, got {slots.dtype}.")
     for x, its_norm in ((query, query_norm), (key, key_norm)):
         if its_norm is not None:
             check_norm(x, its_norm)

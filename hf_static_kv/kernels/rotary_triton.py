@@ -72,48 +72,51 @@ def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple
 
 @triton.jit
 def _rotate_and_write(
-    query, key, value, query_weight, key_weight, cos, sin, output, keys, values, cache_position,
-    query_eps, key_eps, norm_offset, query_b, query_h, key_b, key_h, value_b, value_h, cos_b, sin_b,
-    keys_b, keys_h, keys_s, values_b, values_h, values_s, S,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, TILE: tl.constexpr,
-    TILE_V: tl.constexpr,
-    HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr, HAS_ANGLES: tl.constexpr, ANGLES_READY: tl.constexpr,
-    PDL: tl.constexpr,
+    query, key, value, query_weight, key_weight, cos, sin, output, keys, values, slots,
+    query_eps, key_eps, norm_offset,
+    query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
+    cos_b, cos_t, sin_b, sin_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, S, Q,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    TILE: tl.constexpr, TILE_V: tl.constexpr, HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr,
+    HAS_ANGLES: tl.constexpr, ANGLES_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b, h = (tl.program_id(0) // (HQ + H)).to(tl.int64), (tl.program_id(0) % (HQ + H)).to(tl.int64)
-    d, dv = tl.arange(0, TILE), tl.arange(0, TILE_V)
-    # Before the wait: `advance` writes it at the beginning of a step, at least two kernels ago.
-    # Used late.
-    position = tl.load(cache_position).to(tl.int64)
+    token = (tl.program_id(0) // (HQ + H)).to(tl.int64)
+    h = (tl.program_id(0) % (HQ + H)).to(tl.int64)
+    b = token // Q
+    t = token % Q
+    d = tl.arange(0, TILE)
+    dv = tl.arange(0, TILE_V)
+    # Read before the wait: `place_tokens` runs at the beginning of a pass, at least two kernels
+    # ago. Used late.
+    slot = tl.load(slots + token).to(tl.int64)
     is_key = h >= HQ
-    x, y, weight, eps = (
-        query + b * query_b + h * query_h,
-        output + (b * HQ + h) * D,
-        query_weight,
-        query_eps,
-    )
+    x = query + b * query_b + t * query_t + h * query_h
+    y = output + ((b * HQ + h) * Q + t) * D
+    weight = query_weight
+    eps = query_eps
     if is_key:
         h -= HQ
-        x, weight, eps = key + b * key_b + h * key_h, key_weight, key_eps
+        x = key + b * key_b + t * key_t + h * key_h
+        weight = key_weight
+        eps = key_eps
+    cos_at = cos + b * cos_b + t * cos_t + d
+    sin_at = sin + b * sin_b + t * sin_t + d
     # What is not used (no norm, no angles) the compiler drops.
     w, swapped_w = _load_and_swapped(weight, d, D)
     if ANGLES_READY:
-        c, s = tl.load(cos + b * cos_b + d, mask=d < D), tl.load(sin + b * sin_b + d, mask=d < D)
+        c = tl.load(cos_at, mask=d < D)
+        s = tl.load(sin_at, mask=d < D)
     pdl_sync(PDL)
     head, swapped = _load_and_swapped(x, d, D)
     if not ANGLES_READY:
-        c, s = tl.load(cos + b * cos_b + d, mask=d < D), tl.load(sin + b * sin_b + d, mask=d < D)
-    has_room = (
-        position < S
-    )  # else a full cache, which the host refuses: never write into another head
+        c = tl.load(cos_at, mask=d < D)
+        s = tl.load(sin_at, mask=d < D)
+    has_room = slot < S  # else a full cache, which the host refuses: never write into another head
     if is_key:
-        v = tl.load(value + b * value_b + h * value_h + dv, mask=dv < DV)
-        y = keys + b * keys_b + h * keys_h + position * keys_s
-        tl.store(
-            values + b * values_b + h * values_h + position * values_s + dv,
-            v,
-            mask=(dv < DV) & has_room,
-        )
+        v = tl.load(value + b * value_b + t * value_t + h * value_h + dv, mask=dv < DV)
+        y = keys + b * keys_b + h * keys_h + slot * keys_s
+        value_at = values + b * values_b + h * values_h + slot * values_s + dv
+        tl.store(value_at, v, mask=(dv < DV) & has_room)
     if HAS_NORM:
         scale = rms_scale(head, eps, D)
         head = rms_multiply(head, scale, w, norm_offset, CAST_FIRST)
@@ -125,9 +128,8 @@ def _rotate_and_write(
 
 @triton.jit
 def _load_and_swapped(x, d, D: tl.constexpr):
-    """A vector, and the same with its halves swapped:
-
-    two loads at once instead of an exchange between threads.
+    """A vector, and the same with its halves swapped: two loads at once instead of an exchange
+    between threads.
     """
     swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
     return tl.load(x + d, mask=d < D, other=0.0), tl.load(x + swapped, mask=d < D, other=0.0)
@@ -135,43 +137,42 @@ def _load_and_swapped(x, d, D: tl.constexpr):
 
 def rotate_and_write_triton(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
-    keys: Tensor, values: Tensor, cache_position: Tensor,
+    keys: Tensor, values: Tensor, slots: Tensor,
     query_norm: TritonNorm | None, key_norm: TritonNorm | None, angles_ready: bool = False,
 ) -> Tensor:  # fmt: skip
     """Both norms have one style, or both are None."""
-    (batch, query_heads, _, dim), (heads, value_dim) = query.shape, (key.shape[1], value.shape[-1])
+    batch, query_heads, num_tokens, dim = query.shape
+    heads = key.shape[1]
+    value_dim = value.shape[-1]
     if keys.stride(-1) != 1 or values.stride(-1) != 1:
         raise ValueError("rotate_and_write needs keys and values whose last dim has stride 1.")
-    output, states = (
-        query.new_empty(query.shape),
-        [_as_the_norm_reads(x) for x in (query, key, value)],
-    )
-    strides = [stride for x in states for stride in x.stride()[:2]]
-    query_weight, query_eps, (offset, cast_first, _), _ = query_norm or (
-        query,
-        0.0,
-        (0.0, False, False),
-        None,
-    )
-    key_weight, key_eps, _, _ = key_norm or (query, 0.0, (), None)
-    c, s = (query if x is None else x if x.stride(-1) == 1 else x.contiguous() for x in (cos, sin))
-    cos_b, sin_b = (0 if x.shape[0] < batch else x.stride(0) for x in (c, s))
+    output = query.new_empty(query.shape)
+    states = [_as_the_norm_reads(x) for x in (query, key, value)]  # [B, q, H, D]
+    strides = [stride for x in states for stride in x.stride()[:3]]
+    no_norm = (query, 0.0, (0.0, False, False), None)
+    query_weight, query_eps, (offset, cast_first, _), _ = query_norm or no_norm
+    key_weight, key_eps, _, _ = key_norm or no_norm
+    angles = [query[:, 0] if x is None else x for x in (cos, sin)]
+    angles = [x if x.stride(-1) == 1 else x.contiguous() for x in angles]
+    for x in angles:
+        strides += [0 if x.shape[0] < batch else x.stride(0), x.stride(1)]
     tile = triton.next_power_of_2(dim)
     launch(
-        _rotate_and_write, (batch * (query_heads + heads),), *states, query_weight, key_weight, c, s,
-        output, keys, values, cache_position, query_eps, key_eps, offset, *strides, cos_b, sin_b,
-        *keys.stride()[:3], *values.stride()[:3], keys.shape[2],
-        HQ=query_heads, H=heads, D=dim, DV=value_dim, TILE=tile, TILE_V=triton.next_power_of_2(value_dim),
-        HAS_NORM=query_norm is not None, CAST_FIRST=cast_first, HAS_ANGLES=cos is not None,
-        ANGLES_READY=angles_ready, num_warps=num_warps(tile),
+        _rotate_and_write, (batch * num_tokens * (query_heads + heads),),
+        *states, query_weight, key_weight, *angles, output, keys, values, slots.contiguous(),
+        query_eps, key_eps, offset, *strides,
+        *keys.stride()[:3], *values.stride()[:3], keys.shape[2], num_tokens,
+        HQ=query_heads, H=heads, D=dim, DV=value_dim,
+        TILE=tile, TILE_V=triton.next_power_of_2(value_dim), HAS_NORM=query_norm is not None,
+        CAST_FIRST=cast_first, HAS_ANGLES=cos is not None, ANGLES_READY=angles_ready,
+        num_warps=num_warps(tile),
         enable_fp_fusion=False,  # as in the kernels of the parts
     )  # fmt: skip
     return output
 
 
 def _as_the_norm_reads(x: Tensor) -> Tensor:
-    """[B, H, 1, D] as [B, H, D]; copied where `norm` would copy, as its bits depend on the
-    alignment.
-    """
-    # [B, 1, H, D]: heads of a joint projection can be viewed as blocks.
-    return as_blocks(x.transpose(1, 2)).view(*x.shape[:2], x.shape[3])
+    """[B, H, q, D] as [B, q, H, D]; copied if `norm` would copy: its bits depend on alignment."""
+    batch, heads, num_tokens, dim = x.shape
+    # The heads of a joint projection can be viewed as blocks.
+    return as_blocks(x.transpose(1, 2)).view(batch, num_tokens, heads, dim)

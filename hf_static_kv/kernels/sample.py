@@ -10,7 +10,7 @@
     min_p         keep exp(score - max) >= min_p
     token = argmax(exp(score - max) / noise) of what is kept, then as `select_greedy`; noise is exponential
 
-    logits: [B, V] of any float dtype, computed in float32   noise: [B, V] float32   cache_position: [1]
+    logits: [B, V] of any float dtype, computed in float32   noise: [B, V] float32   positions: [1]
 
 `torch.multinomial` draws one token by the same formula, so the tokens and the generator's state are
 those of `generate` under the same seed. The kernels differ from it in two ways, and do not run
@@ -29,7 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_static_kv.kernels.step_state import GreedyState, select_plain
+from hf_static_kv.kernels.select_greedy import GreedyState, select_plain
 
 _MAX_BATCH_SIZE = 64  # of the kernels: one program holds all batch rows
 _MAX_KERNEL_VOCABULARY = 2**19  # one program holds a 128th of it in registers
@@ -63,8 +63,8 @@ class SampleState(NamedTuple):
     min_length: Tensor  # [1], int64, in positions of `sequences`; 0: off
 
 
-def select_sampled(logits: Tensor, cache_position: Tensor, state: SampleState) -> None:
-    """Sample the token at `cache_position` [1] + 1 of each batch row from `logits` [B, V]."""
+def select_sampled(logits: Tensor, positions: Tensor, state: SampleState) -> None:
+    """Sample the token after `positions` [B] in each batch row from `logits` [B, V]."""
     _check(logits, state)
     # First, so that no kernel of torch, which has no PDL, stands between ours.
     noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(1)
@@ -76,32 +76,30 @@ def select_sampled(logits: Tensor, cache_position: Tensor, state: SampleState) -
         from hf_static_kv.kernels.sample_triton import select_sampled_triton
 
         return select_sampled_triton(
-            logits, noise, cache_position, state.selection, state.kinds, *state[2:]
+            logits, noise, positions, state.selection, state.kinds, *state[2:]
         )
-    return select_sampled_plain(logits, noise, cache_position, state)
+    return select_sampled_plain(logits, noise, positions, state)
 
 
 def select_sampled_plain(
-    logits: Tensor, noise: Tensor, cache_position: Tensor, state: SampleState
+    logits: Tensor, noise: Tensor, positions: Tensor, state: SampleState
 ) -> None:
-    probabilities = process_plain(logits, cache_position, state).softmax(dim=-1)
-    select_plain(
-        (probabilities / noise).argmax(dim=-1, keepdim=True), cache_position, state.selection
-    )
+    probabilities = process_plain(logits, positions, state).softmax(dim=-1)
+    select_plain((probabilities / noise).argmax(dim=-1, keepdim=True), positions, state.selection)
 
 
-def process_plain(logits: Tensor, cache_position: Tensor, state: SampleState) -> Tensor:
+def process_plain(logits: Tensor, positions: Tensor, state: SampleState) -> Tensor:
     """The scores, -inf where a token is not kept, by the formulas of transformers' processors."""
     scores, kinds = logits.float(), state.kinds
     if kinds.repetition:
-        scores = _penalize(
-            scores, cache_position, state.selection.sequences, state.repetition_penalty
-        )
+        scores = _penalize(scores, positions, state.selection.sequences, state.repetition_penalty)
     if kinds.min_length:
         is_eos = torch.isin(
             torch.arange(scores.shape[-1], device=scores.device), state.selection.eos
         )
-        scores = scores.masked_fill(is_eos & (cache_position + 1 < state.min_length), -torch.inf)
+        scores = scores.masked_fill(
+            is_eos & (positions[:, None] + 1 < state.min_length), -torch.inf
+        )
     if kinds.temperature:
         scores = _divide(scores, state.temperature)
     if kinds.top_k:
@@ -120,8 +118,8 @@ def process_plain(logits: Tensor, cache_position: Tensor, state: SampleState) ->
     return scores
 
 
-def _penalize(scores: Tensor, cache_position: Tensor, sequences: Tensor, penalty: Tensor) -> Tensor:
-    is_past = torch.arange(sequences.shape[1], device=sequences.device) <= cache_position
+def _penalize(scores: Tensor, positions: Tensor, sequences: Tensor, penalty: Tensor) -> Tensor:
+    is_past = torch.arange(sequences.shape[1], device=sequences.device) <= positions[:, None]
     # The first token stands in for positions that have none yet. One column more takes tokens that
     # have no logit.
     tokens = torch.where(is_past, sequences, sequences[:, :1]).clamp(max=scores.shape[-1])
@@ -132,9 +130,8 @@ def _penalize(scores: Tensor, cache_position: Tensor, sequences: Tensor, penalty
 
 
 def _divide(x: Tensor, number: Tensor) -> Tensor:
-    """As torch divides by a number of Python:
-
-    on a GPU it multiplies by the reciprocal, rounded from float64.
+    """As torch divides by a number of Python: on a GPU it multiplies by the reciprocal, rounded
+    from float64.
     """
     return x * number.reciprocal().float() if x.is_cuda else x / number.float()
 

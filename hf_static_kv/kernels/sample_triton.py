@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
-from hf_static_kv.kernels.step_state_triton import select_triton
+from hf_static_kv.kernels.select_greedy_triton import select_triton
 
 # of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
 _NUM_CHUNKS = 128
@@ -34,15 +34,13 @@ _TINY = tl.constexpr(1e-30)  # a mass: top_p = 0 keeps one score, the largest
 
 @triton.jit
 def _penalize(
-    scores, logits, sequences, cache_position, penalty, logits_b, sequences_b, S, V,
+    scores, logits, sequences, positions, penalty, logits_b, sequences_b, positions_b, S, V,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token that is there twice is written twice, with one value:
-
-    it is computed from the logits.
-    """
-    b, position = tl.program_id(0).to(tl.int64), tl.program_id(1) * TILE + tl.arange(0, TILE)
-    mask = (position < S) & (position <= tl.load(cache_position))
+    """A token that is there twice is written twice, with one value: it is computed from the logits."""
+    b = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    mask = (position < S) & (position <= tl.load(positions + b * positions_b))
     token = tl.load(sequences + b * sequences_b + position, mask=mask, other=-1)
     factor = tl.load(penalty)
     mask = mask & (token >= 0) & (token < V)
@@ -55,7 +53,7 @@ def _penalize(
 
 @triton.jit
 def _scale(
-    logits, scores, maxima, cache_position, min_length, eos, temperature, logits_b, V,
+    logits, scores, maxima, positions, min_length, eos, temperature, logits_b, positions_b, V,
     MIN_LENGTH: tl.constexpr, TEMPERATURE: tl.constexpr, NUM_EOS: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +66,7 @@ def _scale(
         tl.float32
     )
     if MIN_LENGTH:
-        is_short = tl.load(cache_position) + 1 < tl.load(min_length)
+        is_short = tl.load(positions + b * positions_b) + 1 < tl.load(min_length)
         end = tl.load(eos + tl.arange(0, NUM_EOS))
         is_end = tl.max((end[:, None] == token[None, :]).to(tl.int32), 0) != 0
         score = tl.where(is_end & is_short, -float("inf"), score)
@@ -246,7 +244,7 @@ def _draw(
 
 
 def select_sampled_triton(
-    logits: Tensor, noise: Tensor, cache_position: Tensor, selection: Any, kinds: Any,
+    logits: Tensor, noise: Tensor, positions: Tensor, selection: Any, kinds: Any,
     temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor, penalty: Tensor, min_length: Tensor,
 ) -> None:  # fmt: skip
     """The arguments from `selection` on: the fields of `SampleState`, in their order."""
@@ -270,16 +268,16 @@ def select_sampled_triton(
         "num_warps": min(max(tile // 256, 1), 16),
     }  # 8 scores a thread
     grid, ends = (batch, _NUM_CHUNKS), {"NUM_EOS": selection.eos.shape[1], **tiles}
-    numbers = cache_position, min_length, selection.eos, temperature
+    numbers = positions, min_length, selection.eos, temperature
     if kinds.repetition:  # on a copy in float32
         launch(
-            _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), vocabulary,
+            _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
             MIN_LENGTH=False, TEMPERATURE=False, **ends,
         )  # fmt: skip
-        penalize_triton(scores, logits, selection.sequences, cache_position, penalty)
+        penalize_triton(scores, logits, selection.sequences, positions, penalty)
         logits = scores
     launch(
-        _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), vocabulary,
+        _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
         MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
     )  # fmt: skip
     chunks, before = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}, "nothing"
@@ -293,7 +291,7 @@ def select_sampled_triton(
         _draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens,
         len(passes), batch, vocabulary, BEFORE=before, MIN_P=kinds.min_p, **chunks,
     )  # fmt: skip
-    select_triton(quotients, tokens, vocabulary, cache_position, *selection)
+    select_triton(quotients, tokens, vocabulary, positions, *selection)
 
 
 def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
@@ -310,14 +308,12 @@ def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
 
 
 def penalize_triton(
-    scores: Tensor, logits: Tensor, sequences: Tensor, cache_position: Tensor, penalty: Tensor
+    scores: Tensor, logits: Tensor, sequences: Tensor, positions: Tensor, penalty: Tensor
 ) -> None:
-    """Write the penalized logits of the tokens that stand in a sequence up to `cache_position` into
-    `scores`.
-    """
+    """Write the penalized logits of the tokens of a sequence, up to `positions` [B], to `scores`."""
     (batch, vocabulary), length = logits.shape, sequences.shape[1]
     launch(
         _penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
-        cache_position, penalty,
-        logits.stride(0), sequences.stride(0), length, vocabulary, TILE=_PENALIZED, num_warps=4,
+        positions, penalty, logits.stride(0), sequences.stride(0), positions.stride(0),
+        length, vocabulary, TILE=_PENALIZED, num_warps=4,
     )  # fmt: skip

@@ -1,7 +1,4 @@
-"""Mixtures of experts:
-
-the experts of a layer as one operation, and its router's choice as another.
-"""
+"""Mixtures of experts: the experts of a layer as one operation, and its router's choice as another."""
 
 import copy
 import inspect
@@ -221,9 +218,8 @@ def _agree(a: Tensor, b: Tensor) -> bool:
 
 
 def _has_only(module: Module, weights: list[Any]) -> bool:
-    """Whether these are the module's only tensors, plain parameters, and it has no hook:
-
-    no adapter, not quantised.
+    """Whether these are the module's only tensors, plain parameters, and it has no hook: no
+    adapter, not quantised.
     """
     if not weights or not _are_plain(weights) or not all(map(is_unmodified, module.modules())):
         return False

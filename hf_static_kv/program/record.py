@@ -38,10 +38,7 @@ _READS = {
 
 
 class Value:
-    """The tensor that a call gave:
-
-    its number, and what is known of it before it is computed again.
-    """
+    """The tensor that a call gave: its number, and what is known of it before it is computed again."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
         self.number, self.shape, self.dtype, self.device = (

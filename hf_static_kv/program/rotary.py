@@ -1,7 +1,4 @@
-"""Rotary embeddings:
-
-cosines and sines from a table, and one kernel that rotates queries and keys.
-"""
+"""Rotary embeddings: cosines and sines from a table, and one kernel that rotates queries and keys."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress

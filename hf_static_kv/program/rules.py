@@ -35,7 +35,7 @@ _LINEARS, _GATED_LINEAR = (
     torch.ops.hf_static_kv.linears.default,
     torch.ops.hf_static_kv.gated_linear.default,
 )
-_WRITE_TOKEN = torch.ops.hf_static_kv.write_token.default
+_WRITE_TOKENS = torch.ops.hf_static_kv.write_tokens.default
 
 # Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
 # % of a step, and Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
@@ -128,10 +128,11 @@ def _own_norm(program: Program, x: Any, user: Call) -> Call | None:
 @rule(keeps_bits=True)
 def write_rotated(program: Program) -> None:
     """
-    q, k = norm(q), norm(k)  (some models)  ->   q = rotate_and_write(q, k, v, cos, sin, storage, position, norms)
-    q, k = rotary(q, k, cos, sin) write_token(storage, k, v, position)
+    q, k = norm(q), norm(k)  (some models)   ->   q = rotate_and_write(q, k, v, cos, sin,
+    q, k = rotary(q, k, cos, sin)                                      storage, slots, norms)
+    write_tokens(storage, k, v, slots)
     """
-    for call in program.calls_of(_WRITE_TOKEN):
+    for call in program.calls_of(_WRITE_TOKENS):
         keys, values, rotated_key, value, position = call.args
         rotation = program.maker(rotated_key)
         if (
@@ -448,9 +449,8 @@ def norm_before(program: Program) -> None:
 
 
 def _normed(program: Program, call: Call) -> Found | None:
-    """The linear layers that can compute this norm of their input:
-
-    of one token, with small weights.
+    """The linear layers that can compute this norm of their input: of one token, with small
+    weights.
     """
     found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
     if (

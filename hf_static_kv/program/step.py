@@ -1,14 +1,13 @@
-"""One decode step with every input at a fixed address, so that a CUDA graph can hold it.
+"""One pass over a new token of each batch row, with every input at a fixed address.
 
-record     one pass of the model, written down as a list of operations (record.py)
+record     a pass of the model is written down as a list of operations (record.py)
 rewrite    operations that belong together become one (rules.py)
-capture    the list, as a CUDA graph; on a CPU the list runs as it is
+capture    the list becomes a CUDA graph; on a CPU the list runs as it is
 
 token -> list -> logits      each layer writes its keys and values straight into the storage
-cache_position, position_ids, spans      advance on the device: the host changes nothing from step to step
 
-In compact layers a position has another slot. The host moves their tokens together between two
-steps, about once in a window, and tells the step where slot 0 is then (`_Stretch`).
+Positions advance on the device (positions.py): the host changes nothing from step to step. It only
+compacts layers, about once in a window, and then tells the step where slot 0 is (`sync`).
 """
 
 import warnings
@@ -30,18 +29,14 @@ from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
+from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
-from hf_static_kv.kernels.step_state import (
-    GreedyState,
-    advance,
-    advance_plain,
-    select_greedy,
-    write_token,
-)
+from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
 from hf_static_kv.patching import attention_implementation, pass_context, replaced
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
 from hf_static_kv.program.linears import named_activations
 from hf_static_kv.program.norms import fused_norms
+from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.preload import TRITON, wait_for
 from hf_static_kv.program.record import Recorder, leaves
 from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
@@ -65,40 +60,16 @@ _READ: WeakKeyDictionary[
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
-class _Stretch:
-    """Where a step writes and reads, in slots: in the full layers, or in the compact layers of one
-    window.
-
-    slot: [1], of the newest token   seq_start: [B, 1]   spans: [B, L, 3]   `position_ids` advance with them
-    """
-
-    def __init__(self, position_ids: Tensor, batch_size: int, num_layers: int) -> None:
-        self.slot, self.seq_start = position_ids.new_zeros(1), position_ids.new_zeros(batch_size, 1)
-        # Padded to four columns so that every layer's are 16-byte aligned and Triton compiles one
-        # variant.
-        self.spans = position_ids.new_zeros(batch_size, num_layers, 4)[..., :3]
-        self.position_ids = position_ids
-
-    def set(self, length: int, seq_start: Tensor, offset: int) -> None:
-        self.slot.fill_(length - 1 - offset)
-        self.seq_start.copy_(seq_start - offset)  # before slot 0 where that is negative
-
-    def advance(self, by_one: Callable[..., None], windows: Tensor, chunks: Tensor | None) -> None:
-        by_one(self.slot, self.seq_start, windows, self.spans, self.position_ids)
-        if (
-            chunks is not None
-        ):  # a span begins with the chunk of the newest token, if that is later than the window
-            chunk_start = self.slot - (self.slot - self.seq_start) % chunks  # [B, L]
-            self.spans[..., 1] = torch.maximum(self.spans[..., 1], chunk_start)
-
-
 class DecodeStep:
-    """One new token for each batch row: `set_position` says where, every `run` appends a token and
-    gives its logits.
+    """One new token for each batch row.
 
-    Holds the cache's storage and not the cache, whose length the caller moves. Where a position has
-    several parts, `parts` are the leading dims of `position_ids`, as [3] for [3, B, 1]; `settings`
-    are further keywords of the model.
+    `set_position` says where; every `run` appends a token and gives its logits. Holds the cache's
+    storage and not the cache, whose length the caller moves.
+
+    Args:
+        parts: the leading dims of `position_ids` if a position has several parts, as [3] for
+            [3, B, 1].
+        settings: further keywords of the model.
     """
 
     def __init__(
@@ -110,34 +81,26 @@ class DecodeStep:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self.max_cache_len = cache.max_cache_len
-        # A graph does not need them, and a decoder may outlive them. A cache that grows replaces
-        # its groups.
-        self._model, self._cache = weakref.ref(model), weakref.ref(cache)
+        # A graph needs neither model nor cache, and a decoder may outlive them. A cache that grows
+        # replaces its groups.
+        self._model = weakref.ref(model)
+        self._cache = weakref.ref(cache)
         self._groups = [weakref.ref(group) for group in cache.storage_groups]
-        unlimited, device = torch.iinfo(torch.int64).max // 2, cache.storage_groups[0].keys.device
-        windows = [layer.sliding_window or unlimited for layer in cache.kv_layers]
-        self.windows = torch.tensor(windows, device=device)  # [L]
-        are_chunked = [plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys]
-        chunks = [
-            window if is_chunked else unlimited
-            for window, is_chunked in zip(windows, are_chunked, strict=True)
-        ]
-        self.chunks = torch.tensor(chunks, device=device) if any(are_chunked) else None  # [L]
+        device = cache.storage_groups[0].keys.device
+        self.positions = Positions(
+            windows=[layer.sliding_window for layer in cache.kv_layers],
+            are_chunked=[plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys],
+            compact_windows=list(cache.offsets),
+            batch_size=batch_size,
+            num_tokens=1,
+            parts=parts,
+            device=device,
+        )
         self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
-        self.position_ids = self.token.new_zeros(*parts, batch_size, 1)
-        self.mask = torch.ones(
-            batch_size, 1, 1, 1, dtype=torch.bool, device=device
-        )  # keeps a model from making one
-        full = _Stretch(self.position_ids, batch_size, len(windows))
-        self.cache_position, self.seq_start = full.slot, full.seq_start
-        # By window; None for full layers. The model reads the positions of these: others advance a
-        # spare tensor.
-        self._stretches = {
-            w: _Stretch(self.token.new_zeros(1), batch_size, len(windows)) for w in cache.offsets
-        }
-        self._stretches[None] = full
+        # A mask of one key keeps the model from making one.
+        self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
         self.layers = self._step_layers(cache)
-        self.cache = _StepCache(cache, self.layers, batch_size, self.cache_position)
+        self.cache = _StepCache(cache, self.layers, self.positions.full.slots)
         self.layers |= _sharing_layers(model, self.layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -149,8 +112,8 @@ class DecodeStep:
         keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
         layers = {}
         for n, (i, layer) in enumerate(zip(keyed, cache.kv_layers, strict=True)):
-            stretch = self._stretches[layer.sliding_window if layer.is_compact else None]
-            layers[i] = StepLayer(i, self.cache_position, stretch.slot, stretch.spans[:, n])
+            cursor = self.positions.cursor(layer.sliding_window if layer.is_compact else None)
+            layers[i] = StepLayer(i, cursor.offset, cursor.slots, cursor.spans[:, n])
         return layers
 
     @property
@@ -166,14 +129,8 @@ class DecodeStep:
     @property
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
-        holders = (self, *self._stretches.values())
-        own = [
-            value
-            for holder in holders
-            for value in vars(holder).values()
-            if isinstance(value, Tensor)
-        ]
-        return own + self._tables
+        own = [value for value in vars(self).values() if isinstance(value, Tensor)]
+        return own + self.positions.tensors + self._tables
 
     @property
     def is_recorded(self) -> bool:
@@ -209,39 +166,30 @@ class DecodeStep:
             self._shadow = None
 
     def set_position(
-        self, length: int, seq_start: Tensor, position_ids: Tensor | None = None
+        self, lengths: int | Tensor, seq_start: Tensor, position_ids: Tensor | None = None
     ) -> None:
-        """The next token is at `length`; the sequence of batch row b begins at `seq_start[b]`.
+        """The next token of row b goes to `lengths[b]`, and its sequence begins at `seq_start[b]`.
 
         The model is told that its position is `position_ids` [..., B, 1], by default the distance
         from the beginning.
         """
-        if length >= self.max_cache_len:
+        if isinstance(lengths, int) and lengths >= self.max_cache_len:
             raise ValueError(
-                f"The cache is full: it holds {length} of {self.max_cache_len} tokens."
+                f"The cache is full: it holds {lengths} of {self.max_cache_len} tokens."
             )
-        self.cache_position.fill_(length - 1)
-        self.seq_start.copy_(seq_start[:, None])
-        self.position_ids.copy_(
-            (length - seq_start[:, None] if position_ids is None else position_ids) - 1
-        )
-        self.follow(length)
+        self.positions.set(lengths, seq_start, position_ids)
+        self.sync()
 
-    def follow(self, length: int) -> None:
-        """After the positions of compact layers have moved to other slots:
-
-        the next token is still at `length`.
-        """
-        cache = self._cache()
-        for window, offset in cache.offsets.items() if cache is not None else ():
-            self._stretches[window].set(length, self.seq_start, offset)
+    def sync(self) -> None:
+        """Follow the cache after it has compacted layers."""
+        if (cache := self._cache()) is not None:
+            self.positions.set_offsets(cache.offsets)
 
     def run(self, tokens: Tensor) -> Tensor:
         """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
         self.token.copy_(tokens[:, None])
-        return self._replay_or_forward().to(
-            torch.float32, copy=True
-        )  # the next run overwrites them
+        # A copy: the next run overwrites the logits.
+        return self._replay_or_forward().to(torch.float32, copy=True)
 
     def _replay_or_forward(self) -> Tensor:
         if self.graph is None or self.logits is None:
@@ -269,14 +217,12 @@ class DecodeStep:
         self.set_position(length, seq_start, position_ids)
         if token is not None:
             self.token.copy_(token[:, None])
-        # The pass writes at position `length`. A kernel would be compiled here, before the parallel
-        # compilation.
-        self._advance(by_kernel=False)
+        # A kernel would be compiled here, before the parallel compilation.
+        self.positions.place(by_kernel=False)
         with self.on_shadow() as model, ExitStack() as changes:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
-                changes.enter_context(
-                    one_operation_routers(model)
-                )  # skipped, a router gives no valid index to others
+                # A router whose launches are skipped gives no valid index to other operations.
+                changes.enter_context(one_operation_routers(model))
             changes.enter_context(fused_rotary(model, only_here=True))
             for change in (fused_norms, one_operation_angles, named_activations):
                 changes.enter_context(change(model))
@@ -301,8 +247,7 @@ class DecodeStep:
 
         at = length, seq_start, position_ids
         with self.on_shadow() as shadow, _CAPTURING, torch.cuda.device(self.token.device):
-            # compiles all kernels in parallel; ordinary passes would compile one after the other
-            with compile_only():
+            with compile_only():  # in parallel: ordinary passes compile one kernel after the other
                 self._run_once(*at)
             self._warm_up(*at)
             self.set_position(*at)
@@ -332,17 +277,16 @@ class DecodeStep:
         try:
             with torch.cuda.stream(stream):
                 self._run_once(*at)
-                with (
-                    _no_synchronization()
-                ):  # in a capture, one leaves the allocator unusable for the whole process
+                # A synchronization in a capture leaves the allocator unusable for the process.
+                with _no_synchronization():
                     self._run_once(*at)
-        # a failed step is freed, and what runs next gets the memory that its kernels write
         finally:
+            # A failed step is freed, and what runs next gets the memory that its kernels write.
             torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
-        """Advance by one position and compute the logits [B, V], by the program where there is one."""
-        self._advance()
+        """Place the token and compute the logits [B, V], by the program if there is one."""
+        self.positions.place()
         programs = _PROGRAMS.get(self.model)
         program = None if programs is None else programs.get(self)
         if program is None:
@@ -350,15 +294,11 @@ class DecodeStep:
         with pass_context(self.model):
             return program()
 
-    def _advance(self, by_kernel: bool = True) -> None:
-        for stretch in self._stretches.values():
-            stretch.advance(advance if by_kernel else advance_plain, self.windows, self.chunks)
-
     def _pass_of_model(self) -> Tensor:
         self.cache.written.clear()
         inputs = {
             "input_ids": self.token,
-            "position_ids": self.position_ids,
+            "position_ids": self.positions.position_ids,
             "attention_mask": self.mask,
         }
         with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
@@ -379,15 +319,12 @@ class DecodeStep:
 def _sharing_layers(
     model: PreTrainedModel, stored: Mapping[int, StepLayer]
 ) -> dict[int, StepLayer]:
-    """Layers that store no keys, each with the last layer of its type that does:
-
-    it reads those (Gemma 3n).
+    """Layers that store no keys, each with the last layer of its type that does: it reads those
+    (Gemma 3n).
     """
     config = model.config.get_text_config(decoder=True)
-    types, num_shared = (
-        getattr(config, "layer_types", None) or (),
-        getattr(config, "num_kv_shared_layers", None) or 0,
-    )
+    types = getattr(config, "layer_types", None) or ()
+    num_shared = getattr(config, "num_kv_shared_layers", None) or 0
     first = len(types) - num_shared
     last = {layer_type: stored[i] for i, layer_type in enumerate(types[:first]) if i in stored}
     return {
@@ -399,9 +336,8 @@ def _sharing_layers(
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all warm-ups:
-
-    torch keeps a cuBLAS workspace of up to 32 MiB for each stream that was ever used.
+    """The stream of all warm-ups: torch keeps a cuBLAS workspace of up to 32 MiB for each stream
+    that was ever used.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -461,19 +397,19 @@ class SelectingStep(DecodeStep):
             getattr(self.sampling, name).fill_(number)
 
     def replay(self) -> Tensor:
-        """Append the selected tokens and select the next ones; a bool on the device:
-
-        all rows have ended.
+        """Append the selected tokens and select the next ones; a bool on the device: all rows have
+        ended.
         """
         self._replay_or_forward()
         return self.state.is_over
 
     def _forward(self) -> Tensor:
         logits = super()._forward()
+        newest = self.positions.full.slots[:, -1]  # [B]
         if self.sampling is None:
-            select_greedy(logits, self.cache_position, self.state)
+            select_greedy(logits, newest, self.state)
         else:
-            select_sampled(logits, self.cache_position, self.sampling)
+            select_sampled(logits, newest, self.sampling)
         return logits
 
 
@@ -483,12 +419,10 @@ def _no_synchronization() -> Iterator[None]:
 
     Torch's mode is process-wide, so other threads are ignored.
     """
-    before, own_thread, show, seen = (
-        torch.cuda.get_sync_debug_mode(),
-        get_ident(),
-        warnings.showwarning,
-        [],
-    )
+    before = torch.cuda.get_sync_debug_mode()
+    own_thread = get_ident()
+    show = warnings.showwarning
+    seen = []
 
     def note(message: Warning | str, *args: Any, **kwargs: Any) -> None:
         if not str(message).startswith(_SYNC_WARNING):
@@ -512,7 +446,7 @@ def _no_synchronization() -> Iterator[None]:
 
 
 class _StepCache(Cache):
-    """The storage as a model sees it in a step: written at a position that is read on the device,
+    """The storage as a model sees it in a step: written at slots that are read on the device, and
     returned whole.
 
     Recurrent states are those of the cache, which change in place. The length is a tensor on the
@@ -520,16 +454,14 @@ class _StepCache(Cache):
     to read it.
     """
 
-    def __init__(
-        self, cache: StaticContiguousCache, stored: Iterable[int], batch_size: int, length: Tensor
-    ) -> None:
+    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], slots: Tensor) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
-        self.length = length  # [1], tokens before the newest
-        self.written: set[int] = set()  # the layers that have the newest token
+        self.slots = slots  # [B, q], of full layers
+        self.written: set[int] = set()  # the layers that have the new tokens
         self.capacity = cache.max_cache_len
         # Keys and values [B, H, S, D] by layer.
         self.storage = {
-            i: [states[:batch_size] for states in cache.layers[i].storage] for i in stored
+            i: [states[: len(slots)] for states in cache.layers[i].storage] for i in stored
         }
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._pass_of_model
@@ -545,12 +477,13 @@ class _StepCache(Cache):
                 f"layer {layer_idx} has no attention of its own: it uses that of another layer"
             )
         keys, values = self.storage[layer_idx.index]
-        write_token(keys, values, key_states, value_states, layer_idx.slot)
+        write_tokens(keys, values, key_states, value_states, layer_idx.slots)
         self.written.add(layer_idx.index)
         return keys, values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
-        return self.length + 1 if int(layer_idx) in self.written else self.length
+        length = self.slots[0, :1]  # [1]
+        return length + self.slots.shape[1] if int(layer_idx) in self.written else length
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0

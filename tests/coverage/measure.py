@@ -82,9 +82,8 @@ def same(got: Output, expected: Output) -> bool:
 
 
 def reference(model: PreTrainedModel, got: list[Output]) -> str | None:
-    """What these outputs are equal to:
-
-    all of those without a cache, or else with transformers' own.
+    """What these outputs are equal to: all of those without a cache, or else with transformers'
+    own.
     """
     references = {
         NO_CACHE: lambda: {"use_cache": False},

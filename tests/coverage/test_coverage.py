@@ -1,6 +1,5 @@
-"""docs/coverage.md is true:
-
-it is what its records say, and the records are what a measurement gives.
+"""docs/coverage.md is true: it is what its records say, and the records are what a measurement
+gives.
 """
 
 import os

@@ -226,9 +226,8 @@ def test_cudnn_reads_long_prompts_alone(tokens, how, is_used, monkeypatch):
 
 
 class TestVectors:
-    """A prompt as `inputs_embeds`, as in models for speech:
-
-    what follows are tokens, and the result has these alone.
+    """A prompt as `inputs_embeds`, as in models for speech: what follows are tokens, and the result
+    has these alone.
     """
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])

@@ -1,6 +1,5 @@
-"""What of the decoder only a GPU can show:
-
-captures beside other threads, prompts on the CPU, shared tables.
+"""What of the decoder only a GPU can show: captures beside other threads, prompts on the CPU,
+shared tables.
 """
 
 from threading import Event, Thread

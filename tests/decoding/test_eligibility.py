@@ -193,7 +193,7 @@ class TestRefusals:
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
             return "from those of an ordinary step" in decoder.fallback_reason
 
-        monkeypatch.setattr("hf_static_kv.program.step.write_token", lambda *args: None)
+        monkeypatch.setattr("hf_static_kv.program.step.write_tokens", lambda *args: None)
         assert falls_back()
         assert falls_back()
         monkeypatch.setattr(

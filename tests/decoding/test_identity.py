@@ -387,9 +387,8 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
 
     @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "streamer"])
     def test_a_changed_model_that_cannot_be_captured(self, how, decoding, monkeypatch):
-        """The rest of the call is ordinary passes:
-
-        the first token is out, and nothing is drawn or streamed twice.
+        """The rest of the call is ordinary passes: the first token is out, and nothing is drawn or
+        streamed twice.
         """
         keywords = {
             "greedy": {},

@@ -108,9 +108,8 @@ def test_one_step_serves_images_of_other_sizes(height):
 
 @pytest.mark.parametrize(("seconds", "offset"), [(0.5, -12), (9.0, 17)])
 def test_a_video_whose_positions_count_seconds(seconds, offset):
-    """Two frames of 8 tokens, up to 36 positions apart:
-
-    those of the text may be beyond the number of tokens.
+    """Two frames of 8 tokens, up to 36 positions apart: those of the text may be beyond the number
+    of tokens.
     """
     model, decoder, video = media_model("qwen2_5_vl"), GraphDecoder(), [123] * 16
     ids = torch.tensor([[5, 6, FIRST, *video, LAST, 7, 8, 9]], device=DEVICE)

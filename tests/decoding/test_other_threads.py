@@ -42,7 +42,7 @@ def during_a_capture(monkeypatch, act):
     """
     thread = threading.current_thread()  # `act` may run the model in another one
     for owner, name, is_time in (
-        (step_module, "write_token", lambda: True),
+        (step_module, "write_tokens", lambda: True),
         (StaticContiguousCache, "update", IS_VERIFICATION.get),
     ):
         own, times = getattr(owner, name), []
@@ -97,9 +97,8 @@ def test_a_call_during_a_step_that_runs_the_model_itself():
 
 
 def test_the_rotation_of_other_threads_is_their_own(monkeypatch):
-    """`apply_rotary_pos_emb` is a global function of a model's file:
-
-    it cannot be replaced for one thread alone.
+    """`apply_rotary_pos_emb` is a global function of a model's file: it cannot be replaced for one
+    thread alone.
     """
     model, thread, threads = toy_model("llama"), threading.current_thread(), set()
     own = rotary.rotary

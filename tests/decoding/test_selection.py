@@ -1,6 +1,5 @@
-"""Sampling in the step itself:
-
-tokens and random state are those of plain `generate` under the same seed.
+"""Sampling in the step itself: tokens and random state are those of plain `generate` under the same
+seed.
 """
 
 import pytest

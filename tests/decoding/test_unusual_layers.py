@@ -143,10 +143,8 @@ def test_one_step_serves_every_call(family, models):
 
 
 def test_a_prompt_that_is_seen_from_both_sides(models):
-    """HRM:
-
-    the prompt's own mask is not that of a step. Without a cache transformers has it for new tokens,
-    too.
+    """HRM: the prompt's own mask is not that of a step. Without a cache transformers has it for new
+    tokens, too.
     """
     model, how = models("hrm_text"), {"token_type_ids": torch.ones_like(PROMPT)}
     tokens, reason, _ = decoded(model, **how)
@@ -155,9 +153,8 @@ def test_a_prompt_that_is_seen_from_both_sides(models):
 
 
 def test_queries_that_are_scaled_by_their_position():
-    """Llama 4 reads the length in its layers:
-
-    a step that had one as a constant would be right at first.
+    """Llama 4 reads the length in its layers: a step that had one as a constant would be right at
+    first.
     """
     model = toy_on_cpu("llama4", floor_scale=20, attn_scale=3.0).to(DEVICE)
     tokens, reason, _ = decoded(model, max_new_tokens=30)
@@ -180,14 +177,14 @@ def test_more_latents_than_a_step_should_expand(models, monkeypatch):
 
 
 def lose_the_newest_key(monkeypatch, model):
-    own, calls = step_module.write_token, []
+    own, calls = step_module.write_tokens, []
 
-    def write_token(*args):
+    def write_tokens(*args):
         calls.append(None)
         if len(calls) % model.config.num_hidden_layers != 1:
             own(*args)
 
-    monkeypatch.setattr(step_module, "write_token", write_token)
+    monkeypatch.setattr(step_module, "write_tokens", write_tokens)
 
 
 def overlook_the_newest_key(monkeypatch, model):

@@ -35,14 +35,14 @@ def model(request):
 
 
 def lose_the_newest_key(monkeypatch, layer, num_layers):
-    own, calls = step_module.write_token, []
+    own, calls = step_module.write_tokens, []
 
-    def write_token(keys, values, *rest):
+    def write_tokens(keys, values, *rest):
         calls.append(None)
         if (len(calls) - 1) % num_layers != layer:  # each pass writes one layer after the other
             own(keys, values, *rest)
 
-    monkeypatch.setattr(step_module, "write_token", write_token)
+    monkeypatch.setattr(step_module, "write_tokens", write_tokens)
 
 
 def overlook_the_newest_key(monkeypatch, layer, num_layers):
@@ -240,9 +240,9 @@ def change_what_is_written(change):
     """`change` maps the new key, the new value and their slot to others."""
 
     def plant(patch):
-        own = step_module.write_token
+        own = step_module.write_tokens
         patch.setattr(
-            step_module, "write_token", lambda keys, values, *new: own(keys, values, *change(*new))
+            step_module, "write_tokens", lambda keys, values, *new: own(keys, values, *change(*new))
         )
 
     return plant
@@ -259,9 +259,8 @@ def change_what_advances(change):
 
 
 def mix_the_output(name):
-    """Of a fused operation:
-
-    1 % of each number goes to its neighbour. A norm behind it would undo another scale.
+    """Of a fused operation: 1 % of each number goes to its neighbour. A norm behind it would undo
+    another scale.
     """
 
     def plant(patch):
@@ -303,9 +302,8 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_planted_fault_reaches_no_token(name, fault):
-    """The step is refused, or its program is and the model itself runs:
-
-    the tokens are those of no cache.
+    """The step is refused, or its program is and the model itself runs: the tokens are those of no
+    cache.
     """
     model = toy_model(name).to(DEVICE)
     ids = torch.cat([PROMPT, PROMPT.flip(1)]).to(DEVICE)

@@ -46,9 +46,8 @@ def run_ranks(scenario, world_size, folder, *args, backend="gloo"):
 
 @cache
 def _context(backend):
-    """Where processes come from:
-
-    for gloo a server that has imported everything once and is forked for every rank.
+    """Where processes come from: for gloo a server that has imported everything once and is forked
+    for every rank.
     """
     if backend == "nccl":
         return multiprocessing.get_context(

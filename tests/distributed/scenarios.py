@@ -101,9 +101,8 @@ class OneRankOutOfMemory:
 
 
 def one_rank_out_of_memory(rank, folder, ranks):
-    """Every way to allocate, with one rank that cannot:
-
-    the errors, the state after them, and the tokens of a retry.
+    """Every way to allocate, with one rank that cannot: the errors, the state after them, and the
+    tokens of a retry.
     """
     model = load(folder, ranks)
     lazy, growing = (StaticContiguousCache(model.config, length) for length in (CAPACITY, 16))
@@ -145,9 +144,8 @@ def out_of_memory_inside_the_model(rank, folder, ranks):
 
 
 def bounds_that_differ(rank, folder, ranks):
-    """The memory of the host differs from rank to rank:
-
-    so few bytes on the last that no prompt fits.
+    """The memory of the host differs from rank to rank: so few bytes on the last that no prompt
+    fits.
     """
     model = load(folder, ranks)
     pool_module.host_bytes = lambda: 4 * (1 if rank == ranks - 1 else 1 << 30)

@@ -1,6 +1,5 @@
-"""`device_map`:
-
-one process, layers on several devices or offloaded. The cache is where each layer computes.
+"""`device_map`: one process, layers on several devices or offloaded. The cache is where each layer
+computes.
 """
 
 import pytest

@@ -1,6 +1,5 @@
-"""Tensor parallelism:
-
-two and four processes, each with its own KV heads, give the tokens of one process.
+"""Tensor parallelism: two and four processes, each with its own KV heads, give the tokens of one
+process.
 """
 
 import re

@@ -239,9 +239,8 @@ class TestMiniatures:
         assert decoder.fallback_reason is None
 
     def test_it_computes_the_model(self, model):
-        """And not something else with the same bits everywhere:
-
-        rounding apart it is the ordinary pass.
+        """And not something else with the same bits everywhere: rounding apart it is the ordinary
+        pass.
         """
         ids = tokens()
         ordinary = model(ids).logits
@@ -268,9 +267,8 @@ class TestWaysToCallALinearLayer:
 
 
 class TestSelfCheck:
-    """Before its first use `exact` compares itself with an ordinary pass:
-
-    a trial may take a part for another one.
+    """Before its first use `exact` compares itself with an ordinary pass: a trial may take a part
+    for another one.
     """
 
     @pytest.fixture

@@ -1,6 +1,5 @@
-"""Mixtures of experts inside `exact`:
-
-tokens that share an expert, ties of the router, what the kernel needs.
+"""Mixtures of experts inside `exact`: tokens that share an expert, ties of the router, what the
+kernel needs.
 """
 
 import pytest
@@ -128,9 +127,8 @@ def test_the_implementation_is_put_back(name):
 
 
 def test_of_equal_scores_the_first_ones_are_taken():
-    """Which ones torch takes depends on the shape:
-
-    two tokens would choose other experts alone and together.
+    """Which ones torch takes depends on the shape: two tokens would choose other experts alone and
+    together.
     """
     scores = torch.tensor([[0.5, 0.25, 0.5, 0.5], [0.1, 0.2, 0.2, 0.0]])
     values, index = invariant_operation(torch.ops.aten.topk.default)(scores, 2)

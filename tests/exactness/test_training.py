@@ -106,9 +106,8 @@ def relative_error(got, expected):
 class TestModels:
     @pytest.mark.parametrize("name", [*NAMES, *EXPERTS])
     def test_gradients_are_those_of_the_model(self, name):
-        """Two passes that sum in other orders have errors of one size:
-
-        within a factor of three of each other.
+        """Two passes that sum in other orders have errors of one size: within a factor of three of
+        each other.
         """
         model, inputs = training_model(name), batch(length=24)
         ids, mask = inputs
@@ -128,9 +127,8 @@ class TestModels:
         "name", ["llama", "qwen3", "gemma3", "gemma2", "gpt2", "mistral", *EXPERTS]
     )
     def test_a_training_pass_has_the_bits_of_the_generation(self, name, dtype):
-        """The whole distribution of each sampled token:
-
-        sampled in a padded batch, trained on in other batches.
+        """The whole distribution of each sampled token: sampled in a padded batch, trained on in
+        other batches.
         """
         model, (ids, mask) = training_model(name, dtype), batch()
         cache, decoder = (
@@ -210,9 +208,8 @@ def heads(*shape):
 
 
 class TestOperations:
-    """float64:
-
-    the forward pass of an operation and the formula of its gradient are two computations.
+    """float64: the forward pass of an operation and the formula of its gradient are two
+    computations.
     """
 
     @pytest.mark.parametrize("window", [5, 2], ids=["full", "window"])
@@ -317,9 +314,8 @@ class TestOperations:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestKernels:
-    """On a GPU norms and rotations are kernels:
-
-    what torch does not see would be cut from the graph.
+    """On a GPU norms and rotations are kernels: what torch does not see would be cut from the
+    graph.
     """
 
     @pytest.mark.parametrize("style", [*STYLES, LAYER_NORM], ids=str)
@@ -538,9 +534,8 @@ class TestTokenLogprobs:
 
     @pytest.mark.parametrize("is_exact", [False, True], ids=["", "exact"])
     def test_another_thread_in_the_middle(self, is_exact):
-        """It begins and ends while the head of the first one runs:
-
-        both have their own numbers and gradients.
+        """It begins and ends while the head of the first one runs: both have their own numbers and
+        gradients.
         """
         model, (ids, mask), thread = training_model("llama"), batch(), threading.current_thread()
         other, found, before = ids.flip(1), [], [dict(vars(module)) for module in model.modules()]

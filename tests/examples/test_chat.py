@@ -1,6 +1,5 @@
-"""`examples/chat.py` with its lines piped in:
-
-the answers of plain `generate`, and no token computed twice.
+"""`examples/chat.py` with its lines piped in: the answers of plain `generate`, and no token
+computed twice.
 """
 
 import importlib

@@ -1,6 +1,5 @@
-"""`examples/compare.py` and its metric:
-
-equal is said when it is so, a difference is found, measured and explained.
+"""`examples/compare.py` and its metric: equal is said when it is so, a difference is found,
+measured and explained.
 """
 
 import json
@@ -100,9 +99,8 @@ def test_a_wrong_cache_is_found_out(compare, monkeypatch, capsys, tmp_path):
 
 
 def test_a_near_tie_is_called_rounding(compare):
-    """Two equal rows in the head give two equal logits:
-
-    whichever token comes, rounding explains it.
+    """Two equal rows in the head give two equal logits: whichever token comes, rounding explains
+    it.
     """
     model, tokenizer = compare.load_model("qwen3")
     inputs = dict(tokenizer("ROMEO:\n", return_tensors="pt"))

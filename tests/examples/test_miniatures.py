@@ -1,6 +1,5 @@
-"""The trained miniatures:
-
-they have learned, they are what they claim, and the cache is exact on them.
+"""The trained miniatures: they have learned, they are what they claim, and the cache is exact on
+them.
 """
 
 import json

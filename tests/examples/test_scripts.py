@@ -20,9 +20,8 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Run a script's `main` in this process:
-
-    a new one takes seconds to import torch and transformers.
+    """Run a script's `main` in this process: a new one takes seconds to import torch and
+    transformers.
     """
 
     def run_main(script, *args):

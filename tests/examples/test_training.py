@@ -1,6 +1,5 @@
-"""`examples/train_miniatures.py`:
-
-a stopped run goes on as if it had not been; the score counts every token once.
+"""`examples/train_miniatures.py`: a stopped run goes on as if it had not been; the score counts
+every token once.
 """
 
 import argparse
@@ -68,9 +67,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(training, tmp_path, monkeyp
 
 @pytest.mark.parametrize("num_tokens", [513, 514, 769, 800, 1500])
 def test_every_token_but_the_first_is_scored_once(training, num_tokens):
-    """A model that knows nothing needs log2(vocabulary) bits for each:
-
-    windows must not overlap or leave gaps.
+    """A model that knows nothing needs log2(vocabulary) bits for each: windows must not overlap or
+    leave gaps.
     """
 
     class Uniform(torch.nn.Module):

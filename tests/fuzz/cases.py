@@ -55,14 +55,17 @@ class Failure:
 class Call:
     """Append `tokens` to the text and call `generate` with `options`.
 
-    `padding[b]`: as many of the first tokens of row b are masked. `hide_ended`: once the call has
-    returned, what follows the end of a row is masked. `attention`: the implementation for this
-    event. `only_new`: pass the tokens that are not cached, with a mask for all. `embeds`: pass the
-    prompt as vectors, "alone" or "with ids". `by_max_length`: say `max_length` in the place of
-    `max_new_tokens`. `mask`: pass the attention mask even where `generate` would infer the same
-    one. `eos_at`: a row and a step; the token that is chosen there without end tokens is made the
-    last of them. `keeps_cache`: calls without a cache of their own ask for the one that they were
-    given (`return_dict_in_generate`).
+    `padding[b]`: as many of the first tokens of row b are masked.
+    `hide_ended`: once the call has returned, what follows the end of a row is masked.
+    `attention`: the implementation for this event.
+    `only_new`: pass the tokens that are not cached, with a mask for all.
+    `embeds`: pass the prompt as vectors, "alone" or "with ids".
+    `by_max_length`: say `max_length` in the place of `max_new_tokens`.
+    `mask`: pass the attention mask even where `generate` would infer the same one.
+    `eos_at`: a row and a step; the token that is chosen there without end tokens is made the last
+        of them.
+    `keeps_cache`: calls without a cache of their own ask for the one that they were given
+        (`return_dict_in_generate`).
     """
 
     tokens: Tokens
@@ -551,9 +554,8 @@ class _Moves:
         return self.rng[family].random() < chance and family not in self.without
 
     def follow(self) -> None:
-        """What follows the last event:
-
-        its cache is kept, or the model changes and the call is made again.
+        """What follows the last event: its cache is kept, or the model changes and the call is made
+        again.
         """
         call = self.history.events[-1]
         if not isinstance(call, Call) or call.beams > 1:
@@ -591,9 +593,8 @@ class _Moves:
         return Continue(self._tokens(rng), rng.choice([0, 2, 4]))
 
     def _again(self, call: Call) -> Call:
-        """The call again, after tokens of another turn:
-
-        a captured step and a prefix of the last one would serve it.
+        """The call again, after tokens of another turn: a captured step and a prefix of the last
+        one would serve it.
         """
         history = self.history
         one_row = () if history.batch == 1 else ("guidance_scale",)

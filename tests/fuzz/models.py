@@ -360,9 +360,8 @@ def build_model(name: str, variant: int, device: str) -> PreTrainedModel:
 
 
 def offloaded_model(name: str, variant: int, device: str) -> PreTrainedModel:
-    """The same model with its weights in the memory of the host:
-
-    accelerate brings each module's when it runs.
+    """The same model with its weights in the memory of the host: accelerate brings each module's
+    when it runs.
     """
     from accelerate import cpu_offload  # the only case that needs it
 

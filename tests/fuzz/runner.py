@@ -370,9 +370,8 @@ def greedy_call(new_tokens: int) -> Call:
 
 
 class Attached(WithPool):
-    """An attached twin of the model:
-
-    of the same weights and config, so that other contenders' calls stay plain.
+    """An attached twin of the model: of the same weights and config, so that other contenders'
+    calls stay plain.
     """
 
     name = "attached"
@@ -521,9 +520,8 @@ def generate_without_cache(model: PreTrainedModel, text: Text, call: Call) -> Ou
 
 
 def plain_attention(device: torch.device) -> Any:
-    """On a GPU:
-
-    torch's memory-efficient attention is wrong for some masks (float32, 65 tokens, a window of 4).
+    """On a GPU: torch's memory-efficient attention is wrong for some masks (float32, 65 tokens, a
+    window of 4).
     """
     return sdpa_kernel(SDPBackend.MATH) if device.type == "cuda" else nullcontext()
 

@@ -188,10 +188,7 @@ class TestOtherWaysToDecode:
     @pytest.mark.parametrize("do_sample", [False, True])
     @pytest.mark.parametrize("how", ["prompt lookup", "assistant"])
     def test_several_tokens_at_once(self, model, how, do_sample):
-        """Candidates that are not accepted are no part of the text:
-
-        records are right or refused.
-        """
+        """Candidates that are not accepted are no part of the text: records are right or refused."""
         ids = torch.tensor([[5, 6, 7, 8, 5, 6, 7, 8, 5, 6]])
         assistant = {"assistant_model": toy_model("llama", seed=1)}
         keywords = {"prompt_lookup_num_tokens": 3} if how == "prompt lookup" else assistant

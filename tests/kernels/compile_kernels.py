@@ -19,14 +19,15 @@ from hf_static_kv.kernels import (
     invariant_linear_triton,
     linear_triton,
     norm_triton,
+    positions_triton,
     prompt_attention_triton,
     rotary_triton,
     sample_triton,
-    step_state_triton,
+    select_greedy_triton,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
 from hf_static_kv.kernels.sample import Kinds
-from hf_static_kv.kernels.step_state import GreedyState
+from hf_static_kv.kernels.select_greedy import GreedyState
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
 POINTERS = {
@@ -40,9 +41,8 @@ _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
 def compile_for(capability, kernel, args, options):
-    """As Triton specialises it:
-
-    what is 1 or named a constexpr is a constant, what 16 divides is known to be so.
+    """As Triton specialises it: what is 1 or named a constexpr is a constant, what 16 divides is
+    known to be so.
     """
     pdl = capability >= 90
     constants = {k: v for k, v in options.items() if k not in _OPTIONS} | {"PDL": pdl}
@@ -101,7 +101,7 @@ def launch_attention(dtype, dim, heads):
         torch.empty(1, 4, 400, dim, dtype=dtype),
         torch.empty(1, heads, 1, dim, dtype=dtype),
     )
-    spans = torch.zeros(1, 2, 4, dtype=torch.int64)[:, 1, :3]  # of a layer of a captured step
+    spans = torch.zeros(1, 2, 1, 4, dtype=torch.int64)[:, 1, :, :3]  # of a layer of a captured pass
     attend = decode_attention_triton.decode_attention_triton
     for in_order in (False, True):
         attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True, in_order=in_order)
@@ -111,7 +111,11 @@ def launch_attention(dtype, dim, heads):
         prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks
     )
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
-    attend(query, keys, keys, torch.zeros(1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights)
+    attend(
+        query, keys, keys, torch.zeros(1, 1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights
+    )
+    several = torch.empty(1, heads, 5, dim, dtype=dtype)
+    attend(several, keys, keys, torch.zeros(1, 5, 3, dtype=torch.int64), None, 0.1, 400)
 
 
 def launch_small(dtype):
@@ -127,14 +131,19 @@ def launch_small(dtype):
     invariant_linear_triton.invariant_sum_triton(torch.empty(3, 512))
     rotary_triton.rotary_triton(states, states[:, :2], states[:, 0], states[:, 0])
     keys, new = torch.empty(1, 4, 400, 64, dtype=dtype), states[:, :, :1]
-    step_state_triton.write_token_triton(keys, keys, new, new, number)
+    positions_triton.write_tokens_triton(keys, keys, new, new, number[:, None])
     launch_rotate_and_write(dtype, 64, None)
     launch_rotate_and_write(dtype, 128, STYLES[0])
     launch_rotate_and_write(dtype, 256, STYLES[2])
-    column, spans = torch.zeros(2, 1).long(), torch.zeros(2, 5, 4).long()[..., :3]
-    step_state_triton.advance_triton(number, column, torch.zeros(5).long(), spans, column)
+    column = torch.zeros(2, 1).long()
+    spans = torch.zeros(2, 5, 1, 4).long()[..., :3]
+    row, layers = column[:, 0], torch.ones(5).long()
+    for_ids = row, column.clone()
+    place = positions_triton.place_tokens_triton
+    place(row, row.clone(), number, layers, layers, column, spans, *for_ids, True)
+    place(row, row.clone(), number, layers, layers, column, spans, None, None, False)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
-    step_state_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), number, *state)
+    select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
     launch_sampling(dtype, state)
 
 
@@ -148,7 +157,7 @@ def launch_sampling(dtype, state):
     for chosen in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
         noise = torch.empty(2, 130000)
         sample_triton.select_sampled_triton(
-            logits, noise, number, GreedyState(*state), chosen, *numbers
+            logits, noise, number.repeat(2), GreedyState(*state), chosen, *numbers
         )
 
 
@@ -163,7 +172,7 @@ def launch_rotate_and_write(dtype, dim, style):
     angles, keys = torch.empty(1, 1, dim, dtype=dtype), torch.empty(2, 2, 400, dim, dtype=dtype)
     norm = None if style is None else Norm(angles[0, 0], 1e-6, style)
     rotary_triton.rotate_and_write_triton(
-        *heads, angles, angles, keys, keys, torch.zeros(1).long(), norm, norm, style is not None
+        *heads, angles, angles, keys, keys, torch.zeros(2, 1).long(), norm, norm, style is not None
     )
 
 

@@ -31,14 +31,15 @@ from hf_static_kv.kernels import (
     launch_triton,
     linear_triton,
     norm_triton,
+    positions_triton,
     prompt_attention_triton,
     rotary_triton,
     sample_triton,
-    step_state_triton,
+    select_greedy_triton,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
 from hf_static_kv.kernels.sample import Kinds
-from hf_static_kv.kernels.step_state import GreedyState
+from hf_static_kv.kernels.select_greedy import GreedyState
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "sanitizer.json"
@@ -155,7 +156,8 @@ def run_kernels(device: str) -> list[str]:
     patches = [patch.object(module, "launch", launch) for module in modules]
     if device == "cpu":  # Triton's interpreter takes 10 ms for a block
         patches += [
-            patch.object(module, "_NUM_CHUNKS", 2) for module in (sample_triton, step_state_triton)
+            patch.object(module, "_NUM_CHUNKS", 2)
+            for module in (sample_triton, select_greedy_triton)
         ]
     for one in patches:
         one.start()
@@ -223,12 +225,17 @@ def run_attention(dtype: torch.dtype) -> None:
     batch, heads, kv_heads, slots, dim = 2, 6, 2, 75, 24
     keys, values = (normal(batch, kv_heads, slots, dim, dtype=dtype) for _ in range(2))
     query = normal(batch, heads, 1, dim, dtype=dtype)
-    spans = torch.tensor([[0, 0, slots], [20, 31, slots]])
+    spans = torch.tensor([[[0, 0, slots]], [[20, 31, slots]]])
     attend = decode_attention_triton.decode_attention_triton
     for in_order in (False, True):
         attend(query, keys, values, spans, None, 0.2, slots, spans_ready=True, in_order=in_order)
     seen, weights = torch.ones(batch, slots, dtype=torch.bool), torch.empty(batch, heads, slots)
     attend(query, keys, values, spans, seen, 0.2, slots, weights=weights)
+    several = normal(batch, heads, 3, dim, dtype=dtype)
+    ends = torch.tensor([slots - 2, slots - 1, slots])
+    begins = torch.tensor([0, 5, 9])
+    spans = torch.stack([torch.zeros_like(ends), begins, ends], dim=-1).repeat(batch, 1, 1)
+    attend(several, keys, values, spans, None, 0.2, slots)
     prompt, sinks = normal(batch, heads, 19, dim, dtype=dtype), normal(heads, dtype=dtype)
     ends = torch.arange(slots - 18, slots + 1)
     spans_of_prompt = torch.stack(
@@ -251,7 +258,7 @@ def run_norms(dtype: torch.dtype) -> None:
 def run_rotary(dtype: torch.dtype) -> None:
     states, angles = normal(2, 4, 5, 24, dtype=dtype), normal(2, 5, 24, dtype=dtype)
     rotary_triton.rotary_triton(states, states[:, :2].clone(), angles, angles)
-    last = torch.tensor([12])
+    last = torch.tensor([[12], [7]])
     keys, values = (normal(2, 2, 13, 24, dtype=dtype) for _ in range(2))
     heads = (
         normal(2, 1, 8 * 24, dtype=dtype)
@@ -271,13 +278,16 @@ def run_rotary(dtype: torch.dtype) -> None:
 def run_step(dtype: torch.dtype) -> None:
     keys, values = (normal(2, 3, 13, 24, dtype=dtype) for _ in range(2))
     new = normal(2, 3, 1, 24, dtype=dtype)
-    step_state_triton.write_token_triton(keys, values, new, new, torch.tensor([12]))
-    column, windows = torch.tensor([[0], [3]]), torch.tensor([1 << 40, 4, 1 << 40])
-    spans = torch.zeros(2, 3, 4, dtype=torch.int64)[..., :3]
-    step_state_triton.advance_triton(torch.tensor([11]), column, windows, spans, column.clone())
-    step_state_triton.select_greedy_triton(
-        normal(2, 777, dtype=dtype), torch.tensor([5]), *greedy_state()
-    )
+    positions_triton.write_tokens_triton(keys, values, new, new, torch.tensor([[12], [3]]))
+    lengths, starts, offset = torch.tensor([11, 5]), torch.tensor([0, 3]), torch.tensor([0])
+    windows, chunks = torch.tensor([1 << 40, 4, 1 << 40]), torch.tensor([1 << 40, 1 << 40, 5])
+    slots = torch.zeros(2, 2, dtype=torch.int64)
+    spans = torch.zeros(2, 3, 2, 4, dtype=torch.int64)[..., :3]
+    ids = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int64)
+    place = positions_triton.place_tokens_triton
+    place(lengths, starts, offset, windows, chunks, slots, spans, *ids, True)
+    place(lengths, starts, offset, windows, chunks, slots, spans, None, None, False)
+    select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *greedy_state())
 
 
 def greedy_state() -> GreedyState:
@@ -299,7 +309,7 @@ def run_sampling(dtype: torch.dtype) -> None:
         *(real["min_p"], real["penalty"], torch.tensor([9])),
     )
     for kinds in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
-        at = torch.tensor([5])
+        at = torch.tensor([5, 9])
         sample_triton.select_sampled_triton(logits, noise, at, greedy_state(), kinds, *numbers)
 
 

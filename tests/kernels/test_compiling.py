@@ -1,6 +1,5 @@
-"""Every kernel compiles for a GPU:
-
-the interpreter, which runs them on a CPU, takes much that the compiler does not.
+"""Every kernel compiles for a GPU: the interpreter, which runs them on a CPU, takes much that the
+compiler does not.
 """
 
 import os

@@ -123,9 +123,8 @@ class TestExperts:
 
     @pytest.mark.parametrize("weights_dtype", [torch.float16, torch.float32], ids=str)
     def test_outputs_are_rounded_where_torch_rounds_them(self, weights_dtype):
-        """Small integers, and gates so large that silu is the identity:
-
-        only the weights make a rounding.
+        """Small integers, and gates so large that silu is the identity: only the weights make a
+        rounding.
         """
         generator = torch.Generator().manual_seed(0)
         x, gate_up = torch.zeros(2, 16), torch.zeros(4, 16, 16)

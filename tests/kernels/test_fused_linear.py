@@ -344,9 +344,8 @@ class TestOnAGPU:
         assert torch.equal(linear.gated_linear(x, *weights, "silu"), F.silu(gate) * up)
 
     def test_the_parts_of_a_captured_launch(self):
-        """Graphs with launches that follow each other, against the same launches outside of a graph:
-
-        the same bits.
+        """Graphs with launches that follow each other, against the same launches outside of a
+        graph: the same bits.
         """
         dim, dtype = 1600, torch.bfloat16
         weights = [w / 40 for w in weights_of((dim, dim, dim), dim, dtype, True)]

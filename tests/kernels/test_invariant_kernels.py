@@ -1,7 +1,4 @@
-"""Batch-invariant kernels:
-
-against float64, and a token with others against the same token alone.
-"""
+"""Batch-invariant kernels: against float64, and a token with others against the same token alone."""
 
 import pytest
 import torch

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.decode_attention import decode_attention, decode_attention_plain
-from hf_static_kv.kernels.step_state import write_token
+from hf_static_kv.kernels.positions import write_tokens
 from tests.conftest import triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -60,20 +60,19 @@ def in_float64(query, keys, values, spans, scale, softcap=None, sinks=None, seen
     query, keys, values = query.double().cpu(), keys.double().cpu(), values.double().cpu()
     groups = query.shape[1] // keys.shape[1]
     keys, values = keys.repeat_interleave(groups, 1), values.repeat_interleave(groups, 1)
-    scores = torch.einsum("bhqd,bhsd->bhs", query, keys) * scale
+    scores = torch.einsum("bhqd,bhsd->bhqs", query, keys) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     position = torch.arange(keys.shape[2])
     spans = spans.cpu()
-    hidden = (position < spans[:, 1:2]) | (position >= spans[:, 2:3])
+    hidden = (position < spans[..., 1:2]) | (position >= spans[..., 2:3])  # [B, q, S]
     if seen is not None:
-        hidden |= ~seen.cpu()
+        hidden |= ~seen.cpu()[:, None]
     scores = scores.masked_fill(hidden[:, None], -torch.inf)
     if sinks is not None:
-        scores = torch.cat(
-            [scores, sinks.double().cpu()[None, :, None].expand(len(scores), -1, 1)], -1
-        )
-    return torch.einsum("bhs,bhsd->bhd", scores.softmax(-1)[..., : keys.shape[2]], values)[:, None]
+        column = sinks.double().cpu()[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    return torch.einsum("bhqs,bhsd->bqhd", scores.softmax(-1)[..., : keys.shape[2]], values)
 
 
 def error_bound(query, keys, values, scale):
@@ -97,21 +96,24 @@ def error_bound(query, keys, values, scale):
     return (2 * score_error + summing + own) * values.double().abs().max().item()
 
 
-def tensors(heads, kv_heads, dim, room, batch=1, dtype=torch.float32, value_dim=None, seed=0):
+def tensors(
+    heads, kv_heads, dim, room, batch=1, dtype=torch.float32, value_dim=None, seed=0, num_tokens=1
+):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
 
     return (
-        normal(batch, heads, 1, dim),
+        normal(batch, heads, num_tokens, dim),
         normal(batch, kv_heads, room, dim),
         normal(batch, kv_heads, room, value_dim or dim),
     )
 
 
 def spans_of(*rows):
-    return torch.tensor(rows, device=DEVICE)
+    """[B, 1, 3]: one token of each row."""
+    return torch.tensor(rows, device=DEVICE)[:, None]
 
 
 # query heads, KV heads, head dim: the dev models, one group, a large group, dims that are no power
@@ -201,7 +203,7 @@ class TestDecodeAttention:
         assert torch.equal(
             got, implementation(query, keys, values, spans, 0.25, sinks=sinks, seen=seen)
         )
-        for b, (_, first, end) in enumerate(spans.tolist()):
+        for b, ((_, first, end),) in enumerate(spans.tolist()):
             row = weights[b, :, first:end].double()
             assert (weights[b, :, :first] == -1).all()
             assert (weights[b, :, end:] == -1).all()
@@ -235,21 +237,52 @@ class TestDecodeAttention:
         assert torch.equal(implementation(query, keys, values, spans, 0.25), expected)
 
     def test_views_of_the_storage_of_all_layers(self, implementation):
-        """As a captured step passes them:
-
-        one layer of the storage, and spans padded to four columns.
+        """As a captured step passes them: one layer of the storage, and spans padded to four
+        columns.
         """
         query, keys, values = tensors(4, 2, 16, room=50, batch=2)
         storage = torch.full(
             (2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE
         )  # keys and values of [L, B, H, S, D]
         storage[0, 1, :2, :, :50], storage[1, 1, :2, :, :50] = keys, values
-        spans = torch.full((2, 3, 4), 99, device=DEVICE)
-        spans[:, 1, :3] = spans_of([0, 0, 50], [10, 10, 50])
-        got = implementation(query, storage[0, 1, :2], storage[1, 1, :2], spans[:, 1, :3], 0.25)
-        assert torch.equal(
-            got, implementation(query, keys, values, spans[:, 1, :3].contiguous(), 0.25)
+        whole = torch.full((2, 3, 1, 4), 99, device=DEVICE)
+        spans = whole[:, 1, :, :3]
+        spans.copy_(spans_of([0, 0, 50], [10, 10, 50]))
+        got = implementation(query, storage[0, 1, :2], storage[1, 1, :2], spans, 0.25)
+        assert torch.equal(got, implementation(query, keys, values, spans.contiguous(), 0.25))
+
+    @pytest.mark.parametrize("case", ["plain", "window", "seen", "softcap", "sinks"])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "num_tokens"), [(4, 2, 3), (2, 2, 16), (5, 1, 5)]
+    )
+    def test_several_tokens_of_rows_of_their_own_lengths(
+        self, heads, kv_heads, num_tokens, case, implementation
+    ):
+        query, keys, values = tensors(heads, kv_heads, 16, 300, 2, num_tokens=num_tokens)
+        window = 40 if case == "window" else 1000
+        lengths = [270, 33]
+        spans = torch.tensor(
+            [
+                [[s, max(s, n + t + 1 - window), n + t + 1] for t in range(num_tokens)]
+                for s, n in zip((0, 7), lengths, strict=True)
+            ],
+            device=DEVICE,
         )
+        how = {}
+        if case == "seen":
+            how["seen"] = (
+                torch.rand(2, 300, generator=torch.Generator().manual_seed(1)).to(DEVICE) > 0.3
+            )
+            how["seen"][:, 40] = True
+        elif case == "softcap":
+            how["softcap"] = 3.0
+        elif case == "sinks":
+            how["sinks"] = torch.linspace(-1, 1, heads, device=DEVICE)
+        got = implementation(query, keys, values, spans, 0.25, max_span=min(window, 300), **how)
+        expected = in_float64(query, keys, values, spans, 0.25, **how)
+        assert got.shape == (2, num_tokens, heads, 16)
+        bound = error_bound(query, keys, values, 0.25)
+        assert (got.double().cpu() - expected).abs().max() <= bound
 
 
 class TestBits:
@@ -295,12 +328,15 @@ class TestBits:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda q, k, v, s: (q.expand(-1, -1, 2, -1), k, v, s), "one query per batch row, got 2"),
+        (
+            lambda q, k, v, s: (q.expand(-1, -1, 17, -1), k, v, s),
+            "1 to 16 tokens of a batch row, got 17",
+        ),
         (lambda q, k, v, s: (q[:, :3], k, v, s), "Hq a multiple of H"),
         (lambda q, k, v, s: (q, k, v[:, :, :9], s), "do not fit"),
         (
-            lambda q, k, v, s: (q, k, v, s[:, :2]),
-            r"spans must be \[1, 3\] of seq_start, first, end, got \[1, 2\]",
+            lambda q, k, v, s: (q, k, v, s[..., :2]),
+            r"spans must be \[1, 1, 3\] of seq_start, first, end, got \[1, 1, 2\]",
         ),
         (lambda q, k, v, s: (q, k, v.half(), s), "must have one dtype"),
     ],
@@ -341,7 +377,7 @@ def test_spans_that_are_ready_change_no_bit(case):
 def test_a_last_dim_with_a_stride_is_refused():
     module = triton_module("hf_static_kv.kernels.decode_attention_triton")
     query, keys, values = tensors(4, 2, 16, room=10)
-    spans = spans_of([0, 0], [0, 0], [5, 5]).t()[:1]
+    spans = spans_of([0, 0], [0, 0], [5, 5]).transpose(0, 2)[:1]
     with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
         module.decode_attention_triton(query, keys, values, spans, None, 0.25, 10)
 
@@ -353,42 +389,37 @@ def test_the_choice_follows_the_device():
     assert torch.equal(decode_attention(query, keys, values, spans, scale=0.25), expected)
 
 
-class TestWriteToken:
+class TestWriteTokens:
+    @pytest.mark.parametrize("slots", [[[7], [7]], [[7], [2]], [[3, 4, 5], [0, 1, 2]]], ids=str)
     @pytest.mark.parametrize("implementation", ["triton", "as the device chooses"])
-    def test_one_position_of_one_layer_and_nothing_else(self, implementation):
-        keys, values = (
-            torch.zeros(3, 4, 2, 10, 24, device=DEVICE),
-            torch.zeros(3, 4, 2, 10, 16, device=DEVICE),
-        )
+    def test_the_slots_of_one_layer_and_nothing_else(self, implementation, slots):
+        keys = torch.zeros(3, 4, 2, 10, 24, device=DEVICE)
+        values = torch.zeros(3, 4, 2, 10, 16, device=DEVICE)
         # As a projection leaves them: heads and tokens transposed. Two of four batch rows are in
         # use.
-        key_states = torch.randn(2, 1, 2, 24, device=DEVICE).transpose(1, 2)
-        value_states = torch.randn(2, 1, 2, 16, device=DEVICE).transpose(1, 2)
-        arguments = (
-            keys[1, :2],
-            values[1, :2],
-            key_states,
-            value_states,
-            torch.tensor([7], device=DEVICE),
-        )
+        num_tokens = len(slots[0])
+        key_states = torch.randn(2, num_tokens, 2, 24, device=DEVICE).transpose(1, 2)
+        value_states = torch.randn(2, num_tokens, 2, 16, device=DEVICE).transpose(1, 2)
+        places = torch.tensor(slots, device=DEVICE)
+        arguments = keys[1, :2], values[1, :2], key_states, value_states, places
         if implementation == "triton":
-            module = triton_module("hf_static_kv.kernels.step_state_triton")
-            module.write_token_triton(*arguments)
+            module = triton_module("hf_static_kv.kernels.positions_triton")
+            module.write_tokens_triton(*arguments)
         else:
-            write_token(*arguments)
-        expected = torch.zeros_like(keys), torch.zeros_like(values)
-        expected[0][1, :2, :, 7], expected[1][1, :2, :, 7] = (
-            key_states[:, :, 0],
-            value_states[:, :, 0],
-        )
-        assert torch.equal(keys, expected[0])
-        assert torch.equal(values, expected[1])
+            write_tokens(*arguments)
+        for storage, states in ((keys, key_states), (values, value_states)):
+            expected = torch.zeros_like(storage)
+            for b, row in enumerate(slots):
+                for t, slot in enumerate(row):
+                    expected[1, b, :, slot] = states[b, :, t]
+            assert torch.equal(storage, expected)
 
-    def test_a_position_beyond_the_capacity_is_not_written(self):
-        module = triton_module("hf_static_kv.kernels.step_state_triton")
+    def test_a_slot_beyond_the_capacity_is_not_written(self):
+        module = triton_module("hf_static_kv.kernels.positions_triton")
         storage = torch.zeros(2, 2, 2, 4, 8, device=DEVICE)
-        states, position = torch.ones(1, 2, 1, 8, device=DEVICE), torch.tensor([4], device=DEVICE)
-        module.write_token_triton(storage[0, :1], storage[1, :1], states, states, position)
+        states = torch.ones(1, 2, 1, 8, device=DEVICE)
+        slots = torch.tensor([[4]], device=DEVICE)
+        module.write_tokens_triton(storage[0, :1], storage[1, :1], states, states, slots)
         assert storage.abs().sum() == 0
 
     @pytest.mark.parametrize(
@@ -402,17 +433,17 @@ class TestWriteToken:
             (
                 (2, 1, 1, 8),
                 torch.float32,
-                r"must be \[1, 1, 1, 8\], as the storage, got \[2, 1, 1, 8\]",
+                r"must be \[1, 1, 1, 8\], as storage and slots, got \[2, 1, 1, 8\]",
             ),
             (
                 (1, 1, 2, 8),
                 torch.float32,
-                r"must be \[1, 1, 1, 8\], as the storage, got \[1, 1, 2, 8\]",
+                r"must be \[1, 1, 1, 8\], as storage and slots, got \[1, 1, 2, 8\]",
             ),
         ],
     )
     def test_what_does_not_fit_is_refused(self, shape, dtype, message):
         storage, states = torch.zeros(1, 1, 4, 8), torch.zeros(shape, dtype=dtype)
         with pytest.raises(ValueError, match=message):
-            write_token(storage, storage.clone(), states, states, torch.tensor([0]))
+            write_tokens(storage, storage.clone(), states, states, torch.tensor([[0]]))
         assert storage.abs().sum() == 0

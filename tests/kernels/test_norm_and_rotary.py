@@ -27,8 +27,8 @@ from tests.conftest import given, settings, st
 pytest.importorskip("triton", reason="triton is not installed")
 from hf_static_kv.kernels import norm_triton as norm_module
 from hf_static_kv.kernels.norm_triton import norm_triton
+from hf_static_kv.kernels.positions_triton import write_tokens_triton
 from hf_static_kv.kernels.rotary_triton import rotary_triton, rotate_and_write_triton
-from hf_static_kv.kernels.step_state_triton import write_token_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding.
@@ -271,32 +271,34 @@ class TestRotary:
         )
 
 
-def joint_heads(batch, sizes, dims, dtype=torch.float32):
-    """Query, key and value [B, heads, 1, dim] as views of one joint projection [B, 1, N]."""
+def joint_heads(batch, sizes, dims, dtype=torch.float32, num_tokens=1):
+    """Query, key and value [B, heads, q, dim] as views of one joint projection [B, q, N]."""
     widths = [size * dim for size, dim in zip(sizes, dims, strict=True)]
-    parts = normal(batch, 1, sum(widths), dtype=dtype).split(widths, dim=-1)
+    parts = normal(batch, num_tokens, sum(widths), dtype=dtype).split(widths, dim=-1)
     return [
         part.unflatten(-1, (-1, dim)).transpose(1, 2) for part, dim in zip(parts, dims, strict=True)
     ]
 
 
 def arguments(
-    batch, sizes, dims, capacity, position, dtype=torch.float32, angle_rows=1, styles=(None, None)
+    batch, sizes, dims, capacity, slots, dtype=torch.float32, angle_rows=1, styles=(None, None)
 ):
     """Those of `rotate_and_write`; the storage is that of one layer and of the first batch rows."""
     (heads, *_), (dim, _, value_dim) = sizes[1:], dims
     keys, values = (
         normal(2, batch + 1, heads, capacity, d, dtype=dtype)[1, :batch] for d in (dim, value_dim)
     )
-    angles = (
-        normal(angle_rows, 1, 2 * dim, dtype=dtype).chunk(2, dim=-1) if angle_rows else (None, None)
-    )
+    slots = [[slots]] * batch if isinstance(slots, int) else slots
+    num_tokens = len(slots[0])
+    angles = (None, None)
+    if angle_rows:
+        angles = normal(angle_rows, num_tokens, 2 * dim, dtype=dtype).chunk(2, dim=-1)
     norms = [
         None if style is None else norm_of(dim, style, dtype, seed=i)
         for i, style in enumerate(styles)
     ]
-    number = torch.tensor([position], device=DEVICE)
-    return [*joint_heads(batch, sizes, dims, dtype), *angles, keys, values, number, *norms]
+    heads = joint_heads(batch, sizes, dims, dtype, num_tokens=num_tokens)
+    return [*heads, *angles, keys, values, torch.tensor(slots, device=DEVICE), *norms]
 
 
 def clone_storage(arguments):
@@ -312,14 +314,12 @@ def clone_storage(arguments):
     return [*arguments[:5], *storage, *arguments[7:]], whole
 
 
-def separate_kernels(
-    query, key, value, cos, sin, keys, values, cache_position, query_norm, key_norm
-):
+def separate_kernels(query, key, value, cos, sin, keys, values, slots, query_norm, key_norm):
     query = query if query_norm is None else kernel(query, query_norm)
     key = key if key_norm is None else kernel(key, key_norm)
     if cos is not None:
         query, key = rotary_triton(query, key, cos, sin)
-    write_token_triton(keys, values, key, value, cache_position)
+    write_tokens_triton(keys, values, key, value, slots)
     return query
 
 
@@ -360,7 +360,8 @@ class TestRotateAndWrite:
         heads=st.integers(1, 2),
         half=st.integers(1, 40),
         value_dim=st.integers(1, 70),
-        position=st.integers(0, 7),  # the capacity is 6
+        num_tokens=st.integers(1, 3),
+        begin=st.integers(0, 7),  # the capacity is 6
         dtype=st.sampled_from(DTYPES),
         angle_rows=st.sampled_from(["none", "one", "all"]),
         style=st.sampled_from([None, *STYLES]),
@@ -374,7 +375,8 @@ class TestRotateAndWrite:
         heads,
         half,
         value_dim,
-        position,
+        num_tokens,
+        begin,
         dtype,
         angle_rows,
         style,
@@ -382,12 +384,13 @@ class TestRotateAndWrite:
     ):
         sizes, dims = (groups * heads, heads, heads), (2 * half, 2 * half, value_dim)
         rows = {"none": 0, "one": 1, "all": batch}[angle_rows]
-        own = arguments(batch, sizes, dims, 6, position, dtype, rows, (style, style))
+        slots = [[(begin + b) % 8 + t for t in range(num_tokens)] for b in range(batch)]
+        own = arguments(batch, sizes, dims, 6, slots, dtype, rows, (style, style))
         before = clone_storage(own)[1]
         _, *after = check_bits(own, angles_ready=angles_ready)
-        if position >= 6:
+        if min(map(min, slots)) >= 6:
             assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        elif style is None:
+        elif style is None and max(map(max, slots)) < 6:
             own, whole = clone_storage(own)
             rotate_and_write_plain(*own)
             assert all(torch.equal(a, b) for a, b in zip(whole, after, strict=True))
@@ -442,19 +445,19 @@ class TestRotateAndWrite:
             (
                 2,
                 torch.ones(2, 3, 1, 8),
-                r"value \[2, 3, 1, 8\], keys \[2, 2, 6, 16\] .* do not fit",
+                r"value \[2, 3, 1, 8\], keys \[2, 2, 6, 16\], .* do not fit",
             ),
             (
                 5,
                 torch.ones(3, 2, 6, 16),
-                r"keys \[3, 2, 6, 16\] and values \[2, 2, 6, 8\] do not fit",
+                r"keys \[3, 2, 6, 16\], values \[2, 2, 6, 8\] and .* do not fit",
             ),
             (
                 6,
                 torch.ones(2, 2, 5, 8),
-                r"keys \[2, 2, 6, 16\] and values \[2, 2, 5, 8\] do not fit",
+                r"keys \[2, 2, 6, 16\], values \[2, 2, 5, 8\] and .* do not fit",
             ),
-            (6, torch.ones(2, 2, 6), r"keys \[2, 2, 6, 16\] and values \[2, 2, 6\] do not fit"),
+            (6, torch.ones(2, 2, 6), r"keys \[2, 2, 6, 16\], values \[2, 2, 6\] and .* do not fit"),
             (
                 3,
                 None,
@@ -470,7 +473,8 @@ class TestRotateAndWrite:
                 torch.ones(2, 2, 1, 8).half(),
                 "must have one dtype, got torch.float32, torch.float32, torch.float16",
             ),
-            (7, torch.tensor([1, 2]), r"must be \[1\], torch.int64, got \[2\], torch.int64"),
+            (7, torch.tensor([[1], [2], [3]]), r"and slots \[3, 1\] do not fit"),
+            (7, torch.tensor([[1.0], [2.0]]), "slots must be torch.int64, got torch.float32"),
             (
                 8,
                 Norm(torch.ones(8), 1e-6, STYLES[0]),

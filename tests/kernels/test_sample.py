@@ -1,6 +1,5 @@
-"""Sampling in a captured step:
-
-plainly as transformers samples, and the kernels as the plain formula.
+"""Sampling in a captured step: plainly as transformers samples, and the kernels as the plain
+formula.
 """
 
 from functools import partial
@@ -17,7 +16,7 @@ from hf_static_kv.kernels.sample import (
     select_sampled,
     select_sampled_plain,
 )
-from hf_static_kv.kernels.step_state import GreedyState
+from hf_static_kv.kernels.select_greedy import GreedyState
 from tests.conftest import given, settings, st, triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -50,8 +49,8 @@ def make_state(batch, kinds, **numbers):
     return SampleState(selection, kinds, **tensors)
 
 
-def position():
-    return torch.tensor([POSITION], device=DEVICE)
+def positions(batch):
+    return torch.full((batch,), POSITION, device=DEVICE)
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -132,10 +131,10 @@ class TestPlain:
         tokens, scores = of_transformers(logits, expected)
         after = rng_state()
         torch.manual_seed(seed)
-        select_sampled(logits, position(), got)
+        select_sampled(logits, positions(len(logits)), got)
         assert torch.equal(rng_state(), after)
         assert got.selection.token[:, 0].tolist() == tokens.tolist()
-        assert torch.equal(process_plain(logits, position(), got), scores)
+        assert torch.equal(process_plain(logits, positions(len(logits)), got), scores)
         assert got.selection.sequences[:, POSITION + 1].tolist() == tokens.tolist()
 
     @pytest.mark.skipif(
@@ -146,7 +145,7 @@ class TestPlain:
         state.selection.sequences[0, 1] = 10
         logits = normal(1, 10)
         assert torch.equal(
-            process_plain(logits, position(), state), of_transformers(logits, state)[1]
+            process_plain(logits, positions(len(logits)), state), of_transformers(logits, state)[1]
         )
 
     def test_rows_that_have_ended_and_rows_that_end(self):
@@ -154,7 +153,7 @@ class TestPlain:
         state.selection.unfinished[0] = False
         logits = torch.full((3, 12), -torch.inf, device=DEVICE)
         logits[0, 5] = logits[1, 3] = logits[2, 6] = 0
-        select_sampled(logits, position(), state)
+        select_sampled(logits, positions(len(logits)), state)
         assert state.selection.token.tolist() == [[9], [3], [6]]
         assert state.selection.unfinished.tolist() == [[False], [False], [True]]
         assert not state.selection.is_over
@@ -197,9 +196,8 @@ def places(scores):
 
 
 def probes(scores, must, may):
-    """Noise for two rows each:
-
-    the lowest token that must be kept would win, so would the highest that may not.
+    """Noise for two rows each: the lowest token that must be kept would win, so would the highest
+    that may not.
     """
     noise, place = torch.full_like(scores, 1e30).repeat(2, 1), places(scores)
     lowest = torch.where(must, place, scores.shape[-1]).argmin(-1)
@@ -230,7 +228,7 @@ class TestKernels:
             monkeypatch.setattr(self.kernels, "_NUM_CHUNKS", 2)
 
     def select(self, logits, noise, state):
-        self.kernels.select_sampled_triton(logits, noise, position(), *state)
+        self.kernels.select_sampled_triton(logits, noise, positions(len(logits)), *state)
         return state.selection.token[:, 0]
 
     @pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "ties", "infinite"])
@@ -255,7 +253,10 @@ class TestKernels:
         if not (
             kinds.top_p and shape == "ties"
         ):  # on a CPU torch's sort keeps no order of equal scores
-            kept = process_plain(logits, position(), make_state(1, kinds, **numbers)) > -torch.inf
+            kept = (
+                process_plain(logits, positions(len(logits)), make_state(1, kinds, **numbers))
+                > -torch.inf
+            )
             assert not (must & ~kept & (scores > -torch.inf)).any()
             assert not (kept & ~may).any()
         noise, lowest, highest = probes(scores, must & (scores > -torch.inf), may)
@@ -340,7 +341,7 @@ class TestKernels:
             for _ in range(2)
         ]
         states[0].selection.unfinished[0] = states[1].selection.unfinished[0] = batch == 1
-        select_sampled_plain(logits, noise, position(), states[0])
+        select_sampled_plain(logits, noise, positions(len(logits)), states[0])
         self.select(logits, noise, states[1])
         for a, b in zip(states[0].selection, states[1].selection, strict=True):
             assert torch.equal(a, b)
@@ -355,9 +356,13 @@ class TestKernels:
         state.selection.sequences[1, 1] = 40
         scores = logits.float().contiguous()
         self.kernels.penalize_triton(
-            scores, logits, state.selection.sequences, position(), state.repetition_penalty
+            scores,
+            logits,
+            state.selection.sequences,
+            positions(len(logits)),
+            state.repetition_penalty,
         )
-        assert torch.equal(scores, process_plain(logits, position(), state))
+        assert torch.equal(scores, process_plain(logits, positions(len(logits)), state))
 
     @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
     def test_a_row_without_a_distribution_gives_a_token(self, value):
@@ -380,8 +385,8 @@ def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
     logits = normal(3, 32001, scale=3.0)
     numbers = {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2}
     state, graph = make_state(3, kinds), torch.cuda.CUDAGraph()
-    select_sampled(logits, position(), state)  # compiles
-    at = position()
+    select_sampled(logits, positions(len(logits)), state)  # compiles
+    at = positions(len(logits))
     with torch.cuda.graph(graph):
         select_sampled(logits, at, state)
     for name, number in numbers.items():
@@ -425,14 +430,16 @@ def test_true_vocabularies_in_bfloat16(vocabulary, kinds):
     for seed in range(3):
         logits = normal(1, vocabulary, seed=seed, scale=3.0).bfloat16()
         alone, state = (make_state(batch, kinds, **numbers) for batch in (1, 2))
-        scores = process_plain(logits, position(), alone._replace(kinds=kinds._replace(**NO_LIMIT)))
+        scores = process_plain(
+            logits, positions(len(logits)), alone._replace(kinds=kinds._replace(**NO_LIMIT))
+        )
         must, may = limits(scores, kinds, state, slack=1e-5)
         must &= scores > -torch.inf
         kept = of_transformers(logits, alone)[1] > -torch.inf
         assert not (must & ~kept).any()
         assert not (kept & ~may).any()
         noise, lowest, highest = probes(scores, must, may)
-        kernels.select_sampled_triton(logits.repeat(2, 1), noise, position(), *state)
+        kernels.select_sampled_triton(logits.repeat(2, 1), noise, positions(2), *state)
         tokens = state.selection.token[:, 0]
         assert tokens[0] == lowest
         assert may.all() or tokens[1] != highest
@@ -441,12 +448,12 @@ def test_true_vocabularies_in_bfloat16(vocabulary, kinds):
 class TestChecks:
     def test_rows_that_do_not_fit(self):
         with pytest.raises(ValueError, match=r"logits \(2, 9\) and sequences \(3, 8\) do not fit"):
-            select_sampled(normal(2, 9), position(), make_state(3, Kinds()))
+            select_sampled(normal(2, 9), positions(2), make_state(3, Kinds()))
 
     def test_too_large_a_vocabulary(self):
         with pytest.raises(ValueError, match="takes 1 to 16777216 tokens, got logits of 16777217"):
             select_sampled(
-                torch.ones(1, 1).expand(1, 2**24 + 1), position(), make_state(1, Kinds())
+                torch.ones(1, 1).expand(1, 2**24 + 1), positions(1), make_state(1, Kinds())
             )
 
     def test_a_number_of_another_dtype(self):
@@ -454,4 +461,4 @@ class TestChecks:
         with pytest.raises(
             ValueError, match=r"top_p must be \(1,\) torch.float64, got \(2,\) torch.float32"
         ):
-            select_sampled(normal(1, 9), position(), state)
+            select_sampled(normal(1, 9), positions(1), state)

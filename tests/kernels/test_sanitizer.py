@@ -1,6 +1,5 @@
-"""What `make sanitize` runs:
-
-every kernel, with valid arguments. On a CPU Triton's interpreter runs them.
+"""What `make sanitize` runs: every kernel, with valid arguments. On a CPU Triton's interpreter runs
+them.
 """
 
 import json

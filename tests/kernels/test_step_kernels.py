@@ -8,16 +8,17 @@ import torch.nn.functional as F
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import linears_kernel
-from hf_static_kv.kernels.step_state import GreedyState, advance_plain, select_greedy_plain
+from hf_static_kv.kernels.positions import place_tokens_plain
+from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy_plain
 from tests.conftest import given, settings, st
 
 pytest.importorskip("triton", reason="triton is not installed")
 import triton
 import triton.language as tl
 
-from hf_static_kv.kernels import linear_triton, step_state_triton
+from hf_static_kv.kernels import linear_triton, select_greedy_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
-from hf_static_kv.kernels.step_state_triton import advance_triton, select_greedy_triton
+from hf_static_kv.kernels.positions_triton import place_tokens_triton
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers.
@@ -147,46 +148,73 @@ class TestGatedLinear:
             linear.gated_linear(torch.ones(1, 4), torch.ones(2, 4), torch.ones(3, 4), "silu")
 
 
-class TestAdvance:
+def by_kernel(*arguments, advances):
+    place_tokens_triton(*arguments, advances)
+
+
+class TestPlaceTokens:
     @given(
-        seq_start=st.lists(
-            st.integers(-30, 9), min_size=1, max_size=5
-        ),  # negative in compact layers
-        windows=st.lists(st.integers(1, 12), min_size=1, max_size=7),
-        position=st.integers(9, 40),
-        columns=st.sampled_from([3, 4, 5]),
-        parts=st.sampled_from([[], [1], [4]]),
+        rows=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 30)), min_size=1, max_size=4),
+        layers=st.lists(
+            st.tuples(st.integers(1, 12), st.sampled_from([3, 5, 1 << 60])), min_size=1, max_size=5
+        ),
+        num_tokens=st.integers(1, 5),
+        offset=st.integers(0, 7),
+        columns=st.sampled_from([3, 4]),
+        parts=st.sampled_from([None, [], [1], [3]]),
+        advances=st.booleans(),
     )
     @settings(max_examples=20, deadline=None)
-    def test_one_position_further(self, seq_start, windows, position, columns, parts):
-        """Spans may be a view of wider ones, as in a captured step:
-
-        the columns after them stay as they are.
-        """
+    def test_against_a_naive_loop(self, rows, layers, num_tokens, offset, columns, parts, advances):
+        """Spans may be a view of wider ones, as in a pass: the columns after them stay."""
         states = []
-        for advance in (advance_plain, advance_triton):
-            tensors = [
-                torch.tensor(numbers, device=DEVICE) for numbers in ([position], seq_start, windows)
-            ]
-            spans = torch.full((len(seq_start), len(windows), columns), -1, device=DEVICE)
-            positions = torch.arange(len(seq_start) * max([1, *parts]), device=DEVICE).view(
-                *parts, len(seq_start), 1
+        starts = [start for start, _ in rows]
+        lengths = [start + more for start, more in rows]
+        for place in (place_tokens_plain, by_kernel):
+            numbers = [lengths, starts, [offset], *zip(*layers, strict=True)]
+            tensors = [torch.tensor(list(own), device=DEVICE) for own in numbers]
+            slots = torch.full((len(rows), num_tokens), -1, device=DEVICE)
+            spans = torch.full((len(rows), len(layers), num_tokens, columns), -1, device=DEVICE)
+            ids = shift = None
+            if parts is not None:
+                shift = torch.arange(len(rows) * max([1, *parts]), device=DEVICE)
+                shift = shift.view(*parts, len(rows))
+                ids = torch.zeros(*parts, len(rows), num_tokens, dtype=torch.int64, device=DEVICE)
+            place(*tensors, slots, spans[..., :3], shift, ids, advances=advances)
+            if ids is not None:
+                ids = (ids - shift[..., None]).view(-1, num_tokens).tolist()
+            states.append([tensors[0].tolist(), slots.tolist(), spans.tolist(), ids])
+        positions = [[length + t for t in range(num_tokens)] for length in lengths]
+        rest = [-1] * (columns - 3)
+
+        def span(start, at, window, chunk):
+            first = next(
+                p
+                for p in range(start, at + 1)
+                if at - p < window and (p - start) // chunk == (at - start) // chunk
             )
-            advance(tensors[0], tensors[1][:, None], tensors[2], spans[..., :3], positions)
-            states.append([tensors[0].tolist(), spans.tolist(), positions.flatten().tolist()])
-        end, rest = position + 2, [-1] * (columns - 3)
+            return [start - offset, first - offset, at + 1 - offset, *rest]
+
         naive = [
-            [[start, max(start, end - window), end, *rest] for window in windows]
-            for start in seq_start
+            [n + num_tokens * advances for n in lengths],
+            [[at - offset for at in row] for row in positions],
+            [
+                [[span(start, at, *layer) for at in row] for layer in layers]
+                for start, row in zip(starts, positions, strict=True)
+            ],
         ]
-        further = [number + 1 for number in range(len(seq_start) * max([1, *parts]))]
-        assert states[0] == states[1] == [[position + 1], naive, further]
+        distances = [
+            [at - start for at in row] for start, row in zip(starts, positions, strict=True)
+        ]
+        assert states[0] == states[1]
+        assert states[0][:3] == naive
+        assert states[0][3] == (None if parts is None else distances * max([1, *parts]))
 
     def test_spans_with_a_stride_in_their_last_dim_are_refused(self):
-        numbers = torch.zeros(2, 1, dtype=torch.int64, device=DEVICE)
-        spans = torch.zeros(3, 1, 2, dtype=torch.int64, device=DEVICE).permute(2, 1, 0)
+        number = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+        spans = torch.zeros(3, 1, 1, 2, dtype=torch.int64, device=DEVICE).permute(3, 1, 2, 0)
         with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
-            advance_triton(numbers[0], numbers, numbers[0], spans, numbers)
+            place_tokens_triton(*[number] * 5, number[:, None], spans, None, None, True)
 
 
 class TestGreedy:
@@ -194,7 +222,7 @@ class TestGreedy:
     def _few_chunks(self, monkeypatch):
         """The interpreter takes 10 ms for a program."""
         if DEVICE == "cpu":
-            monkeypatch.setattr(step_state_triton, "_NUM_CHUNKS", 8)
+            monkeypatch.setattr(select_greedy_triton, "_NUM_CHUNKS", 8)
 
     @given(data=st.data(), vocabulary=st.sampled_from([5, 128, 300, 1000]), batch=st.integers(1, 5))
     @settings(max_examples=10, deadline=None)
@@ -207,7 +235,7 @@ class TestGreedy:
         states = []
         for select in (
             select_greedy_plain,
-            lambda logits, at, state: select_greedy_triton(logits, at, *state),
+            lambda logits, at, state: select_greedy_triton.select_greedy_triton(logits, at, *state),
         ):
             state = GreedyState(
                 sequences=torch.zeros(batch, 6, dtype=torch.int64, device=DEVICE),
@@ -217,14 +245,15 @@ class TestGreedy:
                 pad=torch.tensor([3], device=DEVICE),
                 is_over=torch.tensor(False, device=DEVICE),
             )
-            select(logits, torch.tensor([2], device=DEVICE), state)
+            select(logits, torch.tensor([2, 4, 1, 0, 3], device=DEVICE)[:batch], state)
             states.append([tensor.tolist() for tensor in state])
         tokens = [
             row.index(max(row)) if running else 3
             for row, (running,) in zip(logits.tolist(), unfinished, strict=True)
         ]
         assert states[0] == states[1]
-        assert states[0][0] == [[0, 0, 0, token, 0, 0] for token in tokens]
+        for row, position, token in zip(states[0][0], (2, 4, 1, 0, 3), tokens, strict=False):
+            assert row == [token if i == position + 1 else 0 for i in range(6)]
         assert states[0][2] == [
             [running and t not in eos] for t, (running,) in zip(tokens, unfinished, strict=True)
         ]
@@ -233,17 +262,14 @@ class TestGreedy:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
 def test_kernels_that_are_only_compiled_do_not_run():
-    seq_start = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
-    windows, spans = (
-        torch.tensor([7], device=DEVICE),
-        torch.zeros(1, 1, 3, dtype=torch.int64, device=DEVICE),
-    )
-    cache_position = torch.tensor([4], device=DEVICE)
+    length, *others = (torch.tensor([n], device=DEVICE) for n in (4, 0, 0, 7, 1 << 60))
+    spans = torch.zeros(1, 1, 1, 3, dtype=torch.int64, device=DEVICE)
+    slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     with compile_only():
-        advance_triton(cache_position, seq_start, windows, spans, seq_start.clone())
-    assert cache_position.tolist() == [4]
-    advance_triton(cache_position, seq_start, windows, spans, seq_start.clone())
-    assert cache_position.tolist() == [5]
+        place_tokens_triton(length, *others, slots, spans, None, None, True)
+    assert length.tolist() == [4]
+    place_tokens_triton(length, *others, slots, spans, None, None, True)
+    assert length.tolist() == [5]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")

@@ -1,6 +1,5 @@
-"""Each rule switched off gives the tokens that all rules give:
-
-no other rule needs it, and none is wrong without it.
+"""Each rule switched off gives the tokens that all rules give: no other rule needs it, and none is
+wrong without it.
 """
 
 from functools import cache

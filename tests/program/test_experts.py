@@ -94,10 +94,7 @@ def both(model):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_model_computes_the_same(name, dtype):
-    """On a CPU each operation is the plain twin of its kernels:
-
-    the bits are those of `batched_mm`.
-    """
+    """On a CPU each operation is the plain twin of its kernels: the bits are those of `batched_mm`."""
     model = tiny_model(name, **OWN.get(name, {})).to(dtype)
     if name != "llama":
         model.set_experts_implementation("batched_mm")

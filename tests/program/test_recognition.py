@@ -49,9 +49,8 @@ def everything(model):
 
 
 def everything_in(model):
-    """What may be changed:
-
-    the instances' own attributes, and the function in the files of their classes.
+    """What may be changed: the instances' own attributes, and the function in the files of their
+    classes.
     """
     homes = {sys.modules[type(module).__module__] for module in model.modules()}
     functions = {home.__name__: getattr(home, "apply_rotary_pos_emb", None) for home in homes}

@@ -1,6 +1,5 @@
-"""A recorded pass:
-
-the list gives what the function gives, for other inputs too, and `fuse` takes only what is safe.
+"""A recorded pass: the list gives what the function gives, for other inputs too, and `fuse` takes
+only what is safe.
 """
 
 import weakref

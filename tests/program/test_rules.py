@@ -1,6 +1,5 @@
-"""Each rule:
-
-a list that it rewrites, with its bits or within rounding, and lists that it leaves alone.
+"""Each rule: a list that it rewrites, with its bits or within rounding, and lists that it leaves
+alone.
 """
 
 import pytest
@@ -15,7 +14,7 @@ from hf_static_kv.exactness.exact import exact
 from hf_static_kv.kernels.linear import linears
 from hf_static_kv.kernels.norm import STYLES, Norm, norm
 from hf_static_kv.kernels.rotary import rotary
-from hf_static_kv.kernels.step_state import write_token
+from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.linears import named_activations
@@ -289,7 +288,8 @@ class TestRotations:
 
     @pytest.mark.parametrize("norms", [0, 1, 2])
     def test_write_rotated(self, norms):
-        keys, values, position = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), torch.tensor([3])
+        keys, values = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
+        slots = torch.tensor([[3]])
         gain, angles = Norm(weight(2), 1e-6, STYLES[1]), weight(1, 1, 2)
 
         def function(x):
@@ -297,7 +297,7 @@ class TestRotations:
             query = norm(query, gain) if norms > 0 else query
             key = norm(key, gain) if norms > 1 else key
             query, key = rotary(query, key, angles, angles)
-            write_token(keys, values, key, value, position)
+            write_tokens(keys, values, key, value, slots)
             return query * 1
 
         names, difference = rewritten(function, "write_rotated")
@@ -306,13 +306,14 @@ class TestRotations:
         assert difference == 0
 
     def test_a_key_that_goes_elsewhere(self):
-        keys, values, position = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2), torch.tensor([3])
+        keys, values = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
+        slots = torch.tensor([[3]])
         angles = weight(1, 1, 2)
 
         def function(x):
             query, key, value = self.states(x)
             query, key = rotary(query, key, angles, angles)
-            write_token(keys, values, key, value, position)
+            write_tokens(keys, values, key, value, slots)
             return query * key
 
         assert "rotate_and_write" not in rewritten(function, "write_rotated")[0]
@@ -378,7 +379,7 @@ COUNTS = {
         "run_linear": 13, "rotate_and_write": 3, "attend.default": 3, "add_norm": 6, "embedding": 1, "mul": 1,
         "lookup": 2,
     },
-    "gpt2": {"run_linear": 9, "write_token.default": 2, "attend.default": 2, "add_norm": 5, "embedding": 2},
+    "gpt2": {"run_linear": 9, "write_tokens.default": 2, "attend.default": 2, "add_norm": 5, "embedding": 2},
     "phi3": {"run_linear": 9, "rotate_and_write": 2, "attend.default": 2, "embedding": 1, "lookup": 1},
     "qwen3_moe": {
         "run_linear": 7, "rotate_and_write": 2, "attend.default": 2, "add_norm": 4, "route": 2, "experts": 2,

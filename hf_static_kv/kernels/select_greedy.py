@@ -1,0 +1,49 @@
+"""The next token of each batch row, selected on the device.
+
+token                       = argmax(logits), or pad in a batch row that has finished
+sequences[b, positions[b] + 1] = token
+unfinished                  = unfinished and token not in eos
+is_over                     = no batch row is unfinished
+
+logits: [B, V]   positions: [B], int64, of the newest token of each row
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MAX_BATCH_SIZE = 64  # one instance of the kernel holds all batch rows
+
+
+class GreedyState(NamedTuple):
+    """The tensors of greedy decoding; all but `eos` and `pad` are written in place."""
+
+    sequences: Tensor  # [B, S + 1], tokens by position
+    token: Tensor  # [B, 1], selected last
+    unfinished: Tensor  # [B, 1], bool
+    eos: Tensor  # [1, n], filled up with -1
+    pad: Tensor  # [1]
+    is_over: Tensor  # [], bool
+
+
+def select_greedy(logits: Tensor, positions: Tensor, state: GreedyState) -> None:
+    """Select the token after `positions` in each batch row."""
+    if logits.is_cuda and len(logits) <= _MAX_BATCH_SIZE:
+        from hf_static_kv.kernels.select_greedy_triton import select_greedy_triton
+
+        return select_greedy_triton(logits, positions, *state)
+    return select_greedy_plain(logits, positions, state)
+
+
+def select_greedy_plain(logits: Tensor, positions: Tensor, state: GreedyState) -> None:
+    select_plain(logits.argmax(dim=-1, keepdim=True), positions, state)
+
+
+def select_plain(tokens: Tensor, positions: Tensor, state: GreedyState) -> None:
+    """Select `tokens` [B, 1]."""
+    tokens = torch.where(state.unfinished, tokens, state.pad)
+    state.sequences.scatter_(1, positions[:, None] + 1, tokens)
+    state.unfinished.logical_and_((tokens != state.eos).all(dim=1, keepdim=True))
+    state.is_over.copy_(~state.unfinished.any())
+    state.token.copy_(tokens)

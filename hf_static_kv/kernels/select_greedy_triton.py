@@ -1,0 +1,86 @@
+"""Greedy selection in Triton. Formulas and shapes are in select_greedy.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from hf_static_kv.kernels.launch_triton import launch, pdl_sync
+
+# The vocabulary is cut into chunks, about one for each of the 132 multiprocessors of an H200.
+_NUM_CHUNKS = 128
+
+
+@triton.jit
+def _argmax_chunks(
+    logits, maxima, tokens, logits_b, V, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
+):
+    b = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
+    v = tl.arange(0, TILE)
+    pdl_sync(PDL)
+    token = chunk * CHUNK + v
+    logit = tl.load(
+        logits + b * logits_b + token, mask=(v < CHUNK) & (token < V), other=-float("inf")
+    )
+    maximum, index = tl.max(logit.to(tl.float32), 0, return_indices=True)
+    tl.store(maxima + b * tl.num_programs(1) + chunk, maximum)
+    tl.store(tokens + b * tl.num_programs(1) + chunk, chunk * CHUNK + index)
+
+
+@triton.jit
+def _select(
+    maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over,
+    positions_b, sequences_b, B, V,
+    TILE_B: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_EOS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.arange(0, TILE_B)
+    chunk = tl.arange(0, NUM_CHUNKS)
+    e = tl.arange(0, NUM_EOS)
+    pdl_sync(PDL)
+    mask = b < B
+    offset = b[:, None] * NUM_CHUNKS + chunk[None, :]
+    chunk_maximum = tl.load(maxima + offset, mask=mask[:, None], other=0.0)
+    chunk_token = tl.load(tokens + offset, mask=mask[:, None], other=0)
+    maximum = tl.max(chunk_maximum, 1)
+    # Equal logits: the lowest token. NaN equals nothing: then it is V - 1, which is a valid token.
+    argmax = tl.min(tl.where(chunk_maximum == maximum[:, None], chunk_token, V - 1), 1).to(tl.int64)
+    running = tl.load(unfinished + b, mask=mask, other=0) != 0
+    selected = tl.where(running, argmax, tl.load(pad))
+    is_eos = tl.max((selected[:, None] == tl.load(eos + e)[None, :]).to(tl.int32), 1) != 0
+    running = running & (is_eos == 0) & mask
+    position = tl.load(positions + b * positions_b, mask=mask, other=0)
+    at = b.to(tl.int64) * sequences_b + position + 1
+    tl.store(sequences + at, selected, mask=mask)
+    tl.store(token + b, selected, mask=mask)
+    tl.store(unfinished + b, running, mask=mask)
+    tl.store(is_over, tl.max(running.to(tl.int32), 0) == 0)
+
+
+def select_greedy_triton(logits: Tensor, positions: Tensor, *state: Tensor) -> None:
+    """`state`: the fields of `GreedyState`, in their order."""
+    batch, vocabulary = logits.shape
+    maxima = logits.new_empty(batch, _NUM_CHUNKS, dtype=torch.float32)
+    tokens = logits.new_empty(batch, _NUM_CHUNKS, dtype=torch.int32)
+    chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
+    launch(
+        _argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
+        CHUNK=chunk, TILE=triton.next_power_of_2(chunk), num_warps=4,
+    )  # fmt: skip
+    select_triton(maxima, tokens, vocabulary, positions, *state)
+
+
+def select_triton(
+    maxima: Tensor, tokens: Tensor, vocabulary: int, positions: Tensor, *state: Tensor
+) -> None:
+    """Select the token of the largest maximum of each row.
+
+    maxima: [B, chunks], float32   tokens: [B, chunks], int32
+    """
+    sequences, _, _, eos, _, _ = state
+    batch, num_chunks = maxima.shape
+    launch(
+        _select, (1,), maxima, tokens, positions, *state,
+        positions.stride(0), sequences.stride(0), batch, vocabulary,
+        TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=num_chunks, NUM_EOS=eos.shape[1], num_warps=4,
+    )  # fmt: skip
