@@ -13,6 +13,7 @@ it.
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -33,10 +34,10 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
-from hf_static_kv.cache.pool import CachePool, NotPooled
+from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
-from hf_static_kv.cache.request import Request, running_request
+from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import continuation_of
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import (
@@ -114,12 +115,14 @@ class Attachment:
     `calls` counts calls that brought no cache of their own, `hits` those that were given a cache of
     an earlier call, `reused_tokens` the tokens of prompts that were not computed again.
     `fallback_reason` says why the last call did not run as a captured step; None when it did.
+    `fallbacks` counts these reasons over all calls.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.calls = 0
         self.fallback_reason: str | None = None
+        self.fallbacks: Counter[str] = Counter()
         self.decoder = GraphDecoder()
         self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
         self.pool = self.decoder.pool = CachePool(
@@ -160,8 +163,8 @@ class Attachment:
         )
         counts = f"calls={self.calls}, hits={self.hits}, reused_tokens={self.reused_tokens}"
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
-        reason = f", fallback_reason={self.fallback_reason!r}" if self.fallback_reason else ""
-        return f"Attachment({figures}, captured_steps={self.captured_steps}{reason})"
+        reasons = f", fallbacks={dict(self.fallbacks)}" if self.fallbacks else ""
+        return f"Attachment({figures}, captured_steps={self.captured_steps}{reasons})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
         """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes
@@ -224,47 +227,51 @@ class Attachment:
         self.calls += 1
         self.fallback_reason = None
         self.pool.last = None
-        if type(made) is not DynamicCache:
-            instead = (
-                "the call uses no cache"
-                if made is None
-                else f"`generate` makes {kind_of(made)} for this model"
-            )
-            self.fallback_reason = _unserved(model) or instead
-            return
-        if request.prompt_length == 0:
-            self.fallback_reason = "the prompt has no tokens"  # an error, and transformers' own
-            return
-        if self.why_unserved is not None:
-            self.fallback_reason = self.why_unserved
-            return
-        if not self._pays(request):
-            self.fallback_reason = (
-                f"on a {compute_device(model).type} our cache is no faster for a prompt this short"
-            )
-            return
         try:
-            content = self._content(request)
-            cache = call.caches.enter_context(self.pool.cache_for(request, content))
+            self._check(request, made)
+            identity = self._content(request)
+            cache = call.caches.enter_context(self.pool.cache_for(request, identity))
             cache.begin_call(request)
-        except (NotPooled, ValueError) as reason:
-            self.fallback_reason = str(reason)
+        except (Fallback, ValueError) as reason:
+            self._note(str(reason))
             return
         call.cache = cache
         model_kwargs["past_key_values"] = cache
         if request.mode not in _ONE_SEQUENCE_A_ROW:
-            self.fallback_reason = f"the mode is {request.mode.value}"
+            self._note(f"the mode is {request.mode.value}")
+
+    def _check(self, request: Request, made: Any) -> None:
+        """Raise `Fallback` if the call keeps the cache that `generate` has made for it."""
+        if type(made) is not DynamicCache:
+            kept = f"`generate` makes {kind_of(made)} for this model"
+            instead = "the call uses no cache" if made is None else kept
+            raise Fallback(_unserved(request.model) or instead)
+        if request.prompt_length == 0:
+            raise Fallback("the prompt has no tokens")  # an error, and transformers' own
+        if self.why_unserved is not None:
+            raise Fallback(self.why_unserved)
+        if not self._pays(request):
+            device = compute_device(request.model).type
+            raise Fallback(f"on a {device} our cache is no faster for a prompt this short")
+
+    def _note(self, reason: str) -> None:
+        """Count why a call is not a captured step; the first one is logged."""
+        reason = reason.rstrip(".")
+        self.fallback_reason = reason
+        self.fallbacks[reason] += 1
+        if self.fallbacks.total() == 1:
+            logger.info("attach: a call falls back: %s. `attachment(model)` counts them.", reason)
 
     def run_loop(self, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
         device = compute_device(model).type
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
         if device in _DECODER_DEVICES:
-            try:
-                return self.decoder(model, *args, **given)
-            finally:
-                self.fallback_reason = self.decoder.fallback_reason
-        self.fallback_reason = f"there are no graphs on {device}"
+            output = self.decoder(model, *args, **given)
+            if self.decoder.fallback_reason is not None:
+                self._note(self.decoder.fallback_reason)
+            return output
+        self._note(f"there are no graphs on {device}")
         call = Call.of(model, *args, **given)
         call.lease = self.pool.lease_of(call.cache)
         return call.run_eagerly()
@@ -302,7 +309,7 @@ class Attachment:
 
     def remember_skipping(self, reason: str) -> None:
         """The model skips layers: later calls begin with transformers' cache."""
-        self.fallback_reason = reason
+        self._note(reason)
         if self.why_unserved is None:
             self.why_unserved = reason
             logger.warning(
@@ -310,7 +317,7 @@ class Attachment:
             )
 
     def _warn_of_memory(self) -> None:
-        self.fallback_reason = "out of memory"
+        self._note("out of memory")
         if not self._is_short_of_memory:
             self._is_short_of_memory = True
             logger.warning(

@@ -29,7 +29,7 @@ from hf_static_kv.cache.layout import (
 )
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import least, num_ranks
-from hf_static_kv.cache.request import Request
+from hf_static_kv.cache.request import Fallback, Request
 from hf_static_kv.cache.storage import free_bytes
 
 _MIN_CAPACITY = 256
@@ -38,10 +38,6 @@ _SHARE_OF_GPU, _SHARE_OF_HOST = (
     0.5,
     0.25,
 )  # of the free memory of the GPU, of the physical memory of the host
-
-
-class NotPooled(Exception):
-    """Why the pool has no cache for a call."""
 
 
 @dataclass(eq=False)
@@ -129,7 +125,7 @@ class CachePool:
         same `content`.
 
         It goes back to the pool, after `hand_over` once its caller has dropped it. A call that
-        returns its cache in any other way keeps it. Raises `NotPooled`.
+        returns its cache in any other way keeps it. Raises `Fallback`.
         """
         self.last = None
         lease = self._take(request, content)
@@ -296,7 +292,7 @@ class CachePool:
             wanted_bytes = num_bytes(capacity)
             refuse_missing_layers(model, len(plan_layers(config)))
         except ValueError as unserved:
-            raise NotPooled(str(unserved)) from unserved
+            raise Fallback(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(compute_device(model)))
         bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
@@ -305,7 +301,7 @@ class CachePool:
                 range(1, capacity), bound, key=num_bytes
             )  # the longest that fits
         if capacity < request.prompt_length:
-            raise NotPooled(
+            raise Fallback(
                 f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
                 f"{num_bytes(request.prompt_length):,} bytes of cache, and {max(0, bound):,} of "
                 "max_bytes are left"
@@ -374,6 +370,6 @@ def _kind(request: Request) -> Any:
     try:
         plans = plan_layers(model.config)
     except ValueError as unserved:
-        raise NotPooled(str(unserved)) from unserved
+        raise Fallback(str(unserved)) from unserved
     missing = missing_layers(model, len(plans))
     return weakref.ref(model), model.dtype, model.device, autocast, plans, missing

@@ -58,6 +58,14 @@ def is_in_use(cache: Cache, thread: int) -> bool:
     return False
 
 
+class Fallback(Exception):
+    """Why a call runs in transformers' own loop, or with transformers' own cache."""
+
+    @property
+    def reason(self) -> str:
+        return str(self).rstrip(".")
+
+
 @dataclass(eq=False)
 class Request:
     """One call of `generate`: its prompt and its settings."""

@@ -28,7 +28,7 @@ from hf_static_kv.cache.identity import State, content_state, draws_random_numbe
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.pool import Lease
 from hf_static_kv.cache.ranks import least, num_ranks
-from hf_static_kv.cache.request import Request, running_request
+from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import attention_of, without_cudnn
 from hf_static_kv.program.record import leaves
@@ -44,10 +44,6 @@ _SETTINGS = (bool, int, float, str, NoneType)
 # 1.9 times as fast as flash attention. From this length on 16 layers of 32 heads gain more than
 # that.
 _TOKENS_FOR_CUDNN = 32768
-
-
-class NotCaptured(Exception):
-    """Why a call falls back to transformers' loop."""
 
 
 class ModelChanged(Exception):
@@ -96,9 +92,6 @@ class Call:
         self.cache: Any = self.model_kwargs.get(
             "past_key_values"
         )  # eligibility.py looks whether it is ours
-        self.why_no_cache: str | None = (
-            None  # where the decoder has none for a call that brings none
-        )
         self.lease: Lease | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
@@ -254,7 +247,7 @@ class Call:
     def prefill(self) -> Tensor:
         """The logits [B, V] after the prompt, which the model computes as in any other loop.
 
-        After `NotCaptured`, `run_eagerly` goes on from there.
+        After `Fallback`, `run_eagerly` goes on from there.
         """
         new = self.request.prompt_length - self.cache.seq_len
         is_long = min(new, self.config.prefill_chunk_size or new) >= _TOKENS_FOR_CUDNN
@@ -264,11 +257,11 @@ class Call:
         if not compat.has_common_loop(self.model):
             self.outputs = None  # another loop begins with the prompt
         if self.why_replaced is not None:
-            raise NotCaptured(self.why_replaced)
+            raise Fallback(self.why_replaced)
         if (returned := outputs.get("past_key_values")) is not self.cache:
-            raise NotCaptured(f"the model returned {kind_of(returned)} in place of the cache")
+            raise Fallback(f"the model returned {kind_of(returned)} in place of the cache")
         if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
-            raise NotCaptured(f"the cache holds {length} tokens after a prompt of {wanted}")
+            raise Fallback(f"the cache holds {length} tokens after a prompt of {wanted}")
         self.step_inputs = self._step_inputs(outputs)
         if (
             outputs.logits.shape[1] > 1
@@ -364,7 +357,7 @@ class Call:
             if value is not None and key not in _OWN_INPUTS
         }
         if unknown := [key for key, value in others.items() if not is_plain(value)]:
-            raise NotCaptured(
+            raise Fallback(
                 f"the model is given {unknown[0]}, {kind_of(others[unknown[0]])}, in every step"
             )
         tensors = {
@@ -375,7 +368,7 @@ class Call:
         if position_ids is None:
             position_ids = self.cache.seq_len - self.seq_start[:, None]
         if position_ids.ndim < 2 or position_ids.shape[-1] != 1:
-            raise NotCaptured(f"the positions of one token are {list(position_ids.shape)}")
+            raise Fallback(f"the positions of one token are {list(position_ids.shape)}")
         position_ids = position_ids.expand(*position_ids.shape[:-2], len(ids), 1).to(self.device)
         return StepInputs(position_ids, settings, tensors)
 

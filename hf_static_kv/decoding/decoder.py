@@ -30,16 +30,16 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
-from hf_static_kv.cache.pool import CachePool, NotPooled
+from hf_static_kv.cache.pool import CachePool
+from hf_static_kv.cache.request import Fallback
 from hf_static_kv.decoding.call import (
     Call,
     ModelChanged,
-    NotCaptured,
     PrefixChanged,
     random_state,
     set_random_state,
 )
-from hf_static_kv.decoding.eligibility import fallback_reason
+from hf_static_kv.decoding.eligibility import check
 from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
@@ -54,8 +54,10 @@ _LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
 
 
-class _Failure(NamedTuple):
-    reason: str  # why a step could not be captured
+class _Failed(NamedTuple):
+    """A step that could not be captured."""
+
+    fallback: Fallback
     attempts: int  # how often that was tried
     given: frozenset[str]  # the keywords of the call
 
@@ -91,7 +93,7 @@ class GraphDecoder:
         self.pool = CachePool()  # for calls that bring no cache
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
-        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failure]] = (
+        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
             WeakKeyDictionary()
         )
         self._warned: set[str] = set()
@@ -118,15 +120,16 @@ class GraphDecoder:
                 generation_config,
                 model_kwargs,
             )
+            refused = None
             if call.brings_no_cache:
                 try:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
-                except NotPooled as reason:
-                    call.why_no_cache = str(reason)
+                except Fallback as fallback:
+                    refused = fallback
             call.lease = self.pool.lease_of(call.cache)
-            return self.pool.hand_over(self._generate(call))  # type: ignore[no-any-return]
+            return self.pool.hand_over(self._generate(call, refused))  # type: ignore[no-any-return]
 
-    def _generate(self, call: Call) -> _Output:
+    def _generate(self, call: Call, refused: Fallback | None) -> _Output:
         mode = call.request.mode
         if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
             raise ValueError(
@@ -137,32 +140,35 @@ class GraphDecoder:
             call.cache.begin_call(call.request)
         if call.device.type == "cuda" and not self._steps:
             load(TRITON)
-        if (
-            call.streamer is None and self.streamer is not None
-        ):  # `generate` has given the prompt to its own streamer
+        if call.streamer is None and self.streamer is not None:
+            # `generate` gives the prompt to a streamer of its own only.
             call.streamer = self.streamer
             call.streamer.put(call.input_ids.cpu())
-        self.fallback_reason = fallback_reason(call) or self._known_failure(call)
-        if self.fallback_reason is None:
+        self.fallback_reason = None
+        before = None
+        try:
+            if refused is not None:
+                raise refused
+            check(call)
+            self._check_failures(call)
             before = call.cache.moment()
-            try:
-                return self._decode(call)
-            except NotCaptured as reason:
-                self.fallback_reason = str(reason)
-                if call.outputs is None:
-                    call.cache.return_to(before)  # the prompt is computed again
-        self._warn_once(
-            f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of "
-            "`generate`"
-        )
+            return self._decode(call)
+        except Fallback as fallback:
+            self._note(fallback, "This call falls back to the loop of `generate`")
+        if before is not None and call.outputs is None:
+            call.cache.return_to(before)  # the prompt is computed again
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output
 
+    def _note(self, fallback: Fallback, consequence: str) -> None:
+        self.fallback_reason = fallback.reason
+        self._warn_once(f"{fallback.reason}. {consequence}")
+
     def _decode(self, call: Call) -> _Output:
         """The whole generation.
 
-        Raises `NotCaptured` before its first token if there is no step for it.
+        Raises `Fallback` before its first token if there is no step for it.
         """
         drawn = (
             random_state(call.device) if call.lease is not None and call.lease.num_reused else None
@@ -220,13 +226,13 @@ class GraphDecoder:
         before = _sums(call.cache)
         try:
             return self._step(call)
-        except NotCaptured as reason:
+        except Fallback as fallback:
             if _sums(call.cache) != before:
                 raise RuntimeError(
-                    f"{reason}, and its trial has overwritten the cache: reset it, call again"
-                ) from reason
-            self.fallback_reason = str(reason)
-            self._warn_once(f"{reason}. The rest of this call is computed by the model itself")
+                    f"{fallback.reason}, and its trial has overwritten the cache: reset it, call "
+                    "again."
+                ) from fallback
+            self._note(fallback, "The rest of this call is computed by the model itself")
             return None
 
     def _step(self, call: Call) -> DecodeStep:
@@ -245,8 +251,8 @@ class GraphDecoder:
             self._evict(steps)
         step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
         steps[key] = step  # the newest now
-        if isinstance(step, _Failure):
-            raise NotCaptured(step.reason)
+        if isinstance(step, _Failed):
+            raise step.fallback
         if isinstance(step, SelectingStep) and selection is not None:
             step.set_numbers(selection.numbers)
         age, kind = (
@@ -257,8 +263,8 @@ class GraphDecoder:
         return step
 
     def _new_step(
-        self, call: Call, selection: Selection | None, failed: _Failure | None
-    ) -> DecodeStep | _Failure:
+        self, call: Call, selection: Selection | None, failed: _Failed | None
+    ) -> DecodeStep | _Failed:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed`
         counted in.
         """
@@ -282,8 +288,9 @@ class GraphDecoder:
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
-                raise NotCaptured(reason) from error  # always tried again
-            return _Failure(reason, failed.attempts + 1 if failed else 1, frozenset(call.given))
+                raise Fallback(reason) from error  # always tried again
+            attempts = failed.attempts + 1 if failed else 1
+            return _Failed(Fallback(reason), attempts, frozenset(call.given))
 
     def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
@@ -337,7 +344,7 @@ class GraphDecoder:
                 verify(step, call)
         return step
 
-    def _evict(self, steps: dict[Any, DecodeStep | _Failure]) -> None:
+    def _evict(self, steps: dict[Any, DecodeStep | _Failed]) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
         graphs take memory.
         """
@@ -353,22 +360,21 @@ class GraphDecoder:
                 "may be the reason"
             )
 
-    def _known_failure(self, call: Call) -> str | None:
-        """Why a call like this one could not be captured before, so that it is not tried again."""
-        steps = self._steps.get(call.cache, {})
-        # Of either kind of step: what keeps one from being captured keeps the other, and
-        # fingerprints follow the kind.
-        failures = {
-            (s.given, what[-1], state): s
-            for (what, state), s in steps.items()
-            if isinstance(s, _Failure)
-        }
-        failure = (
-            failures.get((frozenset(call.given), call.fingerprint, call.state))
-            if failures
-            else None
-        )
-        return failure.reason if failure and failure.attempts >= _MAX_ATTEMPTS else None
+    def _check_failures(self, call: Call) -> None:
+        """Raise `Fallback` if a call like this one could not be captured before.
+
+        It may have been for either kind of step: what keeps one from being captured keeps the
+        other, and fingerprints follow the kind.
+        """
+        failed = [
+            (step, what[-1], state)
+            for (what, state), step in self._steps.get(call.cache, {}).items()
+            if isinstance(step, _Failed) and step.attempts >= _MAX_ATTEMPTS
+        ]
+        given = frozenset(call.given)
+        for step, fingerprint, state in failed:
+            if (step.given, fingerprint, state) == (given, call.fingerprint, call.state):
+                raise step.fallback
 
     @property
     def num_steps(self) -> int:
@@ -419,7 +425,7 @@ def _sums(cache: StaticContiguousCache) -> list[int]:
     return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
 
 
-def _assumed_state(steps: dict[Any, DecodeStep | _Failure], wanted: Any) -> State | None:
+def _assumed_state(steps: dict[Any, DecodeStep | _Failed], wanted: Any) -> State | None:
     """The state of the model in the newest step of this kind, if all memory that the step reads is
     still there.
     """

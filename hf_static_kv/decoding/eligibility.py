@@ -14,6 +14,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import draws_random_numbers
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.ranks import is_part, num_ranks
+from hf_static_kv.cache.request import Fallback
 from hf_static_kv.decoding.call import Call, is_plain, kind_of
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
@@ -23,44 +24,41 @@ from hf_static_kv.program.rotary import frequencies_depend_on_length
 _MAX_LATENTS = 16384
 
 
-def fallback_reason(call: Call) -> str | None:
-    """Why this call cannot run as a captured step, in words; None where it can."""
-    return _unserved_request(call) or _unserved_model(call) or _unserved_prompt(call)
+def check(call: Call) -> None:
+    """Raise `Fallback` if this call cannot run as a captured step."""
+    reason = _refused_request(call) or _refused_model(call) or _refused_prompt(call)
+    if reason is not None:
+        raise Fallback(reason)
 
 
-def _unserved_request(call: Call) -> str | None:
+def _refused_request(call: Call) -> str | None:
     if not isinstance(call.cache, StaticContiguousCache):
-        return (
-            call.why_no_cache
-            or f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
-        )
+        return f"past_key_values is {kind_of(call.cache)}, not a StaticContiguousCache"
     if call.config.output_attentions or call.config.output_hidden_states:
         return "attention weights or hidden states are asked for"
     for name, value in call.given.items():
         if not is_plain(value):
-            return f"the model is given {name}, {kind_of(value)}, which may change while the prompt is read"
+            given = f"{name}, {kind_of(value)}"
+            return f"the model is given {given}, which may change while the prompt is read"
     return "synced_gpus is asked for" if call.request.synced_gpus else None
 
 
-def _unserved_model(call: Call) -> str | None:
-    model, config = call.model, call.model.config.get_text_config()
-    parameters = [
-        parameter for module in call.modules for parameter in compat.own_parts(module, "parameters")
-    ]
-    name, devices = (
-        type(model).__name__,
-        sorted({str(parameter.device) for parameter in parameters}),
-    )
+def _refused_model(call: Call) -> str | None:
+    model = call.model
+    name = type(model).__name__
+    config = model.config.get_text_config()
+    parameters = [p for module in call.modules for p in compat.own_parts(module, "parameters")]
+    devices = sorted({str(parameter.device) for parameter in parameters})
     if draws_random_numbers(call.modules):
         return "the model is in train mode, where dropout draws random numbers"
     if compat.prefill(model) is None or compat.next_model_kwargs(model) is None:
         return "this version of transformers has no prefill of its own to call"
     if num_ranks(model) > 1 or any(map(is_part, parameters)):
-        return "the model is split over processes (tensor parallelism, FSDP), whose exchanges a step does not record"
+        split = "the model is split over processes (tensor parallelism, FSDP)"
+        return f"{split}, whose exchanges a step does not record"
     if "meta" in devices:
-        return (
-            "a part of the model is offloaded to the CPU or the disk, and is not at a fixed address"
-        )
+        offloaded = "a part of the model is offloaded to the CPU or the disk"
+        return f"{offloaded}, and is not at a fixed address"
     if len(devices) > 1:
         return f"the model is spread over {', '.join(devices)} (device_map=0 keeps it on one)"
     if (kind := type_without_address(parameters)) is not None:
@@ -77,11 +75,12 @@ def _unserved_model(call: Call) -> str | None:
         return "the rotary frequencies depend on the length"
     capacity = call.cache.max_cache_len
     if getattr(config, "kv_lora_rank", None) and capacity > _MAX_LATENTS:
-        return f"a step would expand the latents of all {capacity} positions (max_cache_len={_MAX_LATENTS} is served)"
+        latents = f"a step would expand the latents of all {capacity} positions"
+        return f"{latents} (max_cache_len={_MAX_LATENTS} is served)"
     return None
 
 
-def _unserved_prompt(call: Call) -> str | None:
+def _refused_prompt(call: Call) -> str | None:
     windows = [plan.sliding_window for plan in plan_layers(call.model.config) if plan.has_keys]
     if windows != [layer.sliding_window for layer in call.cache.kv_layers]:
         return "the windows of the cache are not those of the model"
@@ -94,7 +93,7 @@ def _unserved_prompt(call: Call) -> str | None:
 
 def type_without_address(tensors: Iterable[Tensor]) -> str | None:
     """The type of the first tensor that does not tell where its memory is; None if all do."""
-    found = (
-        t for t in tensors if compat.inner_tensors(t) is None and t.numel() and t.data_ptr() == 0
-    )
-    return next((type(tensor).__name__ for tensor in found), None)
+    for tensor in tensors:
+        if compat.inner_tensors(tensor) is None and tensor.numel() and tensor.data_ptr() == 0:
+            return type(tensor).__name__
+    return None

@@ -6,7 +6,8 @@ from transformers import GenerationConfig
 
 from hf_static_kv import StaticContiguousCache, attach, attaching, cache_bytes
 from hf_static_kv.cache import pool as pool_module
-from hf_static_kv.cache.pool import CachePool, NotPooled
+from hf_static_kv.cache.pool import CachePool
+from hf_static_kv.cache.request import Fallback
 from hf_static_kv.cache.request import Request
 from tests.conftest import PROMPT, toy_model
 
@@ -94,7 +95,7 @@ def test_the_bound_holds_for_free_and_lent_caches(model):
         with pool.cache_for(request(model)) as small:  # 188 are left
             assert small.max_cache_len == 188
         with pytest.raises(
-            NotPooled, match=f"a prompt of 300 tokens in 1 rows takes {300 * token:,} bytes"
+            Fallback, match=f"a prompt of 300 tokens in 1 rows takes {300 * token:,} bytes"
         ):
             pool.cache_for(request(model, length=300)).__enter__()
     use(pool, request(model))
@@ -153,7 +154,7 @@ def test_a_prefix_is_kept_for_the_same_content(model):
 def test_a_model_that_cannot_be_cached_is_refused_by_name(model):
     unserved = toy_model("llama")
     unserved.config.model_type = "xlstm"
-    with pytest.raises(NotPooled, match="'xlstm' keeps a recurrent state"):
+    with pytest.raises(Fallback, match="'xlstm' keeps a recurrent state"):
         CachePool().cache_for(request(unserved)).__enter__()
 
 
