@@ -81,7 +81,7 @@ def _name_and_tag(func: Any) -> tuple[str, bool]:
 def _is_always_invariant(func: Any) -> bool:
     name, _ = _name_and_tag(func)
     if func.namespace == "hf_static_kv":
-        return name in ("write_token", "attend", "invariant_attention", "expert_linear")
+        return name in ("write_tokens", "attend", "invariant_attention", "expert_linear")
     schema = compat.schema(func)
     if (
         name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name
