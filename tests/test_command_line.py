@@ -247,3 +247,24 @@ def test_run(way, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == f"{[MINIATURE, '3', '--own-option']} 0\n"
     assert vars(PreTrainedModel)["from_pretrained"] is before
     sys.modules.pop("neighbour")
+
+
+class TestServe:
+    """Without a server; with one: tests/clients/test_serve.py."""
+
+    @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])
+    def test_what_is_not_served_is_said(self, option, capsys):
+        before = vars(PreTrainedModel)["from_pretrained"]
+        with pytest.raises(SystemExit) as end:
+            main(["serve", "model", option, "--help"])
+        assert end.value.code == 0
+        printed = capsys.readouterr()
+        assert "transformers serve" in printed.out
+        assert printed.err.startswith(f"{option} ")
+        assert "hf_static_kv does not serve it" in printed.err
+        assert vars(PreTrainedModel)["from_pretrained"] is before
+
+    def test_without_its_packages(self, capsys, monkeypatch):
+        monkeypatch.setattr("transformers.cli.serve.is_serve_available", lambda: False)
+        assert main(["serve"]) == 2
+        assert "pip install transformers[serving]" in capsys.readouterr().err
