@@ -81,8 +81,8 @@ def check(arguments: list[str]) -> int:
     print(f"model: {options.model}, {weights}{options.dtype} on {options.device}; {sizes}")
     print("served:", "yes" if memory else f"no: {reason}")
     print("captured:", f"no: {reason}" if reason else "yes")
-    print("exact:", _why_not_exact(model) or "yes, inside exact(model)")
-    print("tokens:", _difference(expected, tokens, options.dtype) or "the same")
+    print("exact:", _exact(model))
+    print("tokens:", _agreement(expected, tokens, options.dtype))
     print("without attach:", plain_speed)
     print("with attach:", speed)
     print("cache:", memory or "none of ours")
@@ -140,22 +140,22 @@ def _measure(model: Any, ids: Tensor, new_tokens: int) -> tuple[list[int], str]:
     return tokens, f"{speed} (medians of {_TRIALS}; warm-up: one call, {warm_up:.1f} s)"
 
 
-def _why_not_exact(model: Any) -> str | None:
+def _exact(model: Any) -> str:
     _note("exact ...")
     try:
         with exact(model):
-            return None
+            return "yes, inside exact(model)"
     except (ValueError, RuntimeError) as error:
         return f"no: {_first_line(error)}"
 
 
-def _difference(expected: list[int], tokens: list[int], dtype: str) -> str | None:
-    if tokens == expected:
-        return None
-    place = [one == other for one, other in zip(expected, tokens, strict=True)].index(False)
+def _agreement(expected: list[int], tokens: list[int], dtype: str) -> str:
+    equal = [one == other for one, other in zip(expected, tokens, strict=True)]
+    if all(equal):
+        return "the same"
     rounding = f"our kernels round {dtype} differently (docs/exact.md)"
     reason = "please report it" if dtype == "float32" else rounding
-    return f"different from new token {place + 1} on: {reason}"
+    return f"different from new token {equal.index(False) + 1} on: {reason}"
 
 
 def env(arguments: list[str]) -> int:
