@@ -4,7 +4,7 @@
 # make sanitize  every kernel under compute-sanitizer (memcheck, racecheck) on a GPU, and a record of it
 # make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
-# make test-clients  programs that call generate (pipelines, lm-eval, PEFT, TRL, accelerate) with and without attach
+# make test-clients  programs that call generate (pipelines, serve, lm-eval, PEFT, TRL, ...) with and without attach
 # make coverage  docs/coverage.md: what every decoder of transformers gets, measured with the newest and the oldest version
 # make fuzz      random models, settings and histories against no cache: make fuzz CASES=10000 SEED=0 JOBS=2
 PYTHON ?= python3

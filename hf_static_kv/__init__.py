@@ -13,11 +13,12 @@ from hf_static_kv.exactness.exact import exact
 from hf_static_kv.exactness.logprobs import selected_logprobs, token_logprobs
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
 from hf_static_kv.inspection.step_recorder import StepRecorder
+from hf_static_kv.loading import attaching_loaded_models
 
 __version__ = "0.2.0"
 __all__ = [
     "Attachment", "CacheFile", "GraphDecoder", "PrefixStore", "StaticContiguousCache",
-    "StaticContiguousLayer",
-    "StepRecorder", "__version__", "attach", "attached", "attachment", "cache_bytes", "detach", "exact",
+    "StaticContiguousLayer", "StepRecorder", "__version__", "attach", "attached",
+    "attaching_loaded_models", "attachment", "cache_bytes", "detach", "exact",
     "full_attention", "selected_logprobs", "token_logprobs", "trace_attention",
 ]  # fmt: skip

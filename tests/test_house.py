@@ -29,7 +29,7 @@ READING_ORDER = {
     "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
     "exactness": ["invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
-    "..": ["attaching", "testing", "__init__"],
+    "..": ["attaching", "loading", "testing", "__init__", "__main__"],
 }  # fmt: skip
 ORDER = [
     f"{folder.strip('.')}/{name}".lstrip("/")
