@@ -1,9 +1,9 @@
 """Compare the tokens of `generate` with and without the cache, on three small trained models or on
 your own.
 
-    python examples/compare.py                                  # Llama, Qwen3 and Gemma 3 miniatures; two minutes
+    python examples/compare.py                             # Llama, Qwen3 and Gemma 3 miniatures; two minutes
     python examples/compare.py --model smollm2 --max-new-tokens 64
-    python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --against no-cache,dynamic
+    python examples/compare.py --model Qwen/Qwen3-1.7B --device cuda --against no-cache,dynamic
 
 --model takes a short name, a hub id, a folder or a GGUF file. Exit status 1 when tokens differ, 2
 for a bad argument.
@@ -219,7 +219,8 @@ def print_text(
 def verdict(c: Comparison, tokenizer: PreTrainedTokenizerBase) -> str:
     """Whether the tokens are equal, and how the time per token grew."""
     (theirs_first, theirs_last), (ours_first, ours_last) = c.theirs.growth(), c.ours.growth()
-    growth = f"{c.against} {theirs_first:.1f} -> {theirs_last:.1f}, {OURS} {ours_first:.1f} -> {ours_last:.1f}"
+    theirs = f"{c.against} {theirs_first:.1f} -> {theirs_last:.1f}"
+    growth = f"{theirs}, {OURS} {ours_first:.1f} -> {ours_last:.1f}"
     result = (
         f"  {len(c.ours.tokens)} tokens, equal to {c.against}"
         if c.equal

@@ -1,7 +1,7 @@
 """Draw what each new token attends to in some layers, and print the candidates that it was chosen
 from.
 
-    python examples/draw_attention.py                            # the Gemma 3 miniature: its windows are visible
+    python examples/draw_attention.py              # the Gemma 3 miniature: its windows are visible
     python examples/draw_attention.py --model smollm2 --layers 0 15 29 --prompt "The capital of France is"
     python examples/draw_attention.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --decoder graph
 

@@ -1,9 +1,9 @@
 """Measure the difference between cached and uncached logits, outside and inside `exact`, and the
 cost of `exact`.
 
-    python examples/measure_exact.py                            # Llama, Qwen3 and Gemma 3 miniatures; a minute
+    python examples/measure_exact.py                      # Llama, Qwen3 and Gemma 3 miniatures; a minute
     python examples/measure_exact.py --model smollm2 --max-new-tokens 16
-    python examples/measure_exact.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --max-new-tokens 256
+    python examples/measure_exact.py --model Qwen/Qwen3-1.7B --device cuda --max-new-tokens 256
 
 A sequence is generated, then computed twice: in one pass without a cache, and token by token with
 the cache. Both give logits for every new token; the table shows their largest difference. --model

@@ -162,7 +162,8 @@ def row(result: Result) -> str:
     numbers = " | ".join(
         "0" if value == 0 else f"{value:.1e}" for value in (result["ratio"], result["divergence"])
     )
-    return f"| {'inside' if result['exact'] else 'without'} | {result['update']} | {result['reward']:.2f} | {numbers} |"
+    where = "inside" if result["exact"] else "without"
+    return f"| {where} | {result['update']} | {result['reward']:.2f} | {numbers} |"
 
 
 def summary(results: list[Result]) -> str:

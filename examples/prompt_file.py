@@ -1,6 +1,6 @@
 """Read a long text once, keep its keys and values in a file, and ask questions of it from the file.
 
-    python examples/prompt_file.py                                        # a miniature, some hundred tokens of a play
+    python examples/prompt_file.py                   # a miniature, some hundred tokens of a play
     python examples/prompt_file.py --model smollm2 --tokens 2048 --question "What do the citizens want?"
     python examples/prompt_file.py --model Qwen/Qwen3-1.7B --device cuda --dtype bfloat16 --tokens 32000
 

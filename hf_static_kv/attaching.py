@@ -1,9 +1,9 @@
 """`attach(model)`: every later `generate` uses a cache from the model's pool and, on a GPU, the
 captured step.
 
-    attach(model)                                          # from here on: model.generate(...), pipelines, trainers
+    attach(model)                                # from here on: model.generate(...), pipelines, trainers
     model.generate(**inputs, max_new_tokens=200)
-    attachment(model)                                      # what it holds, and why a call fell back
+    attachment(model)                            # what it holds, and why a call fell back
     detach(model)
 
 The model's class is replaced by a subclass of the same name, as torch's parametrizations and FSDP

@@ -101,7 +101,8 @@ def static_contiguous_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers' models call it; [B, q, Hq, Dv] and no weights.
 
-    query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]   attention_mask: [B, 1, q, n], true where seen
+    query: [B, Hq, q, D]   key: [B, H, n, D]   value: [B, H, n, Dv]
+    attention_mask: [B, 1, q, n], true for a key that is seen
     """
     scale, softcap, sinks = scoring = scoring_of(query, kwargs)
     if (layer := step_layer(module)) is not None:

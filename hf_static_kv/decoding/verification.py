@@ -5,7 +5,7 @@ used.
     whole sequence    after all cached tokens                  a key that is not written, a wrong position
     next position     one later                                a length or a position that is frozen
     two tokens        as if the sequence began one earlier     a wrong seq_start, a key that is not seen
-    across a window   where a window no longer begins at 0     a window or chunk that is too wide or too narrow
+    across a window   where a window no longer begins at 0     a window or chunk of another size
 
 A pass is recorded with a token and at a position that no case uses, and two tokens are compared:
 what is frozen in the recording shows.

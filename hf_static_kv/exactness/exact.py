@@ -5,7 +5,7 @@ rounds differently. Inside the context every operation is batch-invariant: its r
 does not depend on what else is computed in the same call. A dispatch mode decides for each
 operation, so there is no list of models:
 
-    elementwise, copies, comparisons            torch's own (on a CPU, functions such as exp run in blocks of one shape)
+    elementwise, copies, comparisons            torch's own (on a CPU, exp and others run in blocks of one shape)
     linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
     attention, mixtures of experts              batch-invariant, under names of their own
     anything else                               refused by name
@@ -100,7 +100,7 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
-            remedy = "load the model without compiling its parts. A model that is compiled as a whole can be exact."
+            remedy = "load the model without compiling its parts, or compile it as a whole."
             raise ValueError(
                 f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}"
             )

@@ -66,7 +66,8 @@ def token_logprobs(
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, prompt = random_model(tiny_config("llama"), dtype=torch.bfloat16), torch.tensor([[5, 6, 7, 8]])
     >>> with exact(model):
-    ...     output = model.generate(prompt, max_new_tokens=4, output_logits=True, return_dict_in_generate=True)
+    ...     how = {"output_logits": True, "return_dict_in_generate": True}
+    ...     output = model.generate(prompt, max_new_tokens=4, **how)
     ...     trained = token_logprobs(model, output.sequences, prompt_len=4)
     >>> sampled = selected_logprobs(torch.stack(output.logits, dim=1), output.sequences[:, 4:])
     >>> trained.requires_grad, torch.equal(trained, sampled)

@@ -15,7 +15,10 @@ from hf_static_kv.kernels.decode_attention import decode_attention
 
 _NAME = attention.TRACED_ATTENTION_NAME
 _TRACE = "_attention_trace"  # the attribute of a traced module: (trace, layer)
-_REMEDY = 'Load it with attn_implementation="eager" and call it with output_attentions=True to get its weights.'
+_REMEDY = (
+    'Load it with attn_implementation="eager" and call it with output_attentions=True to get its '
+    "weights."
+)
 
 
 class AttentionRow(NamedTuple):

@@ -1,9 +1,11 @@
 """Mixtures of experts in Triton. Formulas and shapes are in experts.py.
 
     _route    one warp for each token: the largest logit, k times
-    _gated    a program for each pair of a token and an expert and for TILE_N rows of gate and up; neighbours have the
-              same rows of all pairs, so that tokens with the same expert share them in the L2 cache
-    _down     a program for each token and output feature: a row of all its k experts at once, [TILE_E, TILE_I]
+    _gated    an instance for each pair of a token and an expert and for TILE_N rows of gate and up;
+              neighbours have the same rows of all pairs, so that tokens with the same expert share
+              them in the L2 cache
+    _down     an instance for each token and output feature: a row of all its k experts at once,
+              [TILE_E, TILE_I]
 
 All are GEMVs with float32 FMAs. The tiles do not depend on the number of tokens, so neither do the
 bits of a token.

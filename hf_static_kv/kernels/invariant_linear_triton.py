@@ -6,9 +6,10 @@ the blocks of a partial sum from left to right, and then the partial sums are ad
 
     K = | sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | sum 1 | ...
 
-    few tokens    a program computes 16 output features of 8 or 16 tokens; each of its four warps has one partial sum,
-                  so that enough loads are in flight
-    many tokens   a program computes 64 or more output features of 64 or more tokens, one partial sum after the other
+    few tokens    an instance computes 16 output features of 8 or 16 tokens; each of its four warps
+                  has one partial sum, so that enough loads are in flight
+    many tokens   an instance computes 64 or more output features of 64 or more tokens, one partial
+                  sum after the other
 
 Experts: the tokens of a tile have one expert. Few tokens have a tile each; many are sorted by their
 expert first.

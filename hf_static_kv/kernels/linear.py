@@ -2,8 +2,9 @@
 
     linears(x, [q, k, v], biases)           x q^T, x k^T, x v^T side by side in one output
     gated_linear(x, gate, up, activation)   activation(x gate^T) * (x up^T)
-    fused_linears(x, layer)                 residual + activation(norm(x) w^T + b), side by side as in `linears`; gated:
-                                            residual + activation(norm(x) gate^T + b_gate) * (norm(x) up^T + b_up)
+    fused_linears(x, layer)                 residual + activation(norm(x) w^T + b), side by side
+        gated                               residual + activation(norm(x) gate^T + b_gate)
+                                                       * (norm(x) up^T + b_up)
 
     x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
 

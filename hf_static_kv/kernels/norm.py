@@ -1,7 +1,8 @@
 """RMS norm and LayerNorm over the last dim, of a sum too.
 
-    norm(x, norm)                     RMS norm     x / sqrt(mean(x^2) + eps) * weight
-                                      LayerNorm    (x - mean(x)) / sqrt(mean((x - mean(x))^2) + eps) * weight + bias
+    norm(x, norm)
+        RMS norm                      x / sqrt(mean(x^2) + eps) * weight
+        LayerNorm                     (x - mean) / sqrt(mean((x - mean)^2) + eps) * weight + bias
     add_norm(x, other, norm)          s = x + other, and the norm of s
     add_norm(..., pre_norm)           s = x + pre_norm(other), and the norm of s
 

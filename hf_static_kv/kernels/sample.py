@@ -2,11 +2,12 @@
 `Kinds` says so.
 
     repetition    score = score * penalty where score < 0, else score / penalty      of tokens in the sequence
-    min_length    score = -inf                                 of end tokens while the sequence is shorter than that
+    min_length    score = -inf      of end tokens while the sequence is shorter than that
     temperature   score = score / temperature
     top_k         keep scores >= the k-th largest
-    top_p         keep scores s with mass(scores after s) < p * mass(all)             mass: the sum of exp(score)
-                  after: in ascending order, of equal scores the higher token last
+    top_p         keep scores s with mass(scores after s) < p * mass(all)
+                  mass: the sum of exp(score); after: in ascending order, of equal scores the higher
+                  token last
     min_p         keep exp(score - max) >= min_p
     token = argmax(exp(score - max) / noise) of what is kept, then as `select_greedy`; noise is exponential
 
@@ -16,8 +17,8 @@
 those of `generate` under the same seed. The kernels differ from it in two ways, and do not run
 inside `exact`:
 
-- Sums and exp are rounded differently: a token at the very edge of top_p or min_p may be kept or not, and of two
-  quotients that agree in 6 digits the other one may be the larger.
+- Sums and exp are rounded differently: a token at the very edge of top_p or min_p may be kept or
+  not, and of two quotients that agree in 6 digits the other one may be the larger.
 - A row of NaN or of -inf alone gives some token of the vocabulary; `generate` raises an error.
 
 The order of equal scores is that of `torch.sort`: a radix sort on a GPU, which keeps the order of

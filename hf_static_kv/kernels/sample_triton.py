@@ -11,7 +11,8 @@ well: of those at the threshold `generate` keeps as many as the mass needs, the 
 
     scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]   N chunks
     counts: [B, 16, N]
-    lows[i]: the largest candidate of pass i - 1; lows[8] and lows[16] are thresholds, as the next search starts anew
+    lows[i]: the largest candidate of pass i - 1; lows[8] and lows[16] are thresholds: the next
+    search starts anew
 """
 
 from typing import Any
@@ -157,7 +158,8 @@ def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
     """Which keys top_p keeps: those above `low`, and of those that equal it the last ones of the
     row.
 
-    surplus: by how much the mass of the keys >= low exceeds the target   counts: how many keys of a chunk equal low
+    surplus: by how much the mass of the keys >= low exceeds the target
+    counts: how many keys of a chunk equal low
     """
     this, chunk = tl.program_id(1), tl.arange(0, NUM_CHUNKS)
     count = tl.load(counts + chunk).to(tl.float32)

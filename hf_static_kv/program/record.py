@@ -210,7 +210,7 @@ class Recorder(TorchFunctionMode):
     """Writes down the calls of a pass. Raises where the pass asks for a value, since another step
     has another one.
 
-    torch.tensor(2.0)   a number       may be read; no call: made once, since copying numbers to a GPU synchronizes
+    torch.tensor(2.0)   a number       may be read; made once: copying numbers to a GPU synchronizes
     torch.arange(3)     a constant     may be read, since it is the same in every step; a call
     x + 1               of this step   may not be read; a call
     """

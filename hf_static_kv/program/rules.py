@@ -256,7 +256,8 @@ def _activation(call: Call | None) -> str:
 @rule(keeps_bits=False)
 def gate(program: Program) -> None:
     """
-    g, u = run_linear(x, [gate]), run_linear(x, [up])   ->   y = run_linear(x, [gate, up], activation, is_gated)
+    g = run_linear(x, [gate])   ->   y = run_linear(x, [gate, up], activation, is_gated)
+    u = run_linear(x, [up])
     y = activation(g) * u
     """
     for call in [call for call in program.calls_of(*_PRODUCTS) if len(call.args) == 2]:
@@ -436,7 +437,9 @@ def norm_of_sum(program: Program) -> None:
 @rule(keeps_bits=False)
 def norm_before(program: Program) -> None:
     """
-    y = run_linear(norm(x), ...)            ->   y = run_linear(x, ..., norm)        one token, RMS norm, small weights
+    y = run_linear(norm(x), ...)   ->   y = run_linear(x, ..., norm)
+
+    For one token, RMS norms and small weights.
 
     Every program of the linear layer computes the norm again: with many of them a launch of its own
     is faster.

@@ -7,8 +7,7 @@ from transformers import GenerationConfig
 from hf_static_kv import StaticContiguousCache, attach, attaching, cache_bytes
 from hf_static_kv.cache import pool as pool_module
 from hf_static_kv.cache.pool import CachePool
-from hf_static_kv.cache.request import Fallback
-from hf_static_kv.cache.request import Request
+from hf_static_kv.cache.request import Fallback, Request
 from tests.conftest import PROMPT, toy_model
 
 

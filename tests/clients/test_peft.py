@@ -184,7 +184,10 @@ def test_an_adapter_of_stacked_experts_inside_exact():
     with torch.no_grad(), exact(model):
         base = model(ids, use_cache=False).logits
     wrapper = peft.get_peft_model(model, config).eval()
-    remedy = r"^model\.layers\.0\.mlp\.experts has a LoRA adapter of its parameter (down|gate_up)_proj.* Merge the adapter"
+    experts = r"^model\.layers\.0\.mlp\.experts"
+    remedy = (
+        experts + " has a LoRA adapter of its parameter (down|gate_up)_proj.* Merge the adapter"
+    )
     with torch.no_grad(), exact(wrapper):
         with pytest.raises(ValueError, match=remedy):
             wrapper(input_ids=ids, use_cache=False)

@@ -167,8 +167,8 @@ def test_more_latents_than_a_step_should_expand(models, monkeypatch):
     monkeypatch.setattr("hf_static_kv.decoding.eligibility._MAX_LATENTS", CAPACITY - 1)
     tokens, reason, _ = decoded(model)
     assert (
-        reason
-        == f"a step would expand the latents of all {CAPACITY} positions (max_cache_len={CAPACITY - 1} is served)"
+        reason == f"a step would expand the latents of all {CAPACITY} positions "
+        f"(max_cache_len={CAPACITY - 1} is served)"
     )
     assert torch.equal(tokens, run(model))
 

@@ -160,7 +160,8 @@ def replay_command(seed: int, args: argparse.Namespace) -> str:
     alone = f"python -m tests.fuzz.fuzz --seed {seed} --cases 1{end}"
     if not make_case(seed, args.without).pooled or first == seed:
         return alone
-    return f"{alone}\n  if it passes alone: python -m tests.fuzz.fuzz --seed {first} --cases {seed - first + 1}{end}"
+    whole = f"python -m tests.fuzz.fuzz --seed {first} --cases {seed - first + 1}{end}"
+    return f"{alone}\n  if it passes alone: {whole}"
 
 
 def progress(tally: Tally, started: float) -> str:

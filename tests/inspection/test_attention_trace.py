@@ -285,7 +285,8 @@ class TestRefusals:
             else {"n_layer": 2, "n_head": 4}
         )
         model, ids = random_model(CONFIG_MAPPING[name](**sizes)), torch.ones(1, 3, dtype=torch.long)
-        message = f"{type(model).__name__} does not use transformers' attention interface.*output_attentions=True"
+        name = type(model).__name__
+        message = f"{name} does not use transformers' attention interface.*output_attentions=True"
         with pytest.raises(ValueError, match=message), trace_attention(model):
             pass
         with pytest.raises(ValueError, match=message):

@@ -13,8 +13,8 @@ from hf_static_kv import StaticContiguousCache
 from hf_static_kv.exactness.exact import exact
 from hf_static_kv.kernels.linear import linears
 from hf_static_kv.kernels.norm import STYLES, Norm, norm
-from hf_static_kv.kernels.rotary import rotary
 from hf_static_kv.kernels.positions import write_tokens
+from hf_static_kv.kernels.rotary import rotary
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.linears import named_activations
