@@ -189,7 +189,8 @@ class Attachment:
         """The call, and the same call with transformers' own cache if ours ran out of memory or
         cannot serve it.
         """
-        device, call = compute_device(model), _Call(self, ExitStack())
+        device = compute_device(model)
+        call = _Call(self, ExitStack())
         before = random_state(device)
         try:
             with self._one_at_a_time, self._exact(model), call.caches:
@@ -221,7 +222,8 @@ class Attachment:
 
     def lend(self, call: _Call, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
         """Put a cache of the pool in the place of the one that `generate` has made."""
-        made, request = model_kwargs.get("past_key_values"), running_request()
+        made = model_kwargs.get("past_key_values")
+        request = running_request()
         if request is None or request.model is not model or request.custom_generate is not None:
             return
         self.calls += 1
@@ -367,7 +369,9 @@ class _Hooks:
 
 def _is_ids_alone(request: Request) -> bool:
     """Whether a prompt is its ids, at positions from 0 on, in a mode that can continue a sequence."""
-    model, ids, mask = request.model, request.tokens, request.mask
+    model = request.model
+    ids = request.tokens
+    mask = request.mask
     given = {key for key, value in request.model_kwargs.items() if value is not None}
     if ids is None or ids.ndim != 2 or not given <= _IDS_ALONE:
         return False

@@ -245,7 +245,8 @@ def attention_over_spans(
     """
     scale, softcap, sinks = scoring
     _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]
-    positions, is_empty = torch.arange(key.shape[2], device=key.device), first >= end
+    positions = torch.arange(key.shape[2], device=key.device)
+    is_empty = first >= end
     mask = (positions >= first) & (
         positions < end
     ) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
@@ -272,11 +273,10 @@ def exact_mask(
     kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     mask: Any = sdpa_mask(kv_offset=kv_offset, attention_mask=attention_mask, **kwargs)
     seen = mask[:, 0]  # [B, q, n]
-    count, keys = seen.sum(dim=-1), seen.shape[-1]
-    first, end = (
-        seen.to(torch.uint8).argmax(dim=-1),
-        keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1),
-    )
+    count = seen.sum(dim=-1)
+    keys = seen.shape[-1]
+    first = seen.to(torch.uint8).argmax(dim=-1)
+    end = keys - seen.flip(-1).to(torch.uint8).argmax(dim=-1)
     if not bool(((count == end - first) | (count == 0)).all()):
         raise ValueError(
             "Inside exact a query must attend to consecutive keys, and this mask has holes."

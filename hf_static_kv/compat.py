@@ -180,7 +180,8 @@ class _WithPrefill:
     """
 
     def __init__(self, model: Any, prefill: Callable[..., Any]) -> None:
-        self._model, self._prefill = model, prefill
+        self._model = model
+        self._prefill = prefill
 
     def __getattr__(self, name: str) -> Any:  # `__call__` too, which the loop takes from here
         return getattr(self._model, name)

@@ -23,7 +23,9 @@ _ORIGINALS: dict[
     tuple[str, str], tuple[Any, list[Any]]
 ] = {}  # (module, name): function, what replaces it
 _ABSENT = object()
-_CUDNN_LOCK, _cudnn_users, _cudnn_before = Lock(), 0, True
+_CUDNN_LOCK = Lock()
+_cudnn_users = 0
+_cudnn_before = True
 # Whether passes of a model verify a captured step. They belong to no sequence: a trace does not
 # record them.
 IS_VERIFICATION: ContextVar[bool] = ContextVar("is_verification", default=False)
@@ -33,7 +35,8 @@ class _Change:
     """A value of an attribute, and the value that it has taken the place of."""
 
     def __init__(self, value: Any, before: Any) -> None:
-        self.value, self.before = value, before
+        self.value = value
+        self.before = before
 
 
 @contextmanager

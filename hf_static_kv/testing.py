@@ -149,7 +149,9 @@ def _miniature_folder(name: str) -> Path:
     """In the repository of this file, or for an installed package around the script or the current
     folder.
     """
-    script, here, folder = Path(sys.argv[0]).resolve(), Path.cwd(), Path("examples", "models", name)
+    script = Path(sys.argv[0]).resolve()
+    here = Path.cwd()
+    folder = Path("examples", "models", name)
     for root in (Path(__file__).resolve().parents[1], *script.parents, here, *here.parents):
         if (root / folder).is_dir():
             return root / folder

@@ -151,7 +151,8 @@ class Call:
     @cached_property
     def seq_start(self) -> Tensor:
         """Where the sequence of each batch row begins, [B]: after its left padding."""
-        ids, mask = self.input_ids, self.request.mask
+        ids = self.input_ids
+        mask = self.request.mask
         return ids.new_zeros(len(ids)) if mask is None else mask.shape[1] - mask.sum(dim=1)
 
     @property
@@ -197,7 +198,8 @@ class Call:
     def confirm(self) -> None:
         """Raise `ModelChanged` if the model is not as it was assumed to be."""
         self.confirm_prefix()
-        assumed, self.assumed = self.assumed, None
+        assumed = self.assumed
+        self.assumed = None
         if assumed is not None and assumed != self.state:
             raise ModelChanged
 
@@ -222,17 +224,16 @@ class Call:
 
         Waits for the prompt.
         """
-        positions, length = self.step_inputs.position_ids, self.request.prompt_length
+        positions = self.step_inputs.position_ids
+        length = self.request.prompt_length
         return bool(((positions >= 0) & (positions <= length)).all())
 
     @property
     def step_kind(self) -> tuple[Any, ...]:
         """Equal for two calls whose steps the model is given the same. Known after the prompt."""
         inputs = self.step_inputs
-        parts, settings = (
-            tuple(inputs.position_ids.shape[:-2]),
-            repr(sorted(inputs.settings.items())),
-        )
+        parts = tuple(inputs.position_ids.shape[:-2])
+        settings = repr(sorted(inputs.settings.items()))
         return self.has_usual_positions, parts, settings, tuple(sorted(inputs.tensors))
 
     def position_ids(self, length: int) -> Tensor:
@@ -297,7 +298,8 @@ class Call:
 
         The device computes meanwhile.
         """
-        self.is_prefix_assumed, self.is_prefix_confirmed = False, True
+        self.is_prefix_assumed = False
+        self.is_prefix_confirmed = True
         assert self.lease is not None
         state = repeatable_state(self.model)
         if state is not None:
@@ -339,13 +341,15 @@ class Call:
             self.forget_prefix()
             self._read_prompt()
         model_kwargs.update(self._left_kwargs)
-        outputs, self.outputs = self.outputs, None
+        outputs = self.outputs
+        self.outputs = None
         return outputs
 
     def _step_inputs(self, outputs: Any) -> StepInputs:
         """What transformers' loop would give to the model in the step after the prompt."""
         ids = self.input_ids
-        self._last_outputs, self._next_length = outputs, ids.shape[1]
+        self._last_outputs = outputs
+        self._next_length = ids.shape[1]
         self._next_kwargs = {**self.model_kwargs}
         ids = torch.cat(
             [ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1

@@ -89,7 +89,8 @@ class GraphDecoder:
             raise ValueError(
                 f"There is no rule {', '.join(unknown)}: choose among {', '.join(RULES)}."
             )
-        self.streamer, self.without = streamer, frozenset(without)
+        self.streamer = streamer
+        self.without = frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
@@ -186,7 +187,8 @@ class GraphDecoder:
 
         Raises `PrefixChanged` if the model has changed since.
         """
-        cache, logits = call.cache, call.prefill()
+        cache = call.cache
+        logits = call.prefill()
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
         with compat.optimized_for_decode(call.model):
@@ -238,7 +240,8 @@ class GraphDecoder:
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
         call.cache.make_room()  # a new step is tried at the next position
-        steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
+        steps = self._steps.setdefault(call.cache, {})
+        selection = selection_of(call)
         state = (
             None if call.must_assume else call.state
         )  # first: the device computes the prompt meanwhile
@@ -255,10 +258,8 @@ class GraphDecoder:
             raise step.fallback
         if isinstance(step, SelectingStep) and selection is not None:
             step.set_numbers(selection.numbers)
-        age, kind = (
-            "known" if step is known else "new",
-            "a captured graph" if step.graph else "without a graph",
-        )
+        age = "known" if step is known else "new"
+        kind = "a captured graph" if step.graph else "without a graph"
         debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
         return step
 
@@ -310,7 +311,8 @@ class GraphDecoder:
     def _verified_step(
         self, call: Call, selection: Selection | None, is_recorded: bool = False
     ) -> DecodeStep:
-        length, inputs = call.cache.seq_len, call.step_inputs
+        length = call.cache.seq_len
+        inputs = call.step_inputs
         what = (
             call.model,
             call.cache,
@@ -405,7 +407,8 @@ class GraphDecoder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._steps, self.pool = WeakKeyDictionary(), CachePool()
+        self._steps = WeakKeyDictionary()
+        self.pool = CachePool()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
@@ -446,7 +449,8 @@ def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
 
 
 def _run_on_host(step: DecodeStep, sampling: Sampling, call: Call) -> None:
-    is_over, room = False, 0
+    is_over = False
+    room = 0
     while not is_over:
         room = _room(step, call, room)
         logits = step.run(sampling.last_tokens)
@@ -464,10 +468,9 @@ def _run_model(sampling: Sampling, call: Call) -> None:
 
 def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    start, position = (
-        sampling.length,
-        call.cache.seq_len + 1,
-    )  # of the next token, in `ids` and in `sequences`
+    # of the next token, in `ids` and in `sequences`
+    start = sampling.length
+    position = call.cache.seq_len + 1
     step.set_state(
         sampling.ids[:, :start],
         position,
@@ -475,7 +478,8 @@ def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
         next(iter(call.ends), None),
         sampling.pad,
     )
-    is_over, room = False, 0
+    is_over = False
+    room = 0
     while not is_over:
         room = _room(step, call, room)
         sampling.before_draw()

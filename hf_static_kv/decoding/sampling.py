@@ -24,7 +24,8 @@ class Sampling:
     """The tokens of one call, selected greedily or by sampling, and what ends them."""
 
     def __init__(self, call: Call) -> None:
-        self.config, self.streamer = call.config, call.streamer
+        self.config = call.config
+        self.streamer = call.streamer
         self.processors: Any = (
             call.processors
         )  # its type asks for a class of tensors that no tensor has
@@ -63,7 +64,8 @@ class Sampling:
 
     def set_limit(self, asked: int, fitting: int) -> None:
         """How long the sequences may become: what the call asks for, what fits into the cache."""
-        self.max_length, self.fits = min(asked, fitting), asked <= fitting
+        self.max_length = min(asked, fitting)
+        self.fits = asked <= fitting
         free = self.ids.new_zeros(len(self.ids), self.max_length - self.length)
         self.ids = torch.cat([self.ids[:, : self.length], free], dim=1)
 

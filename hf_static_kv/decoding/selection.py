@@ -25,7 +25,8 @@ def selection_of(call: Call) -> Selection | None:
     """How a step can select the tokens of this call; None where the host must, since it is asked
     for more.
     """
-    config, ends = call.config, call.ends
+    config = call.config
+    ends = call.ends
     keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
     others = [c for c in call.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
     has_few_ends = len(ends) <= 1 and sum(map(len, ends)) <= SelectingStep.MAX_EOS

@@ -64,7 +64,8 @@ def verify(step: DecodeStep, call: Call) -> None:
 
     The cache is left as it was in any case.
     """
-    here, before = call.cache.moment(), IS_VERIFICATION.set(True)
+    here = call.cache.moment()
+    before = IS_VERIFICATION.set(True)
     try:
         for number, case in enumerate(_cases(call, call.cache.seq_len)):
             _verify(step, call, case, num_tokens=2 if number == 0 else 1)
@@ -102,7 +103,8 @@ def without_side_effects(model: Any) -> Iterator[None]:
 
 
 def _cases(call: Call, length: int) -> list[Case]:
-    seq_start, nothing = call.seq_start.to(call.device), range(0)
+    seq_start = call.seq_start.to(call.device)
+    nothing = range(0)
     cases = [Case(length, seq_start, nothing, float(length))]
     last = (
         min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1
@@ -178,20 +180,16 @@ def _difference_and_bound(
     expected = _ordinary_logits(step, call, case, tokens)
     difference = _difference(got, expected)
     largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
-    apart, bound = (
-        float(difference.abs().max()),
-        float(torch.finfo(call.model.dtype).eps ** 0.5 * largest),
-    )
+    apart = float(difference.abs().max())
+    bound = float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
     if call.own_attention == EXACT_ATTENTION_NAME:
         return apart, 0.0
     if not apart <= bound or call.model.dtype not in (torch.bfloat16, torch.float16):
         return apart, bound
     with step.on_shadow() as model, _rounding_noise(compat.all_modules(model)):
         noise = _difference(_ordinary_logits(step, call, case, tokens), expected)
-    rms, bounds = (
-        difference.square().mean(dim=-1).sqrt(),
-        _MARGIN * noise.square().mean(dim=-1).sqrt(),
-    )
+    rms = difference.square().mean(dim=-1).sqrt()
+    bounds = _MARGIN * noise.square().mean(dim=-1).sqrt()
     worst = int((rms - bounds).argmax())
     return float(rms[worst]), float(bounds[worst])
 
@@ -203,7 +201,9 @@ def _difference(logits: Tensor, expected: Tensor) -> Tensor:
 
 def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
-    cache, here, seq_start = call.cache, call.cache.moment(), case.seq_start[:, None]
+    cache = call.cache
+    here = call.cache.moment()
+    seq_start = case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
     inputs: dict[str, Any] = {
         "attention_mask": mask.long(),

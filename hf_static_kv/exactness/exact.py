@@ -5,7 +5,7 @@ rounds differently. Inside the context every operation is batch-invariant: its r
 does not depend on what else is computed in the same call. A dispatch mode decides for each
 operation, so there is no list of models:
 
-    elementwise, copies, comparisons            torch's own (on a CPU, exp and others run in blocks of one shape)
+    elementwise, copies, comparisons            torch's own (on a CPU, in blocks of one shape)
     linear layers, mean, sum, softmax, norms    batch-invariant (invariant_operations.py)
     attention, mixtures of experts              batch-invariant, under names of their own
     anything else                               refused by name
@@ -140,7 +140,8 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
-    original, adapters = model.forward, parameter_adapters(model)
+    original = model.forward
+    adapters = parameter_adapters(model)
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -34,7 +34,8 @@ def exact_experts(
         raise ValueError(
             "exact has no batch-invariant sum over the processes of an expert parallel model."
         )
-    k, experts = top_k_index.shape[1], top_k_index.reshape(-1)
+    k = top_k_index.shape[1]
+    experts = top_k_index.reshape(-1)
     states = _linear(
         module,
         "gate_up_proj" if module.has_gate else "up_proj",
@@ -58,10 +59,8 @@ def _repeated(states: Tensor, k: int) -> Tensor:
 
 
 def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
-    weight, bias = (
-        getattr(module, name),
-        getattr(module, f"{name}_bias") if module.has_bias else None,
-    )
+    weight = getattr(module, name)
+    bias = getattr(module, f"{name}_bias") if module.has_bias else None
 
     def by_expert(function: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
         return function(

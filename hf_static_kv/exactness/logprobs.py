@@ -149,10 +149,9 @@ class _Head:
 
     def _keep(self, module: Module, args: Any, output: Any) -> None:
         if get_ident() == self.thread:
-            self.layers, self.output = (
-                module,
-                output,
-            )  # where one is inside the other, the outer one is last
+            # where one is inside the other, the outer one is last
+            self.layers = module
+            self.output = output
 
     def _present_weights(self) -> dict[str, Tensor]:
         """The parameters of all modules but the layers, a tied embedding too, by name."""

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
-_PROMPTS, _TOKENS = 3, 5
+_PROMPTS = 3
+_TOKENS = 5
 _COARSE = (
     0.2  # of the largest logit; clamps that a trial did not see changed logits by 0.4 to 1.2 of it
 )
@@ -31,7 +32,8 @@ def trial_logits(model: PreTrainedModel) -> Tensor | None:
     is_there = all(parameter.device.type != "meta" for parameter in model.parameters())
     if _CHECKED.get(model) == _kind(model) or not is_there or compat.has_hooks(model.modules()):
         return None
-    device, generator = model.device, torch.Generator().manual_seed(0)
+    device = model.device
+    generator = torch.Generator().manual_seed(0)
     with (
         suppress(Exception),
         torch.no_grad(),

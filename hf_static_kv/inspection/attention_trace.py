@@ -37,7 +37,8 @@ class AttentionTrace:
     """The recorded rows, in the order in which they were computed."""
 
     def __init__(self, layers: Sequence[int], heads: Sequence[int] | None) -> None:
-        self.layers, self.heads = tuple(layers), None if heads is None else list(heads)
+        self.layers = tuple(layers)
+        self.heads = None if heads is None else list(heads)
         self.rows: list[AttentionRow] = []
         self.full: list[Tensor] | None = (
             None  # [B, heads, queries, keys] of each pass, where `full_attention` asks
@@ -154,7 +155,8 @@ def traced_attention(
         )
     trace, layer = module.__dict__[_TRACE]
     scale, softcap, sinks = scoring = attention.scoring_of(query, kwargs)
-    step, first = attention.step_layer(module), getattr(attention_mask, "first_key", 0)
+    step = attention.step_layer(module)
+    first = getattr(attention_mask, "first_key", 0)
     is_whole = trace.full is not None  # the decode kernel gives the weights of one query only
     if step is None and (
         is_whole or not attention.kernel_serves(query, key, value, attention_mask)

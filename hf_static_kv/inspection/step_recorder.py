@@ -27,7 +27,8 @@ class StepRecorder(LogitsProcessor):
     def __init__(self, best: int = 5, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         if best < 1:
             raise ValueError(f"best must be at least 1, got {best}.")
-        self.best, self.tokenizer = best, tokenizer
+        self.best = best
+        self.tokenizer = tokenizer
         self._begin(torch.empty(0, 0))
 
     def _begin(self, prompt: Tensor) -> None:
@@ -67,7 +68,8 @@ class StepRecorder(LogitsProcessor):
             dim=-1
         )
         self._scores.append((top.indices, top.values, entropy))
-        self._log_probs, self._ids = log_probs, input_ids.clone()
+        self._log_probs = log_probs
+        self._ids = input_ids.clone()
         return scores
 
     def _choose(self, tokens: Tensor) -> None:
@@ -82,9 +84,11 @@ class StepRecorder(LogitsProcessor):
         All batch rows have the same number of steps: those after the end of a sequence are padding.
         """
         sequences = sequences.to(self._ids.device)
-        new, known = sequences[:, self.prompt_len :], self._ids[:, : sequences.shape[1]]
+        new = sequences[:, self.prompt_len :]
+        known = self._ids[:, : sequences.shape[1]]
         remedy = f"pass what the same call of generate returned. {_REMEDY}"
-        num_steps, num_new = len(self._scores), sequences.shape[1] - self.prompt_len
+        num_steps = len(self._scores)
+        num_new = sequences.shape[1] - self.prompt_len
         if not 0 < num_new <= num_steps:
             raise ValueError(
                 f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens: "

@@ -154,7 +154,8 @@ def _one_query(
 ) -> Tensor:  # fmt: skip
     # query: [Hq, D], keys: [H, n, D], values: [H, n, Dv]; sums and softmax in float32 at least.
     seq_start, first, end = span
-    heads, value_dim = keys.shape[0], values.shape[2]
+    heads = keys.shape[0]
+    value_dim = values.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     grouped = query.reshape(heads, -1, query.shape[-1]).contiguous()  # [H, G, D]
     maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype, device=query.device)
@@ -170,20 +171,16 @@ def _one_query(
         scores = torch.full(
             (*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device
         )
-        k, v = (
-            keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2]),
-            values.new_zeros(heads, _SPLIT_SIZE, value_dim),
-        )
+        k = keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2])
+        v = values.new_zeros(heads, _SPLIT_SIZE, value_dim)
         k[:, inside], v[:, inside] = keys[:, positions], values[:, positions]
         product = torch.bmm(grouped, k.transpose(1, 2)).to(dtype) * scale
         if softcap is not None:
             product = softcap * torch.tanh(product / softcap)
         scores[..., inside] = product[..., inside]
         new_maximum = torch.maximum(maximum, scores.amax(dim=-1))
-        weights, rescale = (
-            torch.exp(scores - new_maximum[..., None]),
-            torch.exp(maximum - new_maximum),
-        )
+        weights = torch.exp(scores - new_maximum[..., None])
+        rescale = torch.exp(maximum - new_maximum)
         total = total * rescale + weights.sum(dim=-1)
         output = output * rescale[..., None] + torch.bmm(weights.to(v.dtype), v).to(dtype)
         maximum = new_maximum

@@ -181,7 +181,8 @@ def _combine(
             )
             new_maximum = tl.maximum(maximum, tl.max(split_maximum, 0))
             reference = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
-            factor, rescale = tl.exp2(split_maximum - reference), tl.exp2(maximum - reference)
+            factor = tl.exp2(split_maximum - reference)
+            rescale = tl.exp2(maximum - reference)
             total = total * rescale + tl.sum(factor * split_sum, 0)
             merged = merged * rescale + tl.sum(split_output * factor[:, None], 0)
             maximum = new_maximum

@@ -26,23 +26,24 @@ def _route(
     K: tl.constexpr, TILE_E: tl.constexpr, TILE_K: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    t, e, slot = tl.program_id(0).to(tl.int64), tl.arange(0, TILE_E), tl.arange(0, TILE_K)
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, TILE_E)
+    slot = tl.arange(0, TILE_K)
     pdl_sync(PDL)
     logit = tl.load(logits + t * logits_t + e, mask=e < E, other=-float("inf")).to(tl.float32)
     maximum = tl.max(logit, 0)
     all_experts = tl.sum(tl.where(e < E, tl.exp(logit - maximum), 0.0), 0)
     # As integers of the same order: a warp finds the largest of 32 in one instruction.
     key = _ordered(logit.to(tl.int32, bitcast=True))
-    chosen, chosen_key = tl.zeros((TILE_K,), tl.int32), tl.zeros((TILE_K,), tl.int32)
+    chosen = tl.zeros((TILE_K,), tl.int32)
+    chosen_key = tl.zeros((TILE_K,), tl.int32)
     for i in range(K):
         largest = tl.max(key, 0)
         expert = tl.min(
             tl.where(key == largest, e, E - 1), 0
         )  # the first of equal ones; always an expert
-        chosen, chosen_key = (
-            tl.where(slot == i, expert, chosen),
-            tl.where(slot == i, largest, chosen_key),
-        )
+        chosen = tl.where(slot == i, expert, chosen)
+        chosen_key = tl.where(slot == i, largest, chosen_key)
         key = tl.where(e == expert, -2147483648, key)
     value = _ordered(chosen_key).to(tl.float32, bitcast=True)
     p = tl.where(slot < K, tl.exp(value - maximum), 0.0)
@@ -80,25 +81,32 @@ def _gated(
     ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    pair, n = tl.program_id(0), tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
+    pair = tl.program_id(0)
+    n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     at_k = tl.arange(0, TILE_K)
     pdl_sync(PDL)  # the router may be the previous kernel: nothing can be loaded before
     expert = tl.minimum(tl.load(index + pair), E - 1).to(
         tl.int64
     )  # never read outside of the weights
     gate = gate_up + expert * (2 * N * K)
-    up, x = gate + N * K, x + pair // k * K
-    g_tile, u_tile = _load_rows(gate, n, at_k, N, K, EVEN), _load_rows(up, n, at_k, N, K, EVEN)
-    g, u = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
+    up = gate + N * K
+    x = x + pair // k * K
+    g_tile = _load_rows(gate, n, at_k, N, K, EVEN)
+    u_tile = _load_rows(up, n, at_k, N, K, EVEN)
+    g = tl.zeros((TILE_N, TILE_K), tl.float32)
+    u = tl.zeros((TILE_N, TILE_K), tl.float32)
     for k_start in range(0, K - TILE_K, TILE_K):
         next_g_tile = _load_rows(gate, n, k_start + TILE_K + at_k, N, K, EVEN)
         next_u_tile = _load_rows(up, n, k_start + TILE_K + at_k, N, K, EVEN)
         x_tile = tl.load(x + k_start + at_k).to(tl.float32)[None, :]
-        g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
-        g_tile, u_tile = next_g_tile, next_u_tile
+        g = g + g_tile.to(tl.float32) * x_tile
+        u = u + u_tile.to(tl.float32) * x_tile
+        g_tile = next_g_tile
+        u_tile = next_u_tile
     at_k += (K - 1) // TILE_K * TILE_K
     x_tile = tl.load(x + at_k, mask=at_k < K, other=0.0).to(tl.float32)[None, :]
-    g, u = g + g_tile.to(tl.float32) * x_tile, u + u_tile.to(tl.float32) * x_tile
+    g = g + g_tile.to(tl.float32) * x_tile
+    u = u + u_tile.to(tl.float32) * x_tile
     dtype = y.dtype.element_ty
     a = activate(tl.sum(g, 1).to(dtype).to(tl.float32), ACTIVATION).to(dtype).to(tl.float32)
     tl.store(y + pair * N + n, (a * tl.sum(u, 1).to(dtype).to(tl.float32)).to(dtype), mask=n < N)
@@ -121,12 +129,15 @@ def _down(
     h, y, index, weights, down, k, E, N, K,
     TILE_E: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    t, n = tl.program_id(0), tl.program_id(1)
-    j, at_k = tl.arange(0, TILE_E), tl.arange(0, TILE_K)[None, :]
+    t = tl.program_id(0)
+    n = tl.program_id(1)
+    j = tl.arange(0, TILE_E)
+    at_k = tl.arange(0, TILE_K)[None, :]
     # Before the wait: _gated ran since these were written, and it has waited for their kernels.
     expert = tl.minimum(tl.load(index + t * k + j, mask=j < k, other=0), E - 1).to(tl.int64)
     weight = tl.load(weights + t * k + j, mask=j < k, other=0.0)
-    row, h_row = down + expert[:, None] * (N * K) + n * K, h + (t * k + j[:, None]) * K
+    row = down + expert[:, None] * (N * K) + n * K
+    h_row = h + (t * k + j[:, None]) * K
     of_token = j[:, None] < k
     tile = tl.load(row + at_k, mask=of_token if EVEN else of_token & (at_k < K), other=0.0)
     pdl_sync(PDL)
@@ -154,10 +165,13 @@ def _down(
 def experts_triton(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    x, index, weights = x.contiguous(), index.contiguous(), weights.contiguous()
+    x = x.contiguous()
+    index = index.contiguous()
+    weights = weights.contiguous()
     (tokens, k), (num_experts, hidden, inner) = index.shape, down.shape
     tile_n, tile_k, warps = _gated_tiles(hidden)
-    h, y = x.new_empty(tokens * k, inner), torch.empty_like(x)
+    h = x.new_empty(tokens * k, inner)
+    y = torch.empty_like(x)
     launch(
         _gated, (tokens * k, triton.cdiv(inner, tile_n)), x, h, index, gate_up, k, num_experts, inner, hidden,
         ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=hidden % tile_k == 0, num_warps=warps,

@@ -67,7 +67,8 @@ def expert_linear_plain(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor
 def _by_expert(
     linear: Callable[..., Tensor], x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None
 ) -> Tensor:
-    order, counts = experts.argsort(), experts.bincount(minlength=len(weight)).tolist()
+    order = experts.argsort()
+    counts = experts.bincount(minlength=len(weight)).tolist()
     biases = [None] * len(weight) if bias is None else bias.unbind()
     # `unbind`: the gradient of `weight[expert]` would be as large as that of all experts, for each
     # of them.
@@ -91,10 +92,8 @@ def _is_index_invariant(size: int, dim: int, stride: tuple[int, int], dtype: tor
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         elements = 1 + (size - 1) * stride[0] + (dim - 1) * stride[1]
-        token, base = (
-            torch.randn(dim, generator=generator),
-            torch.randn(elements, generator=generator),
-        )
+        token = torch.randn(dim, generator=generator)
+        base = torch.randn(elements, generator=generator)
         y = torch.mm(
             token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t()
         )

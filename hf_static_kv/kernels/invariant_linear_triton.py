@@ -29,11 +29,13 @@ from torch import Tensor
 from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync, pdl_wait
 from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, pick_weight
 
-BLOCK_K, SPLIT_K = tl.constexpr(64), tl.constexpr(4)
+BLOCK_K = tl.constexpr(64)
+SPLIT_K = tl.constexpr(4)
 GROUP_M = tl.constexpr(
     8
 )  # tiles of tokens that run next to each other and share weights in the L2 cache
-_MAX_FEW_TOKENS, _TILE_OF_FEW = 64, 16
+_MAX_FEW_TOKENS = 64
+_TILE_OF_FEW = 16
 
 
 @triton.jit
@@ -50,21 +52,17 @@ def _few_tokens(
         if PDL:
             pdl_wait()
         m_start, M, expert = _group(groups, tl.program_id(0))
-        w, b = w + expert * w_e, b + expert * n0
-    n, m = (
-        n_start + tl.arange(0, TILE_N)[None, :, None],
-        m_start + tl.arange(0, TILE_M)[None, None, :],
-    )
+        w = w + expert * w_e
+        b = b + expert * n0
+    n = n_start + tl.arange(0, TILE_N)[None, :, None]
+    m = m_start + tl.arange(0, TILE_M)[None, None, :]
     split = tl.arange(0, SPLIT_K)[:, None, None] * BLOCK_K
-    k_w, k_x = (
-        split + tl.arange(0, BLOCK_K)[None, None, :],
-        split + tl.arange(0, BLOCK_K)[None, :, None],
-    )
-    w_at, x_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k, x + m * K + k_x
-    total, up = (
-        tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32),
-        tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32),
-    )
+    k_w = split + tl.arange(0, BLOCK_K)[None, None, :]
+    k_x = split + tl.arange(0, BLOCK_K)[None, :, None]
+    w_at = n.to(tl.int64) * w_n + k_w.to(tl.int64) * w_k
+    x_at = x + m * K + k_x
+    total = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
+    up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     if PDL and ACTIVATION == "" and not HAS_GROUPS:
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
     if PDL:
@@ -73,10 +71,13 @@ def _few_tokens(
         if ACTIVATION == "":
             pdl_launch_next()
     for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
-        x_mask, w_mask = m < M, n < N
+        x_mask = m < M
+        w_mask = n < N
         if not EVEN:
-            x_mask, w_mask = x_mask & (k + k_x < K), w_mask & (k + k_w < K)
-        x_tile, at_k = tl.load(x_at + k, mask=x_mask, other=0.0), w_at + tl.cast(k, tl.int64) * w_k
+            x_mask = x_mask & (k + k_x < K)
+            w_mask = w_mask & (k + k_w < K)
+        x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
+        at_k = w_at + tl.cast(k, tl.int64) * w_k
         total = tl.dot(
             tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee"
         )
@@ -88,7 +89,8 @@ def _few_tokens(
         PDL and ACTIVATION != ""
     ):  # before the loop a whole decode step was 3 % slower (H200, 2026-11-15)
         pdl_launch_next()
-    n, m = n_start + tl.arange(0, TILE_N)[:, None], m_start + tl.arange(0, TILE_M)[None, :]
+    n = n_start + tl.arange(0, TILE_N)[:, None]
+    m = m_start + tl.arange(0, TILE_M)[None, :]
     total = _add_splits(total, TILE_N, TILE_M)
     up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
     result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
@@ -102,36 +104,39 @@ def _many_tokens(
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(M, TILE_M), tl.cdiv(N, TILE_N)
+    tiles_m = tl.cdiv(M, TILE_M)
+    tiles_n = tl.cdiv(N, TILE_N)
     first = tl.program_id(0) // (GROUP_M * tiles_n) * GROUP_M
-    in_group, group_m = tl.program_id(0) % (GROUP_M * tiles_n), tl.minimum(tiles_m - first, GROUP_M)
+    in_group = tl.program_id(0) % (GROUP_M * tiles_n)
+    group_m = tl.minimum(tiles_m - first, GROUP_M)
     tile = first + in_group % group_m
     m_start = tile.to(tl.int64) * TILE_M
     pdl_sync(PDL)
     if HAS_GROUPS:
         m_start, M, expert = _group(groups, tile)
-        w, b = w + expert * w_e, b + expert * N
-    m, n = (
-        m_start + tl.arange(0, TILE_M)[:, None],
-        in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :],
-    )
-    w_at_n, x_at_m = n.to(tl.int64) * w_n, m.to(tl.int64) * K
-    total, up = tl.zeros((TILE_M, TILE_N), tl.float32), tl.zeros((TILE_M, TILE_N), tl.float32)
+        w = w + expert * w_e
+        b = b + expert * N
+    m = m_start + tl.arange(0, TILE_M)[:, None]
+    n = in_group // group_m * TILE_N + tl.arange(0, TILE_N)[None, :]
+    w_at_n = n.to(tl.int64) * w_n
+    x_at_m = m.to(tl.int64) * K
+    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    up = tl.zeros((TILE_M, TILE_N), tl.float32)
     for split in range(SPLIT_K):
-        split_total, split_up = (
-            tl.zeros((TILE_M, TILE_N), tl.float32),
-            tl.zeros((TILE_M, TILE_N), tl.float32),
-        )
+        split_total = tl.zeros((TILE_M, TILE_N), tl.float32)
+        split_up = tl.zeros((TILE_M, TILE_N), tl.float32)
         for k_start in tl.range(split * BLOCK_K, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
             k = k_start + tl.arange(0, BLOCK_K)
             x_tile = tl.load(x + x_at_m + k[None, :], mask=(m < M) & (k[None, :] < K), other=0.0)
-            w_at, w_mask = w_at_n + k[:, None].to(tl.int64) * w_k, (n < N) & (k[:, None] < K)
+            w_at = w_at_n + k[:, None].to(tl.int64) * w_k
+            w_mask = (n < N) & (k[:, None] < K)
             w_tile = tl.load(w + w_at, mask=w_mask, other=0.0)
             split_total = tl.dot(x_tile, w_tile, split_total, input_precision="ieee")
             if ACTIVATION != "":
                 up_tile = tl.load(w1 + w_at, mask=w_mask, other=0.0)
                 split_up = tl.dot(x_tile, up_tile, split_up, input_precision="ieee")
-        total, up = total + split_total, up + split_up
+        total = total + split_total
+        up = up + split_up
     result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
     tl.store(y + m.to(tl.int64) * N + n, result, mask=(m < M) & (n < N))
 
@@ -194,7 +199,8 @@ def invariant_linears_triton(
     """
     # Large tiles are for tensor cores, which float32 does not use.
     has_many_tokens = x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
-    sizes, stride = output_sizes(weights, activation), weights[0].stride()
+    sizes = output_sizes(weights, activation)
+    stride = weights[0].stride()
     if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
         return torch.cat(
             [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)],
@@ -265,7 +271,8 @@ def _launch_many(
     stride: tuple[int, ...], activation: str, how: tuple[int, int, int, int],
 ) -> None:  # fmt: skip
     tile_m, tile_n, stages, num_warps = how
-    size, tokens = y.shape[-1], tiles * tile_m if groups is not None else x.numel() // x.shape[-1]
+    size = y.shape[-1]
+    tokens = tiles * tile_m if groups is not None else x.numel() // x.shape[-1]
     launch(
         _many_tokens, (tiles * triton.cdiv(size, tile_n),), x, y, weights[0], weights[-1],
         biases[0] if biases else x, x if groups is None else groups, size, tokens, x.shape[-1], *stride,
@@ -320,7 +327,8 @@ def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str
 
 @triton.jit
 def _invariant_sum(x, output, D, TILE: tl.constexpr, PDL: tl.constexpr):
-    i, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    i = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, TILE)
     pdl_sync(PDL)
     total = tl.zeros((TILE,), tl.float32)
     for begin in range(0, D, TILE):

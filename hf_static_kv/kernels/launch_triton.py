@@ -25,7 +25,8 @@ from hf_static_kv import compat
 # Compiling holds the GIL for half of its time, so few threads compile. A launcher waits for a C
 # compiler in Triton 3.6: 0.3 to 0.5 s a kernel on the H200's host (2026-11-15), so many threads
 # build launchers and load.
-_COMPILE_THREADS, _LOAD_THREADS = 4, 32
+_COMPILE_THREADS = 4
+_LOAD_THREADS = 32
 pdl_wait, pdl_launch_next = compat.pdl_instructions()
 _MODE: ContextVar[str] = ContextVar("launches", default="run")  # "run", "compile" or "skip"
 
@@ -72,7 +73,8 @@ class _CompileAndLoad(ThreadPoolExecutor):
 
     def __init__(self, device: int) -> None:
         super().__init__(_LOAD_THREADS)
-        self.device, self.may_compile = device, Semaphore(_COMPILE_THREADS)
+        self.device = device
+        self.may_compile = Semaphore(_COMPILE_THREADS)
 
     def submit(self, compile: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         launcher = super().submit(compat.build_launcher, compile)

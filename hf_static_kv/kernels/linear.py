@@ -29,7 +29,8 @@ from torch import Tensor
 from hf_static_kv.kernels import norm as norms
 from hf_static_kv.kernels.norm import Norm, norm_plain
 
-MAX_TOKENS, MAX_WEIGHTS = 16, 3
+MAX_TOKENS = 16
+MAX_WEIGHTS = 3
 ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
 
 
@@ -52,7 +53,8 @@ def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -
 
     Transposed weights only for one token and without a gate.
     """
-    tokens, is_half = x.numel() // x.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
+    tokens = x.numel() // x.shape[-1]
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
     has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
     if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
         return False
@@ -169,7 +171,8 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
     if not fuses(x, layer):
         return fused_linears_plain(x, layer)
     if layer.norm is not None and not _are_contiguous(layer.weights):
-        x, layer = norms.norm(x, layer.norm), layer._replace(norm=None)
+        x = norms.norm(x, layer.norm)
+        layer = layer._replace(norm=None)
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
     return fused_linears_triton(x, *layer)

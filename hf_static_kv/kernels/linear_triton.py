@@ -43,15 +43,21 @@ def _linears(
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if IS_GATED:  # w0 is the gate and w1 is up
-        w, b, N, n_start, y_start = w0, b0, n0, tl.program_id(0) * TILE_N, 0
+        w = w0
+        b = b0
+        N = n0
+        n_start = tl.program_id(0) * TILE_N
+        y_start = 0
     else:
         w, b, N, n_start, y_start = pick_weight(
             tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N
         )
-    n, k = n_start + tl.arange(0, TILE_N), tl.arange(0, TILE_K)
+    n = n_start + tl.arange(0, TILE_N)
+    k = tl.arange(0, TILE_K)
     dtype = y.dtype.element_ty
     if IS_PAIRED:
-        w, w1 = w.to(tl.pointer_type(tl.int32)), w1.to(tl.pointer_type(tl.int32))
+        w = w.to(tl.pointer_type(tl.int32))
+        w1 = w1.to(tl.pointer_type(tl.int32))
     tile = _load_weight(w, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
     if IS_GATED:
         up_tile = _load_weight(w1, n, 0, N, K, TILE_K, EVEN, IS_PAIRED)
@@ -62,7 +68,8 @@ def _linears(
     pdl_sync(PDL)
     if HAS_RESIDUAL:
         residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
-    total, up = tl.zeros((TILE_N, TILE_K), tl.float32), tl.zeros((TILE_N, TILE_K), tl.float32)
+    total = tl.zeros((TILE_N, TILE_K), tl.float32)
+    up = tl.zeros((TILE_N, TILE_K), tl.float32)
     squares = tl.zeros((TILE_K,), tl.float32)
     for k_start in tl.range(0, 0 if IS_WHOLE else K - TILE_K, TILE_K):
         next_tile = _load_weight(w, n, k_start + TILE_K, N, K, TILE_K, EVEN, IS_PAIRED)
@@ -76,9 +83,11 @@ def _linears(
             norm_tile = tl.load(
                 norm_weight + next_k, mask=next_k < K, other=0.0
             )  # here it takes fewer registers
-        total, tile = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :], next_tile
+        total = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :]
+        tile = next_tile
         if IS_GATED:
-            up, up_tile = up + _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :], next_up_tile
+            up = up + _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :]
+            up_tile = next_up_tile
     k += 0 if IS_WHOLE else (K - 1) // TILE_K * TILE_K
     x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
     scale = 1.0
@@ -107,9 +116,11 @@ def _transposed(
     IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    block, part = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(0)
+    part = tl.program_id(1)
     w, b, N, n_start, y_start = pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
-    n, k = n_start + tl.arange(0, TILE_N), part * TILE_K + tl.arange(0, TILE_K)
+    n = n_start + tl.arange(0, TILE_N)
+    k = part * TILE_K + tl.arange(0, TILE_K)
     dtype = y.dtype.element_ty
     if IS_PAIRED:
         pairs = n_start // 2 + tl.arange(0, TILE_N // 2)
@@ -148,11 +159,23 @@ def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr)
     """
     first = tl.cdiv(n0, TILE_N)
     second = first + tl.cdiv(n1, TILE_N)
-    w, b, N, begin, y_start = w0, b0, n0, 0, 0
+    w = w0
+    b = b0
+    N = n0
+    begin = 0
+    y_start = 0
     if block >= first:
-        w, b, N, begin, y_start = w1, b1, n1, first, n0
+        w = w1
+        b = b1
+        N = n1
+        begin = first
+        y_start = n0
     if block >= second:
-        w, b, N, begin, y_start = w2, b2, n2, second, n0 + n1
+        w = w2
+        b = b2
+        N = n2
+        begin = second
+        y_start = n0 + n1
     return w, b, N, (block - begin) * TILE_N, y_start
 
 
@@ -162,7 +185,8 @@ def _load_weight(
 ):
     """The tile [n, TILE_K] of a weight [N, K] from `k_start` on, with zeros outside of it."""
     width: tl.constexpr = 2 if IS_PAIRED else 1
-    k, K = k_start // width + tl.arange(0, TILE_K // width), K // width
+    k = k_start // width + tl.arange(0, TILE_K // width)
+    K = K // width
     mask = n[:, None] < N
     if not EVEN:
         mask &= k[None, :] < K
@@ -290,10 +314,13 @@ def _transposed_linears(
     x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
     tile_n, tile_k, warps = _transposed_tiles(x.element_size())
-    blocks, parts = sum(triton.cdiv(size, tile_n) for size in sizes), triton.cdiv(dim, tile_k)
-    sums, counters = x, x
+    blocks = sum(triton.cdiv(size, tile_n) for size in sizes)
+    parts = triton.cdiv(dim, tile_k)
+    sums = x
+    counters = x
     if parts > 1:
-        sums, counters = x.new_empty(parts, sum(sizes), dtype=torch.float32), _counters(x, blocks)
+        sums = x.new_empty(parts, sum(sizes), dtype=torch.float32)
+        counters = _counters(x, blocks)
     launch(
         _transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
         *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
@@ -320,7 +347,8 @@ class _Pool:
     """
 
     def __init__(self, zeros: Tensor) -> None:
-        self.zeros, self.used = zeros, 0
+        self.zeros = zeros
+        self.used = 0
 
     def take(self, number: int) -> Tensor:
         start = self.used if self.used + number <= len(self.zeros) else 0

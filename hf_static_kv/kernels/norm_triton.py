@@ -20,7 +20,8 @@ def _norm(
     PRE_CAST_FIRST: tl.constexpr, PRE_IS_CENTRED: tl.constexpr, PRE_HAS_BIAS: tl.constexpr,
     IS_SUM: tl.constexpr, HAS_PRE_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    i, d = tl.program_id(0).to(tl.int64), tl.arange(0, TILE)
+    i = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, TILE)
     w = tl.load(weight + d, mask=d < D, other=0.0)
     b = tl.load(bias + d, mask=d < D, other=0.0) if HAS_BIAS else w
     pre_w = tl.load(pre_weight + d, mask=d < D, other=0.0) if HAS_PRE_NORM else w
@@ -87,7 +88,9 @@ def norm_triton(
     x: Tensor, other: Tensor | None, norm: TritonNorm, pre_norm: TritonNorm | None
 ) -> tuple[Tensor, Tensor]:
     """x, or its sum with `other` or with the `pre_norm` of it; and the norm of that."""
-    blocks, dim, tile = as_blocks(x), x.shape[-1], triton.next_power_of_2(x.shape[-1])
+    blocks = as_blocks(x)
+    dim = x.shape[-1]
+    tile = triton.next_power_of_2(x.shape[-1])
     output = x.new_empty(x.shape)
     total = x if other is None else x.new_empty(x.shape)
     weight, eps, (offset, cast_first, is_centred), bias = norm

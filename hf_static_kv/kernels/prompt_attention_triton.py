@@ -25,33 +25,33 @@ def _prompt(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     num_blocks = tl.cdiv(T, QUERIES)
-    b, h = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
+    b = (tl.program_id(1) // H).to(tl.int64)
+    h = (tl.program_id(1) % H).to(tl.int64)
     m = tl.arange(0, TILE_M)  # query heads of this KV head, of one query after the other
     block = num_blocks - 1 - tl.program_id(0)  # late queries, whose spans are long, first
-    t, g = (block * QUERIES + m // G).to(tl.int64), h * G + m % G
+    t = (block * QUERIES + m // G).to(tl.int64)
+    g = h * G + m % G
     is_query = (m < QUERIES * G) & (t < T)
     pdl_sync(PDL)
     span = spans + (b * T + t) * 3
-    first, end = (
-        tl.load(span + 1, mask=is_query, other=0),
-        tl.load(span + 2, mask=is_query, other=0),
-    )
-    seq_start, sees = tl.load(spans + b * T * 3), end > first
-    lowest, highest = (
-        tl.min(tl.where(sees, first, 1 << 40), 0),
-        tl.max(tl.where(sees, end, seq_start), 0),
-    )
+    first = tl.load(span + 1, mask=is_query, other=0)
+    end = tl.load(span + 2, mask=is_query, other=0)
+    seq_start = tl.load(spans + b * T * 3)
+    sees = end > first
+    lowest = tl.min(tl.where(sees, first, 1 << 40), 0)
+    highest = tl.max(tl.where(sees, end, seq_start), 0)
     lowest = tl.minimum(lowest, highest)
-    d, dv, n = tl.arange(0, TILE_D), tl.arange(0, TILE_DV), tl.arange(0, SPLIT_SIZE)
+    d = tl.arange(0, TILE_D)
+    dv = tl.arange(0, TILE_DV)
+    n = tl.arange(0, SPLIT_SIZE)
     q_at = query + b * query_b + t[:, None] * query_t + g[:, None] * query_h + d[None, :]
     q = tl.load(q_at, mask=is_query[:, None] & (d[None, :] < D), other=0.0)  # [M, D]
-    maximum, total = tl.full((TILE_M,), -float("inf"), tl.float32), tl.zeros((TILE_M,), tl.float32)
+    maximum = tl.full((TILE_M,), -float("inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
     merged = tl.zeros((TILE_M, TILE_DV), tl.float32)
     if HAS_SINKS:
-        maximum, total = (
-            tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E,
-            total + 1.0,
-        )
+        maximum = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
+        total = total + 1.0
     begin = seq_start + (lowest - seq_start) // SPLIT_SIZE * SPLIT_SIZE
     for start in tl.range(begin, highest, SPLIT_SIZE, num_stages=STAGES):
         position = (start + n).to(tl.int64)

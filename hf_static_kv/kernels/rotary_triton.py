@@ -24,28 +24,29 @@ def _rotary(
     query_b, query_h, query_t, key_b, key_h, key_t, cos_b, cos_t, sin_b, sin_t,
     HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    h, token = (
-        (tl.program_id(0) % (HQ + H)).to(tl.int64),
-        (tl.program_id(0) // (HQ + H)).to(tl.int64),
-    )
-    b, t, d = token // T, token % T, tl.arange(0, TILE)
+    h = (tl.program_id(0) % (HQ + H)).to(tl.int64)
+    token = (tl.program_id(0) // (HQ + H)).to(tl.int64)
+    b = token // T
+    t = token % T
+    d = tl.arange(0, TILE)
     mask = d < HALF
-    x, y = (
-        query + b * query_b + h * query_h + t * query_t,
-        query_out + ((b * HQ + h) * T + t) * 2 * HALF,
-    )
+    x = query + b * query_b + h * query_h + t * query_t
+    y = query_out + ((b * HQ + h) * T + t) * 2 * HALF
     if h >= HQ:
         h -= HQ
-        x, y = key + b * key_b + h * key_h + t * key_t, key_out + ((b * H + h) * T + t) * 2 * HALF
+        x = key + b * key_b + h * key_h + t * key_t
+        y = key_out + ((b * H + h) * T + t) * 2 * HALF
     pdl_sync(PDL)
     first, second = tl.load(x + d, mask=mask), tl.load(x + HALF + d, mask=mask)
-    cos_at, sin_at = cos + b * cos_b + t * cos_t + d, sin + b * sin_b + t * sin_t + d
+    cos_at = cos + b * cos_b + t * cos_t + d
+    sin_at = sin + b * sin_b + t * sin_t + d
     tl.store(
         y + d,
         _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
         mask=mask,
     )
-    cos_2, sin_2 = tl.load(cos_at + HALF, mask=mask), tl.load(sin_at + HALF, mask=mask)
+    cos_2 = tl.load(cos_at + HALF, mask=mask)
+    sin_2 = tl.load(sin_at + HALF, mask=mask)
     tl.store(y + HALF + d, _rotate(second, first, cos_2, sin_2), mask=mask)
 
 
@@ -59,7 +60,8 @@ def _rotate(x, other, cos, sin):
 
 def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     (batch, query_heads, length, dim), heads = query.shape, key.shape[1]
-    query_out, key_out = query.new_empty(query.shape), key.new_empty(key.shape)
+    query_out = query.new_empty(query.shape)
+    key_out = key.new_empty(key.shape)
     cos_b, sin_b = (0 if angles.shape[0] < batch else angles.stride(0) for angles in (cos, sin))
     launch(
         _rotary, (batch * length * (query_heads + heads),), query, key, cos, sin, query_out, key_out, length,

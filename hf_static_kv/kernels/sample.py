@@ -91,7 +91,8 @@ def select_sampled_plain(
 
 def process_plain(logits: Tensor, positions: Tensor, state: SampleState) -> Tensor:
     """The scores, -inf where a token is not kept, by the formulas of transformers' processors."""
-    scores, kinds = logits.float(), state.kinds
+    scores = logits.float()
+    kinds = state.kinds
     if kinds.repetition:
         scores = _penalize(scores, positions, state.selection.sequences, state.repetition_penalty)
     if kinds.min_length:
@@ -149,10 +150,8 @@ def _check(logits: Tensor, state: SampleState) -> None:
             f"Sampling takes 1 to {_MAX_VOCABULARY} tokens, got logits of {logits.shape[1]}."
         )
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"):
-        number, dtype = (
-            getattr(state, name),
-            torch.int64 if name in ("top_k", "min_length") else torch.float64,
-        )
+        number = getattr(state, name)
+        dtype = torch.int64 if name in ("top_k", "min_length") else torch.float64
         if number.shape != (1,) or number.dtype != dtype:
             raise ValueError(
                 f"{name} must be (1,) {dtype}, got {tuple(number.shape)} {number.dtype}."

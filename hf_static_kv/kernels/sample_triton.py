@@ -28,7 +28,9 @@ from hf_static_kv.kernels.select_greedy_triton import select_triton
 # of the vocabulary, one program each: about one per multiprocessor of an H200, which has 132
 _NUM_CHUNKS = 128
 _PENALIZED = 1024  # positions of a sequence in one program
-_PASSES, _CANDIDATES = tl.constexpr(8), tl.constexpr(16)  # 8 times 4 bits
+# 8 times 4 bits
+_PASSES = tl.constexpr(8)
+_CANDIDATES = tl.constexpr(16)
 _LOWEST = tl.constexpr(-(2**31))
 _TINY = tl.constexpr(1e-30)  # a mass: top_p = 0 keeps one score, the largest
 
@@ -59,7 +61,9 @@ def _scale(
     CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits to scores, which may be one tensor, and the maximum of each chunk."""
-    b, chunk, v = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
+    b = tl.program_id(0)
+    chunk = tl.program_id(1)
+    v = tl.arange(0, TILE)
     token = chunk * CHUNK + v
     mask = (v < CHUNK) & (token < V)
     pdl_sync(PDL)
@@ -103,7 +107,8 @@ def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl
     """lows[i] from pass i - 1, which measured `MEASURE`; which candidate it is, and its measure
     less the target.
     """
-    candidate, chunk = tl.arange(0, _CANDIDATES), tl.arange(0, NUM_CHUNKS)
+    candidate = tl.arange(0, _CANDIDATES)
+    chunk = tl.arange(0, NUM_CHUNKS)
     number = (i - 1) % _PASSES  # of that pass in its search
     row = partials + ((i - 1) * B + b) * _CANDIDATES * NUM_CHUNKS
     first = partials + ((i - 1 - number) * B + b) * _CANDIDATES * NUM_CHUNKS
@@ -161,7 +166,8 @@ def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
     surplus: by how much the mass of the keys >= low exceeds the target
     counts: how many keys of a chunk equal low
     """
-    this, chunk = tl.program_id(1), tl.arange(0, NUM_CHUNKS)
+    this = tl.program_id(1)
+    chunk = tl.arange(0, NUM_CHUNKS)
     count = tl.load(counts + chunk).to(tl.float32)
     before = tl.sum(tl.where(chunk < this, count, 0.0), 0)
     own = tl.sum(tl.where(chunk == this, count, 0.0), 0)
@@ -181,7 +187,8 @@ def _narrow(
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Pass i, which measures `MEASURE`, after one that measured `BEFORE`."""
-    b, chunk = tl.program_id(0), tl.program_id(1)
+    b = tl.program_id(0)
+    chunk = tl.program_id(1)
     if BEFORE == "nothing":
         pdl_sync(PDL)  # the previous kernel wrote the scores
     mask, score, weight, _ = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
@@ -190,7 +197,8 @@ def _narrow(
         weight = mask.to(tl.float32)
     low = _LOWEST
     if BEFORE != "nothing":
-        k, p = tl.load(top_k), tl.load(top_p)
+        k = tl.load(top_k)
+        p = tl.load(top_p)
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:  # what top_k does not keep has no mass
             weight = tl.where(key >= tl.load(lows + _PASSES * B + b), weight, 0.0)
@@ -215,7 +223,9 @@ def _draw(
     BEFORE: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    b, chunk, v = tl.program_id(0), tl.program_id(1), tl.arange(0, TILE)
+    b = tl.program_id(0)
+    chunk = tl.program_id(1)
+    v = tl.arange(0, TILE)
     # Before the wait: torch wrote it, at least two kernels ago.
     q = tl.load(
         noise + b * V + chunk * CHUNK + v, mask=(v < CHUNK) & (chunk * CHUNK + v < V), other=1.0
@@ -225,7 +235,8 @@ def _draw(
     mask, score, weight, maximum = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
     keep = mask
     if BEFORE != "nothing":
-        k, p = tl.load(top_k), tl.load(top_p)
+        k = tl.load(top_k)
+        p = tl.load(top_p)
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:
             keep = keep & (_key(score) >= tl.load(lows + _PASSES * B + b))
@@ -269,7 +280,8 @@ def select_sampled_triton(
         "TILE": tile,
         "num_warps": min(max(tile // 256, 1), 16),
     }  # 8 scores a thread
-    grid, ends = (batch, _NUM_CHUNKS), {"NUM_EOS": selection.eos.shape[1], **tiles}
+    grid = (batch, _NUM_CHUNKS)
+    ends = {"NUM_EOS": selection.eos.shape[1], **tiles}
     numbers = positions, min_length, selection.eos, temperature
     if kinds.repetition:  # on a copy in float32
         launch(
@@ -282,7 +294,8 @@ def select_sampled_triton(
         _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
         MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
     )  # fmt: skip
-    chunks, before = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}, "nothing"
+    chunks = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}
+    before = "nothing"
     for i, measure in enumerate(passes):
         launch(
             _narrow, grid, scores, maxima, partials, lows, counts, top_k, top_p, i, batch, vocabulary,
@@ -298,7 +311,8 @@ def select_sampled_triton(
 
 def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
     """scores, partials, maxima, quotients, tokens, lows, counts."""
-    batch, chunks = len(logits), (len(logits), _NUM_CHUNKS)
+    batch = len(logits)
+    chunks = (len(logits), _NUM_CHUNKS)
     candidates = (batch, _CANDIDATES.value, _NUM_CHUNKS)
     shapes = logits.shape, (passes, *candidates), chunks, chunks
     floats = [logits.new_empty(shape, dtype=torch.float32) for shape in shapes]

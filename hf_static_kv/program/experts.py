@@ -157,7 +157,8 @@ def router_style(module: Module) -> RouterStyle | None:
     if not (weights := _router_weights(module)):
         return None
     with suppress(Exception), _on_cpu():  # it takes other arguments, or does not run on a CPU
-        generator, dim = torch.Generator().manual_seed(0), weights[0].shape[1]
+        generator = torch.Generator().manual_seed(0)
+        dim = weights[0].shape[1]
         x = torch.randn(_TOKENS, dim, generator=generator)
         x[:4] *= torch.tensor([[20.0], [1e2], [1e3], [1e4]])  # large logits, where a clamp shows
         x[4:8] *= (
@@ -252,10 +253,12 @@ def _on_cpu() -> Iterator[None]:
 # anew.
 class _Experts:
     def __init__(self, module: Any, activation: str) -> None:
-        self.module, self.activation = module, activation
+        self.module = module
+        self.activation = activation
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        module, arguments = self.module, (hidden_states, top_k_index, top_k_weights)
+        module = self.module
+        arguments = (hidden_states, top_k_index, top_k_weights)
         weights = [module.gate_up_proj, module.down_proj]
         if top_k_index.numel() > MAX_PAIRS or not _are_plain(
             weights
@@ -266,7 +269,8 @@ class _Experts:
 
 class _Router:
     def __init__(self, module: Any, style: RouterStyle) -> None:
-        self.module, self.style = module, style
+        self.module = module
+        self.style = style
 
     def forward(self, hidden_states: Tensor) -> Any:
         module, (k, style, float_logits) = self.module, self.style

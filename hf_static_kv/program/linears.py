@@ -65,7 +65,8 @@ def mlp_activation(module: Module) -> str | None:
     ):
         return None
     with torch.device("cpu"):
-        generator, scales = torch.Generator().manual_seed(0), torch.tensor(PROBED_SCALES)
+        generator = torch.Generator().manual_seed(0)
+        scales = torch.tensor(PROBED_SCALES)
         x = torch.randn(1, len(scales), 8, generator=generator) * scales[:, None]
         # On the CPU `Linear` would draw from torch's global generator.
         gate, up, down = (
@@ -103,7 +104,8 @@ class _SingleLinear:
 
 class _GatedMLP:
     def __init__(self, module: Any, activation: str) -> None:
-        self.module, self.activation = module, activation
+        self.module = module
+        self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.module.gate_proj, self.module.up_proj
@@ -140,7 +142,8 @@ class Activation:
     """An activation and its name among `linear.ACTIVATIONS`."""
 
     def __init__(self, module: Module, name: str) -> None:
-        self.original, self.name = module.forward, name
+        self.original = module.forward
+        self.name = name
 
     def forward(self, x: Tensor) -> Tensor:
         return activated(x, self)

@@ -40,10 +40,8 @@ def fused_norms(model: Module) -> Iterator[list[Module]]:
 def _looks_like_a_norm(module: Module) -> bool:
     if "RMSNorm" not in type(module).__name__ or not is_unmodified(module):
         return False
-    weight, has_eps = (
-        getattr(module, "weight", None),
-        any(hasattr(module, name) for name in _EPS_NAMES),
-    )
+    weight = getattr(module, "weight", None)
+    has_eps = any(hasattr(module, name) for name in _EPS_NAMES)
     return (
         isinstance(weight, Parameter)
         and weight.ndim == 1
@@ -64,11 +62,9 @@ def norm_style(module: Module) -> NormStyle | None:
         suppress(Exception),
         torch.device("cpu"),
     ):  # it takes other arguments, has no eps, or does not run on a CPU
-        generator, dim, eps = (
-            torch.Generator().manual_seed(0),
-            next(module.parameters()).shape[0],
-            _eps(module),
-        )
+        generator = torch.Generator().manual_seed(0)
+        dim = next(module.parameters()).shape[0]
+        eps = _eps(module)
         x = (
             torch.randn(len(PROBED_SCALES), dim, generator=generator)
             * torch.tensor(PROBED_SCALES)[:, None]
@@ -93,7 +89,9 @@ def norm_style(module: Module) -> NormStyle | None:
 
 class _FusedNorm:
     def __init__(self, module: Any, style: NormStyle) -> None:
-        self.module, self.eps, self.style = module, _eps(module), style
+        self.module = module
+        self.eps = _eps(module)
+        self.style = style
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         return norm(hidden_states, Norm(self.module.weight, self.eps, self.style))

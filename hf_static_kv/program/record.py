@@ -41,12 +41,10 @@ class Value:
     """The tensor that a call gave: its number, and what is known of it before it is computed again."""
 
     def __init__(self, number: int, tensor: Tensor) -> None:
-        self.number, self.shape, self.dtype, self.device = (
-            number,
-            tensor.shape,
-            tensor.dtype,
-            tensor.device,
-        )
+        self.number = number
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.device = tensor.device
 
     def __repr__(self) -> str:
         return f"%{self.number}"
@@ -64,13 +62,11 @@ class Call:
         results: list[Value | None],
         writes: bool,
     ) -> None:
-        self.order, self.func, self.args, self.kwargs, self.results = (
-            order,
-            func,
-            args,
-            kwargs,
-            results,
-        )
+        self.order = order
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
+        self.results = results
         self.writes = writes  # into a tensor that was there before
 
     @property
@@ -183,7 +179,8 @@ class Program:
 
     def compiled(self) -> Callable[[], Tensor]:
         """A function that runs the calls. It drops each value after its last use."""
-        calls, output = list(self), self.output
+        calls = list(self)
+        output = self.output
         last_use = {value: call for call in calls for value in (*call.results, *call.values)}
         dropped = [
             [value for value in (*call.results, *call.values) if last_use[value] is call]
@@ -226,7 +223,8 @@ class Recorder(TorchFunctionMode):
         self.numbers: set[int] = set()  # ids of tensors
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
         inputs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
         is_constant = all(map(self._is_constant, inputs))

@@ -53,7 +53,9 @@ class Rotary:
     """Computes the angles of one rotary module."""
 
     def __init__(self, module: Module, attention: str | None) -> None:
-        self.module, self.attention, self.original = module, attention, module.forward
+        self.module = module
+        self.attention = attention
+        self.original = module.forward
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         return angles(position_ids, x, self, *args, **kwargs)
@@ -71,7 +73,8 @@ def angle_table(
     """Cosines and sines of `length` positions, [length, 2 D]; None if the output is not a lookup by
     position.
     """
-    module, original = original_of(rotary.module), rotary.original
+    module = original_of(rotary.module)
+    original = rotary.original
     last = torch.full_like(position_ids[:, :1], length - 1)  # at position 0 all angles are 0
     expected = [(at, original(x, at, *args, **kwargs)) for at in (position_ids, last)]
     key = (
@@ -122,7 +125,8 @@ def fused_rotary(model: Module, only_here: bool = False) -> Iterator[list[str]]:
 
 
 def _is_rotary(function: Any) -> bool:
-    generator, tokens = torch.Generator().manual_seed(0), len(PROBED_SCALES)
+    generator = torch.Generator().manual_seed(0)
+    tokens = len(PROBED_SCALES)
     shapes = (
         (2, 4, tokens, 8),
         (2, 2, tokens, 8),

@@ -31,10 +31,8 @@ from hf_static_kv.program.rotary import angle_table, angles, lookup
 _Rewrite = Callable[[Program], None]
 _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-_LINEARS, _GATED_LINEAR = (
-    torch.ops.hf_static_kv.linears.default,
-    torch.ops.hf_static_kv.gated_linear.default,
-)
+_LINEARS = torch.ops.hf_static_kv.linears.default
+_GATED_LINEAR = torch.ops.hf_static_kv.gated_linear.default
 _WRITE_TOKENS = torch.ops.hf_static_kv.write_tokens.default
 
 # Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
@@ -106,12 +104,10 @@ def transpose_first(program: Program) -> None:
             continue
         if call.args[1:] == (1, 2) and len(between.shape) == 4:  # the last dim stays the last
             x, its_norm = before.args
-            before.func, before.args, call.func, call.args = (
-                call.func,
-                (x, 1, 2),
-                norm,
-                (between, its_norm),
-            )
+            before.func = call.func
+            before.args = (x, 1, 2)
+            call.func = norm
+            call.args = (between, its_norm)
             between.shape = call.results[0].shape  # type: ignore[union-attr]
 
 
@@ -224,7 +220,8 @@ def conv1d(program: Program) -> None:
     """
     for call in [call for call in program.calls_of(torch.addmm) if not call.kwargs]:
         bias, x, weight = call.args
-        before, after = program.maker(x), program.only_user(call.results[0])
+        before = program.maker(x)
+        after = program.only_user(call.results[0])
         if before is None or after is None or not (before.func is after.func is Tensor.view):
             continue
         parts = [before, call, after] if program.only_user(x) is call else [call, after]
@@ -301,7 +298,8 @@ def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Tensor], li
         or split.results != [gate, up]
     ):
         return None
-    found, dims = _found(program.maker(split.args[0])), (*split.args[1:], *split.kwargs.values())
+    found = _found(program.maker(split.args[0]))
+    dims = (*split.args[1:], *split.kwargs.values())
     if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
         return None
     return (
@@ -366,7 +364,8 @@ def layer_norm(program: Program) -> None:
             **dict(zip(names, call.args, strict=False)),
             **call.kwargs,
         }
-        x, weight = given["input"], given.get("weight")
+        x = given["input"]
+        weight = given.get("weight")
         if len(given["normalized_shape"]) == 1 and weight is not None and weight.dtype == x.dtype:
             its_norm = Norm(weight, given["eps"], LAYER_NORM, given["bias"])
             program.fuse([call], norm, x, its_norm, results=call.results)
@@ -419,7 +418,8 @@ def norm_of_sum(program: Program) -> None:
     """
     for call in program.calls_of(norm):
         h, its_norm = call.args
-        total, results = program.maker(h), [h, *call.results]
+        total = program.maker(h)
+        results = [h, *call.results]
         if total is None or not _is_sum(total) or its_norm.weight.dtype != h.dtype:
             continue
         inner = next(

@@ -253,7 +253,8 @@ class DecodeStep:
             self.set_position(*at)
             # `stream`: a failed capture leaves its own one current. "thread_local": other threads
             # may use the device.
-            graph, stream = torch.cuda.CUDAGraph(), torch.cuda.stream(torch.cuda.current_stream())
+            graph = torch.cuda.CUDAGraph()
+            stream = torch.cuda.stream(torch.cuda.current_stream())
             with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
