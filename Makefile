@@ -2,7 +2,7 @@
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
 # make sanitize  every kernel under compute-sanitizer (memcheck, racecheck) on a GPU, and a record of it
-# make results   RESULTS.md, history.csv, pictures, and the blocks of figures in README.md and docs, from the records
+# make results   the blocks of figures in README.md and docs, from the records in benchmarks/results
 # make test-5.17 the tests with the oldest supported transformers, in an environment of its own
 # make test-clients  programs that call generate (pipelines, serve, lm-eval, PEFT, TRL, ...) with and without attach
 # make coverage  docs/coverage.md: what every decoder of transformers gets, measured with the newest and the oldest version
@@ -14,7 +14,7 @@ JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 test-clients coverage results bench-update fuzz sanitize clean
+.PHONY: test compare test-gpu test-5.17 test-clients coverage results fuzz sanitize clean
 
 test: .venv/.installed
 	.venv/bin/ruff check .
@@ -50,9 +50,6 @@ fuzz: .venv/.installed
 
 results: .venv/.installed
 	.venv/bin/python benchmarks/write_results.py
-
-bench-update: .venv/.installed
-	.venv/bin/python benchmarks/bench_update.py --json benchmarks/results/update.json --plot benchmarks/results/update.png
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,24 +1,21 @@
-"""What `attach(model)` costs over the explicit objects, and the first token of a turn as a chat
-grows.
+"""What `attach(model)` costs over the explicit objects, and the first token of a turn of a chat.
 
-    python benchmarks/bench_attach.py --model llama-3.2-1b --json benchmarks/results/attach-llama-3.2-1b-h200.json
+    python benchmarks/bench_attach.py --model llama-3.2-1b --json attach.json
     python benchmarks/bench_attach.py --model llama --device cpu --trials 3 --histories 64 128 --turns 3
 
-All contenders run in this process, in turns of changing order. The model has twins: instances that
-share its weights, so that all read the same memory. `detach` would free the pool and the captured
-steps: a twin stays attached, and the model itself never is.
-  overhead   after a call for all N tokens and a call for one as warm-up, each trial is a call for one token (T1, the
-             time to first token) and a call for N (TN): a token takes (TN - T1) / (N - 1). The overhead is that of
-             `attach` over the explicit objects in the same trial. Plain `generate` makes `--plain-tokens` only.
-             On a CPU the explicit object is the cache alone, because `attach` uses no decoder there, and a prompt of
-             fewer than 512 tokens is left to transformers.
-  chat       the first call is a history of random tokens, in the place of the earlier turns. Then each turn adds
-             `--turn-tokens` random tokens, a call for one token is timed, and `attach(model, reuse_prefix=True)`
-             answers with `--answer-tokens`. The others are timed on the same prompts, and answer nothing: they keep
-             nothing for the next turn. The warm-up is a whole chat of the same lengths with other tokens: a new length
-             costs more the first time, and in one process the first contender would pay for the others.
-Median (minimum to maximum) over the trials, or over the turns. Greedy, random prompts. Exit status
-1 when a contender fell back on a GPU or reused no tokens in a chat, 2 for a bad argument.
+All contenders run in this process, in turns. The model has twins: instances that share its weights.
+`detach` would free the pool and the captured steps: a twin stays attached, and the model never is.
+  overhead   After a call for all N tokens and a call for one as warm-up, each trial is a call for
+             one token (T1, the time to first token) and a call for N (TN): a token takes
+             (TN - T1) / (N - 1). The overhead is that of `attach` over the explicit objects in the
+             same trial. Plain `generate` makes `--plain-tokens` only. On a CPU the explicit object
+             is the cache alone, because `attach` uses no decoder there.
+  chat       The first call is a history of random tokens. Then each turn adds `--turn-tokens`
+             random tokens, a call for one token is timed, and `attach(model, reuse_prefix=True)`
+             answers with `--answer-tokens`. The others are timed on the same prompts, and answer
+             nothing: they keep nothing for the next turn. The warm-up is a whole chat of the same
+             lengths with other tokens: a new length costs more the first time.
+Exit status 1 if a contender fell back on a GPU or reused no tokens in a chat, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -26,26 +23,21 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from itertools import permutations
+from functools import partial
 from typing import Any
 
 import measure as timing
-import tables
 import torch
-from contenders import CONTENDERS, Keywords
-from measure import spread
+from contenders import CONTENDERS, NextKeywords
+from measure import in_turns, shuffled, spread, token_ms
 from outputs import at_least, benchmark_parser, run_benchmark
-from provenance import provenance
-from record_figures import ATTACH, attach_cost, chat_growth, conditions, on_cpu
+from records import Record, on_cpu
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from workload import BadArgument, Workload, check_workload_arguments, context_length
+from workload import BadArgument, Workload, build_workload, context_length, fill_lengths
 
 from hf_static_kv import Attachment, GraphDecoder, attach
 
-Record = dict[str, Any]
 HISTORIES = [2048, 4096, 8192, 16384]
 
 
@@ -56,25 +48,27 @@ class Side:
         self,
         name: str,
         model: PreTrainedModel,
-        next_keywords: Callable[[], Keywords] = dict,
+        next_keywords: NextKeywords = dict,
         attachment: Attachment | None = None,
     ) -> None:
-        self.name, self.next_keywords, self.attachment = name, next_keywords, attachment
+        self.name = name
         self.model: Any = model
+        self.next_keywords = next_keywords
+        self.attachment = attachment
 
     def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
-        """The prompt and its new tokens.
-
-        A cache that must be reset is reset here, as its user would.
-        """
+        """The prompt and its new tokens. A cache is reset here, as its user would do."""
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        tokens: torch.Tensor = self.model.generate(
-            **prompt, **self.next_keywords(), max_new_tokens=new_tokens, do_sample=False
-        )
+        how = {"do_sample": False, "max_new_tokens": new_tokens, **self.next_keywords()}
+        tokens: torch.Tensor = self.model.generate(**prompt, **how)
         return tokens
 
     def seconds(self, ids: torch.Tensor, new_tokens: int) -> float:
         return timing.seconds(lambda: self.generate(ids, new_tokens), str(self.model.device))
+
+    def trial(self, ids: torch.Tensor, new_tokens: int) -> tuple[float, float]:
+        """Seconds of a call for one token, and of a call for all."""
+        return self.seconds(ids, 1), self.seconds(ids, new_tokens)
 
     @property
     def reused_tokens(self) -> int:
@@ -82,7 +76,7 @@ class Side:
 
     @property
     def fallback_reason(self) -> str | None:
-        """Why the last call did not run as a captured step; None also where none was asked for."""
+        """Why the last call did not run as a captured step; None also if none was asked for."""
         asked = self.attachment or self.next_keywords().get("custom_generate")
         return getattr(asked, "fallback_reason", None)
 
@@ -95,17 +89,6 @@ def twin(model: PreTrainedModel) -> PreTrainedModel:
 def attached_twin(name: str, model: PreTrainedModel, **settings: Any) -> Side:
     instance = twin(model)
     return Side(name, instance, attachment=attach(instance, **settings))
-
-
-def in_turns(sides: list[Side], turn: int) -> list[Side]:
-    """Every order once before one comes again:
-
-    none follows a slow contender more often than another does.
-    """
-    orders = list(permutations(sides))
-    return list(
-        orders[5 * turn % len(orders)]
-    )  # 5 divides neither 6 nor 24, and few turns are unlike each other too
 
 
 # --- the overhead
@@ -124,37 +107,24 @@ def overhead_sides(model: PreTrainedModel, workload: Workload) -> list[Side]:
 
 def overhead(model: PreTrainedModel, workload: Workload, plain_tokens: int, trials: int) -> Record:
     """The contenders with their times, and what `attach` adds to those of the explicit objects."""
-    sides, ids = overhead_sides(model, workload), workload.prompt()["input_ids"]
-    tokens = {side.name: workload.new_tokens for side in sides}
+    sides = {side.name: side for side in overhead_sides(model, workload)}
+    ids = workload.prompt()["input_ids"]
+    tokens = dict.fromkeys(sides, workload.new_tokens)
     tokens["dynamic"] = min(plain_tokens, workload.new_tokens)
-    for side in sides:
-        side.generate(ids, tokens[side.name])
+    for name, side in sides.items():
+        side.generate(ids, tokens[name])
         side.generate(ids, 1)
-    times: dict[str, list[tuple[float, float]]] = {side.name: [] for side in sides}
-    for trial in tqdm(range(trials), desc="overhead", disable=None, leave=False):
-        for side in in_turns(sides, trial):
-            times[side.name].append((side.seconds(ids, 1), side.seconds(ids, tokens[side.name])))
-    rows = [
-        {"name": side.name, "new_tokens": tokens[side.name], "trials_s": times[side.name]}
-        | {"fallback_reason": side.fallback_reason}
-        for side in sides
-    ]
-    for row in rows:
-        row["summary"] = summarize(row)
-    held = next(side.attachment for side in sides if side.attachment is not None)
-    figures = {
-        key: getattr(held, key) for key in ("calls", "hits", "captured_steps", "memory_bytes")
-    }
-    return {
-        "contenders": rows,
-        "overhead": compare(rows, "attach", sides[0].name),
-        "attachment": figures,
-    }
+    calls = {name: partial(side.trial, ids, tokens[name]) for name, side in sides.items()}
+    rows = []
+    for name, trials_s in in_turns(calls, trials).items():
+        row = {"name": name, "new_tokens": tokens[name], "trials_s": trials_s}
+        row["fallback_reason"] = sides[name].fallback_reason
+        rows.append(row | {"summary": summarize(row)})
+    return {"contenders": rows, "overhead": compare(rows, "attach", next(iter(sides)))}
 
 
-def token_ms(row: Record) -> list[float]:
-    """Milliseconds of a token after the first, of each trial."""
-    return [(total - first) / (row["new_tokens"] - 1) * 1e3 for first, total in row["trials_s"]]
+def decode_ms(row: Record) -> list[float]:
+    return token_ms(row["trials_s"], row["new_tokens"])
 
 
 def first_token_ms(row: Record) -> list[float]:
@@ -162,26 +132,22 @@ def first_token_ms(row: Record) -> list[float]:
 
 
 def summarize(row: Record) -> Record:
-    return {"first_token_ms": spread(first_token_ms(row)), "decode_ms": spread(token_ms(row))}
+    return {"first_token_ms": spread(first_token_ms(row)), "decode_ms": spread(decode_ms(row))}
 
 
 def compare(rows: list[Record], name: str, base: str) -> Record:
-    """What one contender takes more than another in the same trial:
+    """What one contender takes more than another in the same trial.
 
-    the host's speed changes between trials.
+    The host's speed changes between trials.
     """
     ours, theirs = (next(row for row in rows if row["name"] == wanted) for wanted in (name, base))
-    percent = [
-        100 * (one / other - 1) for one, other in zip(token_ms(ours), token_ms(theirs), strict=True)
-    ]
-    added = [
-        one - other for one, other in zip(first_token_ms(ours), first_token_ms(theirs), strict=True)
-    ]
+    tokens = zip(decode_ms(ours), decode_ms(theirs), strict=True)
+    first = zip(first_token_ms(ours), first_token_ms(theirs), strict=True)
     return {
         "of": name,
         "over": base,
-        "token_percent": spread(percent),
-        "first_token_ms": spread(added),
+        "token_percent": spread([100 * (one / other - 1) for one, other in tokens]),
+        "first_token_ms": spread([one - other for one, other in first]),
     }
 
 
@@ -194,30 +160,35 @@ def chat(sides: list[Side], history: int, seed: int, args: argparse.Namespace) -
     vocab_size = sides[0].model.config.get_text_config().vocab_size
 
     def random_ids(length: int) -> torch.Tensor:
-        return torch.randint(vocab_size, (args.batch_size, length), generator=generator).to(
-            args.device
-        )
+        shape = (args.batch_size, length)
+        return torch.randint(vocab_size, shape, generator=generator).to(args.device)
 
-    rows: dict[str, Record] = {
-        side.name: {"first_token_s": [], "reused_tokens": []} for side in sides
-    }
-    ids, prompt_tokens = random_ids(history), []
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    reused: dict[str, list[int]] = {side.name: [] for side in sides}
+    ids = random_ids(history)
+    prompt_tokens = []
     for side in sides[1:]:
         side.generate(ids, 1)
     for turn in range(args.turns):
-        ids = torch.cat(
-            [sides[0].generate(ids, args.answer_tokens), random_ids(args.turn_tokens)], dim=1
-        )
+        answered = sides[0].generate(ids, args.answer_tokens)
+        ids = torch.cat([answered, random_ids(args.turn_tokens)], dim=1)
         prompt_tokens.append(ids.shape[1])
-        for side in in_turns(sides, turn):
+        for side in shuffled(sides, turn):
             before = side.reused_tokens
-            rows[side.name]["first_token_s"].append(side.seconds(ids, 1))
-            rows[side.name]["reused_tokens"].append(side.reused_tokens - before)
-    for side in sides:
-        ms = spread([seconds * 1e3 for seconds in rows[side.name]["first_token_s"]])
-        rows[side.name] |= {"first_token_ms": ms, "fallback_reason": side.fallback_reason}
-    shared = {"history": history, "prompt_tokens": prompt_tokens}
-    return [{"contender": side.name, **shared, **rows[side.name]} for side in sides]
+            seconds[side.name].append(side.seconds(ids, 1))
+            reused[side.name].append(side.reused_tokens - before)
+    return [
+        {
+            "contender": side.name,
+            "history": history,
+            "prompt_tokens": prompt_tokens,
+            "first_token_s": seconds[side.name],
+            "reused_tokens": reused[side.name],
+            "first_token_ms": spread([taken * 1e3 for taken in seconds[side.name]]),
+            "fallback_reason": side.fallback_reason,
+        }
+        for side in sides
+    ]
 
 
 def chats(model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
@@ -233,101 +204,64 @@ def chats(model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
 def measure(args: argparse.Namespace) -> Record:
     workload = chosen(args)
     model = workload.build_model()
+    sizes = ("trials", "turns", "turn_tokens", "answer_tokens")
     return {
-        **provenance(workload.device),
-        "workload": asdict(workload),
-        "random_weights": workload.has_random_weights,
-        "trials": args.trials,
+        **workload.origin(),
+        **{key: getattr(args, key) for key in sizes},
         **overhead(model, workload, args.plain_tokens, args.trials),
-        **{key: getattr(args, key) for key in ("turns", "turn_tokens", "answer_tokens")},
         "chat": chats(model, args),
     }
 
 
-def report(record: Record) -> str:
-    cost = f"`attach(model)` over {ATTACH[record['overhead']['over']]}: {attach_cost(record)}."
-    lines = [f"- {line}" for line in (cost, chat_growth(record), *problems(record)) if line]
-    return "\n\n".join([conditions(record), tables.attach([record], spread=True), "\n".join(lines)])
-
-
 def problems(record: Record) -> list[str]:
     """Contenders that did not run as their name says."""
-    named = [(row["name"], row) for row in record["contenders"]]
-    named += [(f"{row['contender']}, history {row['history']}", row) for row in record["chat"]]
-    fell_back = [] if on_cpu(record) else [(name, row["fallback_reason"]) for name, row in named]
-    lines = [f"{name} fell back: {reason}" for name, reason in fell_back if reason]
-    reusing = [(name, row) for name, row in named if row.get("contender") == "attach-reuse"]
-    return lines + [
-        f"{name}: no tokens were reused" for name, row in reusing if not all(row["reused_tokens"])
-    ]
+    rows = {row["name"]: row for row in record["contenders"]}
+    rows |= {f"{row['contender']}, history {row['history']}": row for row in record["chat"]}
+    lines = []
+    for name, row in rows.items():
+        if row["fallback_reason"] and not on_cpu(record):
+            lines.append(f"{name} fell back: {row['fallback_reason']}")
+        if row.get("contender") == "attach-reuse" and not all(row["reused_tokens"]):
+            lines.append(f"{name}: no tokens were reused")
+    return lines
 
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument(
-        "--prompt-len", type=int, help="default: 512, or half of a context below 1024"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024"
-    )
-    parser.add_argument(
-        "--plain-tokens", type=int, default=32, help="limit for plain `generate` (%(default)s)"
-    )
-    parser.add_argument(
-        "--trials", type=int, default=24, help="%(default)s, one for each order of four contenders"
-    )
-    parser.add_argument(
-        "--histories",
-        type=int,
-        nargs="+",
-        help=f"default: those of {HISTORIES} that the model takes; 0: no chat",
-    )
-    parser.add_argument(
-        "--turn-tokens", type=int, help="new tokens of a prompt; default: 64, fewer below 2048"
-    )
-    parser.add_argument(
-        "--answer-tokens", type=int, help="default: 32, fewer for a context below 2048"
-    )
-    parser.add_argument(
-        "--turns", type=int, default=6, help="%(default)s, one for each order of three contenders"
-    )
+    add = parser.add_argument
+    add("--plain-tokens", type=int, default=32, help="limit for plain `generate` (%(default)s)")
+    add("--trials", type=int, default=24, help="%(default)s")
+    fitting = f"those of {HISTORIES} that the model takes"
+    add("--histories", type=int, nargs="+", help=f"default: {fitting}; 0: no chat")
+    add("--turn-tokens", type=int, help="new tokens of a prompt; default: 64, fewer below 2048")
+    add("--answer-tokens", type=int, help="default: 32, fewer for a context below 2048")
+    add("--turns", type=int, default=6, help="%(default)s")
     return parser
 
 
 def chosen(args: argparse.Namespace) -> Workload:
     """The workload of the overhead; fills in the sizes of the chat."""
     context = context_length(args) or 1 << 20
-    defaults = {"prompt_len": min(512, context // 2), "new_tokens": min(256, context // 4)}
-    defaults |= {"turn_tokens": min(64, context // 32), "answer_tokens": min(32, context // 64)}
-    for name, size in defaults.items():
-        if getattr(args, name) is None:
-            setattr(args, name, size)
-    at_least(
-        prompt_len=(args.prompt_len, 1), new_tokens=(args.new_tokens, 3), trials=(args.trials, 1)
-    )
-    at_least(
-        plain_tokens=(args.plain_tokens, 3),
-        turns=(args.turns, 1),
-        turn_tokens=(args.turn_tokens, 1),
-    )
-    at_least(answer_tokens=(args.answer_tokens, 2))
+    fill_lengths(args)
+    if args.turn_tokens is None:
+        args.turn_tokens = min(64, context // 32)
+    if args.answer_tokens is None:
+        args.answer_tokens = min(32, context // 64)
+    at_least(args, prompt_len=1, new_tokens=3, trials=1, plain_tokens=3)
+    at_least(args, turns=1, turn_tokens=1, answer_tokens=2)
     growth = args.turns * (args.turn_tokens + args.answer_tokens)
     if args.histories is None:
         args.histories = [n for n in HISTORIES if n + growth < context] or [context - growth - 1]
-    at_least(histories=(min(args.histories), 0))
+    at_least(args, histories=0)
     if 0 in args.histories and len(args.histories) > 1:
         raise BadArgument("--histories 0 is no chat: pass it alone")
     args.histories = [history for history in args.histories if history]
-    capacity = args.prompt_len + args.new_tokens
-    check_workload_arguments(
-        args, max([capacity, *(history + growth + 1 for history in args.histories)])
-    )
-    sizes = (args.prompt_len, args.new_tokens, args.batch_size, capacity, args.real_weights)
-    return Workload(args.model, args.device, args.dtype, *sizes)
+    longest = max((history + growth + 1 for history in args.histories), default=0)
+    return build_workload(args, longest)
 
 
 def main() -> int:
-    return run_benchmark(parser(), measure, report, failed=lambda record: bool(problems(record)))
+    return run_benchmark(parser(), measure, problems)
 
 
 if __name__ == "__main__":

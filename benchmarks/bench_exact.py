@@ -1,63 +1,54 @@
-"""How far apart logits are that should be the same, without and inside `exact`, and what `exact`
-costs.
+"""How far apart logits are that should be the same, without and inside `exact`, and its cost.
 
     python benchmarks/bench_exact.py --model llama-3.2-1b --dtype float16 --json exact.json
     python benchmarks/bench_exact.py --model llama --device cpu --prompt-len 60 --new-tokens 20 --prefills 64
 
 The largest difference of logits in each comparison:
-  chunks     one pass without a cache, and the same tokens through the cache in chunks and single tokens
+  chunks     one pass without a cache, and the same tokens through the cache in chunks and singly
   decoder    the logits of `GraphDecoder`, and those of one pass without a cache over its tokens
   batch      a batch row among eight through the cache, and alone
   padding    a batch row with left padding beside a longer one, and without padding
   capacity   in a cache of just enough capacity, and of 32 times as much
   crop       after a part of the sequence was cropped and written again
-Cost: milliseconds of a prompt and of a decode step of `GraphDecoder`, without and inside `exact` in
-turns; the median (minimum to maximum) of 5 trials after one for warming up. `--prefills 0` leaves
-the cost out. Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
+Cost: milliseconds of a prompt and of a decode step of `GraphDecoder`, without and inside `exact`, 5
+trials in turns after one for warming up; `--prefills 0` leaves it out. Exit status 1 if a
+difference inside `exact` is not zero, 2 for a bad argument.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import tables
 import torch
-from measure import TimedGenerate, seconds, spread
+from measure import TimedGenerate, cost_of_exact, decoded_logits, on_both_sides, seconds
 from outputs import at_least, benchmark_parser, run_benchmark
-from provenance import provenance
-from record_figures import conditions, differs_inside_exact
+from records import Record, differs_inside_exact
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from workload import BadArgument, Workload, check_workload_arguments
+from workload import BadArgument, Workload, build_workload
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv import StaticContiguousCache
 
-Record = dict[str, Any]
 TRIALS = 5
-SIDES = ("usual", "exact")
-ROWS, PADDING = 8, 37
+ROWS = 8
+PADDING = 37
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Comparisons:
-    """Pairs of computations that should give the same logits, over `prompt_len` + `new_tokens`
-    tokens.
-    """
+    """Pairs of computations that should give the same logits."""
 
     def __init__(self, model: PreTrainedModel, prompt_len: int, new_tokens: int) -> None:
         self.model: Any = model
-        self.prompt_len, self.new_tokens, self.length = (
-            prompt_len,
-            new_tokens,
-            prompt_len + new_tokens,
-        )
+        self.prompt_len = prompt_len
+        self.new_tokens = new_tokens
+        self.length = prompt_len + new_tokens
         generator = torch.Generator().manual_seed(0)
         vocab_size = model.config.get_text_config().vocab_size
-        self.ids = torch.randint(vocab_size, (ROWS, self.length), generator=generator).to(
-            model.device
-        )
+        ids = torch.randint(vocab_size, (ROWS, self.length), generator=generator)
+        self.ids = ids.to(model.device)
 
     def cached_logits(
         self,
@@ -66,13 +57,12 @@ class Comparisons:
         capacity: int | None = None,
         mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Two chunks of a prompt, then `singles` tokens:
-
-        the logits from the prompt's last token on.
-        """
+        """The logits from the prompt's last token on: two chunks of it, then `singles` tokens."""
         cache = StaticContiguousCache.from_model(self.model, capacity or ids.shape[1], len(ids))
         prompt = ids.shape[1] - singles
-        sizes, end, logits = [prompt // 3, prompt - prompt // 3, *[1] * singles], 0, []
+        sizes = [prompt // 3, prompt - prompt // 3, *[1] * singles]
+        end = 0
+        logits = []
         for chunk in ids.split(sizes, dim=1):
             end += chunk.shape[1]
             keywords = {}
@@ -87,41 +77,29 @@ class Comparisons:
         logits: torch.Tensor = self.model(ids, use_cache=False).logits[:, -singles - 1 :]
         return logits
 
-    def chunks(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def chunks(self) -> Pair:
         return self.cached_logits(self.ids[:1], 24), self.uncached_logits(self.ids[:1], 24)
 
-    def decoder(self) -> tuple[torch.Tensor, torch.Tensor]:
-        cache, decoder = StaticContiguousCache.from_model(self.model, self.length), GraphDecoder()
-        output = self.model.generate(
-            self.ids[:1, : self.prompt_len],
-            past_key_values=cache,
-            custom_generate=decoder,
-            max_new_tokens=self.new_tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
-        if decoder.fallback_reason is not None:
-            raise BadArgument(f"GraphDecoder falls back on this model: {decoder.fallback_reason}")
-        return torch.stack(output.logits, dim=1), self.uncached_logits(
-            output.sequences[:, :-1], self.new_tokens - 1
-        )
+    def decoder(self) -> Pair:
+        prompt = {"input_ids": self.ids[:1, : self.prompt_len]}
+        ids, logits = decoded_logits(self.model, prompt, self.new_tokens, do_sample=False)
+        return logits, self.uncached_logits(ids[:, :-1], self.new_tokens - 1)
 
-    def batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def batch(self) -> Pair:
         alone = [self.cached_logits(self.ids[row : row + 1], 4) for row in range(ROWS)]
         return self.cached_logits(self.ids, 4), torch.cat(alone)
 
-    def padding(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def padding(self) -> Pair:
         mask = torch.ones_like(self.ids[:2])
         mask[0, :PADDING] = 0
         padded = self.cached_logits(self.ids[:2], 8, mask=mask)[:1]
         return padded, self.cached_logits(self.ids[:1, PADDING:], 8)
 
-    def capacity(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def capacity(self) -> Pair:
         ids = self.ids[:1]
         return self.cached_logits(ids, 8), self.cached_logits(ids, 8, capacity=32 * self.length)
 
-    def crop(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def crop(self) -> Pair:
         cache = StaticContiguousCache.from_model(self.model, self.length)
         self.model(self.ids[:1, : self.prompt_len], past_key_values=cache)
         cache.crop(-self.prompt_len // 2)
@@ -143,7 +121,8 @@ class Cost:
 
     def __init__(self, model: PreTrainedModel, workload: Workload, prefills: list[int]) -> None:
         self.model: Any = model
-        self.device, self.generate = workload.device, TimedGenerate(model, "graph", workload)
+        self.device = workload.device
+        self.generate = TimedGenerate(model, "graph", workload)
         self.prompts = {length: workload.prompt(length)["input_ids"] for length in prefills}
         self.cache = StaticContiguousCache.from_model(model, max(prefills))
 
@@ -153,58 +132,28 @@ class Cost:
 
     def _prefill_ms(self, ids: torch.Tensor) -> float:
         self.cache.reset()
-        return (
-            seconds(
-                lambda: self.model(ids, past_key_values=self.cache, logits_to_keep=1), self.device
-            )
-            * 1e3
-        )
-
-
-def costs(model: PreTrainedModel, workload: Workload, prefills: list[int]) -> dict[str, Record]:
-    """Both sides in turns, each with its spread over the trials."""
-    cost = Cost(model, workload, prefills)
-    trials: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in tqdm(range(TRIALS + 1), disable=None, leave=False):
-        for side in SIDES:
-            with _side(model, side):
-                trials[side].append(cost.trial())
-    warm = {side: rows[1:] for side, rows in trials.items()}
-    return {
-        side: {name: spread([row[name] for row in rows]) for name in rows[0]}
-        for side, rows in warm.items()
-    }
-
-
-def _side(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-    return exact(model) if name == "exact" else nullcontext()
+        how = {"past_key_values": self.cache, "logits_to_keep": 1}
+        return seconds(lambda: self.model(ids, **how), self.device) * 1e3
 
 
 @torch.no_grad()
 def measure(args: argparse.Namespace) -> Record:
-    workload, prefills = chosen(args), [length for length in args.prefills if length]
-    model, differences = workload.build_model(), {}
-    for side in SIDES:
-        with _side(model, side):
-            differences[side] = Comparisons(
-                model, workload.prompt_len, workload.new_tokens
-            ).differences()
-    shown = {key: getattr(workload, key) for key in ("model", "dtype", "prompt_len", "new_tokens")}
-    record = {**provenance(workload.device), "workload": shown, "differences": differences}
-    return {**record, "ms": costs(model, workload, prefills)} if prefills else record
-
-
-def report(record: Record) -> str:
-    return f"{conditions(record)}\n\n{tables.exact([record], spread=True)}"
+    workload = chosen(args)
+    model = workload.build_model()
+    comparisons = Comparisons(model, workload.prompt_len, workload.new_tokens)
+    differences = on_both_sides(model, comparisons.differences)
+    record = {**workload.origin(), "differences": differences}
+    if args.prefills != [0]:
+        cost = Cost(model, workload, args.prefills)
+        record["ms"] = cost_of_exact(model, cost.trial, TRIALS)
+    return record
 
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--prompt-len", type=int, default=600)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument(
-        "--prefills", type=int, nargs="+", default=[512, 4096], help="prompts to time; 0: no cost"
-    )
+    parser.set_defaults(prompt_len=600, new_tokens=256)
+    words = "prompts to time; 0: no cost"
+    parser.add_argument("--prefills", type=int, nargs="+", default=[512, 4096], help=words)
     return parser
 
 
@@ -213,16 +162,14 @@ def chosen(args: argparse.Namespace) -> Workload:
         raise BadArgument(
             f"--batch-size {args.batch_size}: the comparisons have batches of their own"
         )
-    at_least(prompt_len=(args.prompt_len, PADDING + 16), new_tokens=(args.new_tokens, 2))
-    at_least(prefills=(min(args.prefills), 0))
-    capacity = args.prompt_len + args.new_tokens
-    check_workload_arguments(args, max([capacity, *args.prefills]))
-    sizes = (args.prompt_len, args.new_tokens, 1, capacity, args.real_weights)
-    return Workload(args.model, args.device, args.dtype, *sizes)
+    at_least(args, prompt_len=PADDING + 16, new_tokens=2)
+    if args.prefills != [0]:
+        at_least(args, prefills=1)
+    return build_workload(args, longest=max(args.prefills))
 
 
 def main() -> int:
-    return run_benchmark(parser(), measure, report, failed=differs_inside_exact)
+    return run_benchmark(parser(), measure, differs_inside_exact)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,22 @@
-"""How long `generate` takes with each cache: first token, decode, first call, memory, share of the
-bandwidth.
+"""How long `generate` takes with each cache: first token, decode, first call, memory, bandwidth.
 
     python benchmarks/bench_generation.py --model gemma3 --device cpu --compare
-    python benchmarks/bench_generation.py --model llama-3.2-1b --compare --json llama.json --plot llama.png
-    python benchmarks/bench_generation.py --model qwen3-1.7b --contenders dynamic,contiguous --trials 5
+    python benchmarks/bench_generation.py --model llama-3.2-1b --compare --json generation.json
     python benchmarks/bench_generation.py --model qwen3-30b-a3b --contenders dynamic,graph  # 57 GiB for each
+    python benchmarks/bench_generation.py --model llama --device cpu --lengths 10 50 128 200
 
 Each contender runs in a fresh process with its own copy of the model, all at once in memory:
-  first call   from the loaded model to the last token, set-up of the cache included, with empty compile caches; it is
-               also the warm-up of what follows
-  trials       contenders in turns; a call for one token (T1, the time to first token) and a call for all N (TN):
-               a decode step takes (TN - T1) / (N - 1), the cost of the loop included
+  first call   from the loaded model to the last token, with empty compile caches; it is also the
+               warm-up of what follows
+  trials       contenders in turns; a call for one token (T1, the time to first token) and a call
+               for all N (TN): a decode step takes (TN - T1) / (N - 1), the loop included
   latencies    one more call in the last turn, with a clock that synchronizes after each token
-Median (minimum to maximum) over the trials; percentiles over the steps of the clocked call. Greedy,
-random prompts. Exit status 1 when a contender failed, 2 for a bad argument.
+
+`--lengths` measures instead how many times faster our cache, without the decoder, generates N
+tokens than no cache, from a prompt of one token. On paper that is (N + 1) / 2: passes over 1, 2,
+... N tokens against N passes over one. But a pass over n tokens does not take n times as long: both
+read the weights once.
+Exit status 1 if a contender failed or fell back, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -21,39 +24,31 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
+from functools import partial
 
-import plots
-import tables
+import measure as timing
 import torch
 from contenders import CONTENDERS, bytes_held, contender_names, refuse_gpu_only
-from measure import Clock, TimedGenerate, bytes_per_step, latency, measure_bandwidth, spread
+from contest import Entry, entered
+from measure import Clock, TimedGenerate, bytes_per_step, in_turns, measure_bandwidth, spread
 from outputs import at_least, benchmark_parser, run_benchmark
-from processes import Failed, FreshProcess
-from provenance import provenance
-from record_figures import conditions, label, measured, not_run, with_range
+from records import Record
 from tqdm import tqdm
-from workload import BadArgument, Workload, check_workload_arguments, context_length
-
-Record = dict[str, Any]
+from workload import Workload, build_workload
 
 
 class Runner:
     """One contender with its model, in a process of its own."""
 
     def __init__(self, name: str, workload: Workload, new_tokens: int) -> None:
-        self.workload, self.new_tokens = workload, new_tokens
+        self.workload = workload
+        self.new_tokens = new_tokens
         model = workload.build_model()
         self.generate = TimedGenerate(model, name, workload)
         self.loaded_bytes = 0
-        self.bytes_per_step = bytes_per_step(
-            model, workload.mean_prompt_len, new_tokens, workload.batch_size
-        )
+        prompt_len = workload.mean_prompt_len
+        self.bytes_per_step = bytes_per_step(model, prompt_len, new_tokens, workload.batch_size)
 
     def first_call(self) -> float:
         """Seconds from the loaded model to the last token, the cache's set-up included."""
@@ -85,75 +80,28 @@ class Runner:
         }
 
 
-class Entry:
-    """A contender's process and its row of the record. After a failure the process is closed."""
-
-    def __init__(self, name: str, workload: Workload, new_tokens: int, bar: tqdm) -> None:
-        self.row: Record = {"name": name, "new_tokens": new_tokens}
-        self.bar, self.process = bar, None
-        if CONTENDERS[name].gpu_only and not workload.on_gpu:
-            self.row["unavailable"] = CONTENDERS[name].gpu_only
-            return
-        with self._reporting("loading"):
-            self.process = FreshProcess(Runner, name, workload, new_tokens)
-
-    def measure(self, method: str) -> Any:
-        """The result of this method of the `Runner`, or None after a failure."""
-        with self._reporting(method):
-            return self.process.call(method) if self.process else None
-
-    def close(self) -> None:
-        if self.process:
-            self.process.close()
-            self.process = None
-
-    @contextmanager
-    def _reporting(self, words: str) -> Iterator[None]:
-        self.bar.set_description(f"{self.row['name']}: {words.replace('_', ' ')}")
-        try:
-            yield
-        except Failed as failure:
-            self.row["error"] = str(failure)
-            self.close()
-        self.bar.update()
-
-
 def contest(
     names: list[str], workload: Workload, uncached_tokens: int, trials: int
 ) -> list[Record]:
-    """A row for each contender:
-
-    first calls one by one, then trials in turns, each turn in another order.
-    """
-    with (
-        tqdm(total=len(names) * (trials + 4), leave=False, disable=None) as bar,
-        ExitStack() as stack,
-    ):
-
-        def load(name: str) -> Entry:
-            tokens = (
-                workload.new_tokens
-                if CONTENDERS[name].cached
-                else min(uncached_tokens, workload.new_tokens)
-            )
-            entry = Entry(name, workload, tokens, bar)
-            stack.callback(entry.close)
-            return entry
-
-        with ThreadPoolExecutor() as pool:  # nothing is measured before all are loaded
-            entries = list(pool.map(load, names))
+    """A row for each contender: first calls one by one, then trials in turns."""
+    tokens = dict.fromkeys(names, workload.new_tokens)
+    for name in names:
+        if not CONTENDERS[name].cached:
+            tokens[name] = min(uncached_tokens, workload.new_tokens)
+    rows: dict[str, Record] = {name: {"name": name, "new_tokens": tokens[name]} for name in names}
+    with entered(names, lambda name: Entry(name, workload, Runner, tokens[name])) as entries:
+        for entry in tqdm(entries, desc="first calls", leave=False, disable=None):
+            rows[entry.name]["cold_start_s"] = entry.call("first_call")
+            rows[entry.name]["trials_s"] = []
+        for trial in tqdm(range(trials), desc="trials", leave=False, disable=None):
+            for entry in timing.shuffled(entries, trial):
+                rows[entry.name]["trials_s"].append(entry.call("trial"))
+                if trial == trials - 1:
+                    rows[entry.name]["step_ms"] = entry.call("step_ms")
         for entry in entries:
-            entry.row["cold_start_s"] = entry.measure("first_call")
-            entry.row["trials_s"] = []
-        for i in range(trials):
-            first = i % len(entries)
-            for entry in entries[first:] + entries[:first]:
-                entry.row["trials_s"].append(entry.measure("trial"))
-                if i == trials - 1:
-                    entry.row["step_ms"] = entry.measure("step_ms")
-        for entry in entries:
-            entry.row |= entry.measure("state") or {}
-    return [entry.row for entry in entries]
+            rows[entry.name] |= entry.call("state") or {}
+            rows[entry.name] |= entry.outcome
+    return list(rows.values())
 
 
 def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -> Record:
@@ -162,15 +110,14 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
     step_s = [(total - first) / steps for first, total in row["trials_s"]]
     first_token = spread([first for first, _ in row["trials_s"]])
     warm = statistics.median(total for _, total in row["trials_s"])
-    bytes_per_second = (
-        None if row["bytes_per_step"] is None else row["bytes_per_step"] / statistics.median(step_s)
-    )
+    read = row["bytes_per_step"]
+    bytes_per_second = None if read is None else read / statistics.median(step_s)
     return {
         "first_token_ms": {key: value * 1e3 for key, value in first_token.items()},
         "prompt_tokens_per_s": batch_size * prompt_len / first_token["median"],
         "decode_ms": spread([s * 1e3 for s in step_s]),
         "decode_tokens_per_s": spread([batch_size / s for s in step_s]),
-        "latency_ms": latency(row["step_ms"]),
+        "latency_ms": timing.latency(row["step_ms"]),
         "cold_start_s": row["cold_start_s"],
         "cold_share": max(0.0, 1 - warm / row["cold_start_s"]),
         "gb_per_s": None if bytes_per_second is None else bytes_per_second / 1e9,
@@ -181,118 +128,78 @@ def summarize(row: Record, prompt_len: int, batch_size: int, bandwidth: float) -
 def measure(args: argparse.Namespace) -> Record:
     """The record: each contender with its summary, or with the reason why it did not run."""
     names, workload = chosen(args)
+    if args.lengths:
+        return measure_lengths(workload, args.lengths, args.trials)
     bandwidth = measure_bandwidth(workload.device) / 1e9
     rows = contest(names, workload, args.uncached_tokens, args.trials)
+    sizes = (workload.prompt_len, workload.batch_size, bandwidth * 1e9)
     for row in rows:
         if "error" not in row and "unavailable" not in row:
-            row["summary"] = summarize(
-                row, workload.prompt_len, workload.batch_size, bandwidth * 1e9
-            )
-    return {
-        **provenance(workload.device),
-        "workload": asdict(workload),
-        "random_weights": workload.has_random_weights,
-        "trials": args.trials,
-        "bandwidth_gb_per_s": bandwidth,
-        "contenders": rows,
-    }
+            row["summary"] = summarize(row, *sizes)
+    figures = {"trials": args.trials, "bandwidth_gb_per_s": bandwidth, "contenders": rows}
+    return {**workload.origin(), **figures}
 
 
-def report(record: Record) -> str:
-    """One contender a row, and what did not run."""
-    head = [
-        "",
-        "first token, ms",
-        "decode, tokens/s",
-        "ms per token: P50",
-        "P95",
-        "P99",
-        "of the bandwidth",
-    ]
-    head += ["first call, s", "cache, MiB", "peak over the model, MiB"]
-    rows = [[label(name), *_cells(row)] for name, row in measured(record).items()]
-    body = [tables.table(head, rows)] if rows else []
-    parts = [conditions(record), *body, "\n".join(not_run(record["contenders"]))]
-    return "\n\n".join(parts).rstrip()
-
-
-def _cells(row: Record) -> list[str]:
-    s, mib = row["summary"], [row["cache_bytes"], row["peak_bytes"]]
-    return [
-        with_range(s["first_token_ms"]),
-        with_range(s["decode_tokens_per_s"]),
-        *(f"{s['latency_ms'][key]:.2f}" for key in ("p50", "p95", "p99")),
-        "-"
-        if s["bandwidth_share"] is None
-        else f"{s['bandwidth_share']:.1%} ({s['gb_per_s']:,.1f} GB/s)",
-        f"{s['cold_start_s']:.2f} for {row['new_tokens']} tokens",
-        *("-" if size is None else f"{size / 2**20:,.1f}" for size in mib),
-    ]
+def measure_lengths(workload: Workload, lengths: list[int], trials: int) -> Record:
+    """No cache and ours in turns, after one call of each for warming up."""
+    model = workload.build_model()
+    calls = {}
+    for tokens in lengths:
+        for name in ("no-cache", "contiguous"):
+            timed = TimedGenerate(model, name, replace(workload, max_cache_len=tokens + 1))
+            calls[name, tokens] = partial(timed.seconds, tokens)
+    times = {key: spread(taken[1:]) for key, taken in in_turns(calls, 1 + trials).items()}
+    rows = []
+    for tokens in lengths:
+        uncached, cached = times["no-cache", tokens], times["contiguous", tokens]
+        row = {"tokens": tokens, "theoretical": (tokens + 1) / 2}
+        row["measured"] = uncached["median"] / cached["median"]
+        rows.append(row | {"uncached_s": uncached, "cached_s": cached})
+    return {**workload.origin(), "trials": trials, "rows": rows}
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = benchmark_parser(__doc__, plot=True)
-    parser.add_argument(
-        "--prompt-len", type=int, help="default: 512, or half of a context below 1024"
-    )
-    parser.add_argument(
-        "--new-tokens", type=int, help="default: 256, or a quarter of a context below 1024"
-    )
-    parser.add_argument(
-        "--max-cache-len",
-        type=int,
-        help="capacity of a static cache; default: just enough, the best for StaticCache",
-    )
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--max-cache-len", type=int, help="capacity of a static cache; default: just enough")
+    add("--uncached-tokens", type=int, default=32, help="limit without a cache (%(default)s)")
+    add("--trials", type=int, default=3, help="%(default)s")
+    add("--padded", action="store_true", help="batch rows of different lengths with left padding")
     who = parser.add_mutually_exclusive_group()
-    who.add_argument("--kv-cache", action="store_true", help="our cache alone; this is the default")
-    who.add_argument("--no-kv-cache", action="store_true", help="use_cache=False alone")
-    who.add_argument("--compare", action="store_true", help="every contender")
-    who.add_argument(
-        "--contenders",
-        type=contender_names,
-        help=f"separated by commas, of {', '.join(CONTENDERS)}",
-    )
-    parser.add_argument(
-        "--uncached-tokens", type=int, default=32, help="limit without a cache (%(default)s)"
-    )
-    parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument(
-        "--padded", action="store_true", help="batch rows of different lengths with left padding"
-    )
+    add = who.add_argument
+    add("--kv-cache", action="store_true", help="our cache alone; this is the default")
+    add("--no-kv-cache", action="store_true", help="use_cache=False alone")
+    add("--compare", action="store_true", help="every contender")
+    add("--contenders", type=contender_names, help=f"separated by commas: {', '.join(CONTENDERS)}")
+    add("--lengths", type=int, nargs="+", help="new tokens: the speed-up of our cache over none")
     return parser
 
 
 def chosen(args: argparse.Namespace) -> tuple[list[str], Workload]:
     """The contenders and the workload of these arguments, or `BadArgument`."""
-    context = context_length(args) or 1024
-    prompt_len = args.prompt_len if args.prompt_len is not None else min(512, context // 2)
-    new_tokens = args.new_tokens if args.new_tokens is not None else min(256, context // 4)
-    at_least(prompt_len=(prompt_len, 1), new_tokens=(new_tokens, 3), trials=(args.trials, 1))
-    at_least(uncached_tokens=(args.uncached_tokens, 3))
-    check_workload_arguments(args, prompt_len + new_tokens)
-    capacity = args.max_cache_len if args.max_cache_len is not None else prompt_len + new_tokens
-    if capacity < prompt_len + new_tokens:
-        raise BadArgument(
-            f"--max-cache-len {capacity} is less than {prompt_len} + {new_tokens} tokens"
-        )
+    at_least(args, prompt_len=1, new_tokens=3, trials=1, uncached_tokens=3)
+    if args.lengths:
+        at_least(args, lengths=2)
+        args.prompt_len = 1
+        args.new_tokens = max(args.lengths)
+    workload = build_workload(args, capacity=args.max_cache_len, padded=args.padded)
     every = [name for name, contender in CONTENDERS.items() if contender.in_all]
     names = ["no-cache"] if args.no_kv_cache else every if args.compare else args.contenders
     names = names or ["contiguous"]
     refuse_gpu_only(names, args.device)
-    sizes = (prompt_len, new_tokens, args.batch_size, capacity, args.real_weights, args.padded)
-    return names, Workload(args.model, args.device, args.dtype, *sizes)
+    return names, workload
 
 
-def plot(record: Record, path: Path) -> None:
-    plots.generation([record], path)
-
-
-def failed(record: Record) -> bool:
-    return any("error" in row for row in record["contenders"])
+def problems(record: Record) -> list[str]:
+    """Contenders that failed, or whose decoder fell back."""
+    rows = record.get("contenders", [])
+    lines = [f"{row['name']} FAILED: {row['error']}" for row in rows if "error" in row]
+    fell_back = [row for row in rows if row.get("fallback_reason")]
+    return lines + [f"{row['name']} fell back: {row['fallback_reason']}" for row in fell_back]
 
 
 def main() -> int:
-    return run_benchmark(parser(), measure, report, plot, failed)
+    return run_benchmark(parser(), measure, problems)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,21 @@
-"""Log-probabilities of a generation against those of a training pass, gradients, and the time of a
-training step.
+"""Log-probabilities of a generation against a training pass, gradients, and the training step.
 
     python benchmarks/bench_training.py --model llama-3.2-1b --dtype bfloat16 --json training.json
     python benchmarks/bench_training.py --model qwen3-30b-a3b-8l-16e --json training-experts.json
-    python benchmarks/bench_training.py --model llama --device cpu --prompt-len 16 --new-tokens 8 --train-len 16
+    python benchmarks/bench_training.py --model llama --device cpu --new-tokens 8 --train-len 16
 
 Each without and inside `exact`:
-  differences   `GraphDecoder` samples from left-padded prompts. A pass with gradients over the same sequences, with
-                more padding, gives log-probabilities of the same tokens: the largest difference over the whole
-                vocabulary, and the largest |ratio - 1| of the probabilities of the sampled tokens.
-  gradients     The relative error of the gradient of all parameters over two sequences, against a copy in float64: the
-                median (minimum to maximum) of 8 pairs of sequences. Of the copy, only what transformers computes in
-                float32 in every dtype (norms, routers) is not in float64.
-  steps         Milliseconds of forward and backward pass over `--batch-size` sequences of `--train-len` tokens, in
-                turns; the median (minimum to maximum) of 5 trials after one for warming up. `labels`: the model's own
-                loss. `token_logprobs`: our function, which computes the logits again in the backward pass.
-Exit status 1 when a difference inside `exact` is not zero, 2 for a bad argument.
+  differences   `GraphDecoder` samples from left-padded prompts. A pass with gradients over the same
+                sequences, with more padding, gives log-probabilities of the same tokens: the
+                largest difference over the whole vocabulary, and the largest |ratio - 1| of the
+                probabilities of the sampled tokens.
+  gradients     The relative error of the gradient of all parameters, against a copy in float64, for
+                8 pairs of sequences. Of the copy, only what transformers computes in float32 in
+                every dtype (norms, routers) is not in float64.
+  steps         Milliseconds of forward and backward pass over `--batch-size` sequences, 5 trials in
+                turns after one for warming up. `labels`: the model's own loss. `token_logprobs`:
+                our function, which computes the logits again in the backward pass.
+Exit status 1 if a difference inside `exact` is not zero, 2 for a bad argument.
 """
 
 from __future__ import annotations
@@ -23,58 +23,25 @@ from __future__ import annotations
 import argparse
 import copy
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import tables
 import torch
 import torch.nn.functional as F
-from measure import seconds, spread
+from measure import SIDES, cost_of_exact, decoded_logits, inside, on_both_sides, seconds, spread
 from outputs import at_least, benchmark_parser, run_benchmark
-from provenance import provenance
-from record_figures import conditions, differs_inside_exact
+from records import Record, differs_inside_exact
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from workload import BadArgument, Workload, check_workload_arguments
+from workload import Workload, build_workload, fill_lengths
 
-from hf_static_kv import (
-    GraphDecoder,
-    StaticContiguousCache,
-    exact,
-    selected_logprobs,
-    token_logprobs,
-)
+from hf_static_kv import selected_logprobs, token_logprobs
 
-Record = dict[str, Any]
 TRIALS = 5
-SIDES = ("usual", "exact")
 MORE_PADDING = 37
-GRADIENT_DRAWS, GRADIENT_ROWS, GRADIENT_LENGTH = 8, 2, 256
-
-
-def _side(model: PreTrainedModel, name: str) -> AbstractContextManager[None]:
-    return exact(model) if name == "exact" else nullcontext()
-
-
-def sample(model: Any, workload: Workload) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequences [B, T] and the logits that their new tokens were sampled from, [B, n, V]."""
-    cache, decoder = (
-        StaticContiguousCache.from_model(model, workload.max_cache_len, workload.batch_size),
-        GraphDecoder(),
-    )
-    output = model.generate(
-        **workload.prompt(),
-        past_key_values=cache,
-        custom_generate=decoder,
-        max_new_tokens=workload.new_tokens,
-        do_sample=True,
-        top_k=0,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
-    if decoder.fallback_reason is not None:
-        raise BadArgument(f"GraphDecoder falls back on this model: {decoder.fallback_reason}")
-    return output.sequences, torch.stack(output.logits, dim=1)
+GRADIENT_DRAWS = 8
+GRADIENT_ROWS = 2
+GRADIENT_LENGTH = 256
+CASES = ("labels", "token_logprobs")
 
 
 def training_logits(
@@ -85,19 +52,18 @@ def training_logits(
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     sequences = F.pad(sequences, (MORE_PADDING, 0))
     keywords = {"attention_mask": mask, "position_ids": positions, "use_cache": False}
-    logits: torch.Tensor = (
-        model(sequences, **keywords, logits_to_keep=new_tokens + 1).logits[:, :-1].detach()
-    )
-    return logits
+    logits: torch.Tensor = model(sequences, **keywords, logits_to_keep=new_tokens + 1).logits
+    return logits[:, :-1].detach()
 
 
 def differences(model: PreTrainedModel, workload: Workload) -> dict[str, float]:
     """The largest over all new tokens, one batch row after the other: a vocabulary is large."""
-    sequences, sampled = sample(model, workload)
-    trained = training_logits(
-        model, sequences, workload.prompt()["attention_mask"], workload.new_tokens
-    )
-    largest, ratios = [], []
+    prompt = workload.prompt()
+    how = {"do_sample": True, "top_k": 0}
+    sequences, sampled = decoded_logits(model, prompt, workload.new_tokens, **how)
+    trained = training_logits(model, sequences, prompt["attention_mask"], workload.new_tokens)
+    largest = []
+    ratios = []
     for row, tokens in enumerate(sequences[:, -workload.new_tokens :]):
         both = [logits[row].float() for logits in (sampled, trained)]
         largest.append((both[0].log_softmax(-1) - both[1].log_softmax(-1)).abs().max().item())
@@ -129,19 +95,17 @@ def gradient_errors(
     for ids in tqdm(draws, disable=None, leave=False):
         expected = gradient(reference, ids)
         for side in SIDES:
-            with _side(model, side):
+            with inside(model, side):
                 errors[side].append(relative_error(gradient(model, ids), expected))
     return {side: spread(found) for side, found in errors.items()}
 
 
 class Steps:
-    """Milliseconds of forward and backward pass, and the memory that a step needs at its peak, of
-    one trial.
-    """
+    """Forward and backward pass with each loss: milliseconds, and memory at the peak."""
 
     def __init__(self, model: PreTrainedModel, ids: torch.Tensor) -> None:
         self.model: Any = model
-        self.ids, self.device = ids, str(ids.device)
+        self.ids = ids
 
     def labels(self) -> None:
         self.model(self.ids, labels=self.ids, use_cache=False).loss.backward()
@@ -149,97 +113,66 @@ class Steps:
     def token_logprobs(self) -> None:
         token_logprobs(self.model, self.ids).mean().neg().backward()
 
-    def trial(self) -> dict[str, float]:
-        ms = {}
-        for name in ("labels", "token_logprobs"):
+    def ms(self) -> dict[str, float]:
+        found = {}
+        for name in CASES:
             self.model.zero_grad()
-            ms[name] = seconds(getattr(self, name), self.device) * 1e3
-        return ms
+            found[name] = seconds(getattr(self, name), str(self.ids.device)) * 1e3
+        return found
 
     def gib(self) -> dict[str, float]:
-        """GiB of GPU memory at the peak of a step, weights and gradients included."""
-        peaks = {}
-        for name in ("labels", "token_logprobs") if self.ids.is_cuda else ():
+        """GiB of GPU memory, weights and gradients included."""
+        found = {}
+        for name in CASES if self.ids.is_cuda else ():
             self.model.zero_grad()
             torch.cuda.reset_peak_memory_stats()
             getattr(self, name)()
-            peaks[name] = torch.cuda.max_memory_allocated() / 2**30
-        return peaks
+            found[name] = torch.cuda.max_memory_allocated() / 2**30
+        return found
 
 
 def steps(model: PreTrainedModel, ids: torch.Tensor) -> Record:
-    """Both sides in turns, each with its spread over the trials; the peaks of memory after them."""
+    """Times of both sides in turns, then their peaks of memory."""
     of_model = Steps(model, ids)
-    trials: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
-    for _ in tqdm(range(TRIALS + 1), disable=None, leave=False):
-        for side in SIDES:
-            with _side(model, side):
-                trials[side].append(of_model.trial())
-    warm = {side: rows[1:] for side, rows in trials.items()}
-    ms = {
-        side: {name: spread([row[name] for row in rows]) for name in rows[0]}
-        for side, rows in warm.items()
-    }
-    gib = {}
-    for side in SIDES:
-        with _side(model, side):
-            gib[side] = of_model.gib()
-    model.zero_grad()
-    return {"ms": ms, "gib": gib}
+    ms = cost_of_exact(model, of_model.ms, TRIALS)
+    return {"ms": ms, "gib": on_both_sides(model, of_model.gib)}
 
 
 def measure(args: argparse.Namespace) -> Record:
     workload = chosen(args)
-    model, found = workload.build_model().train(), {}
-    for side in SIDES:
-        with _side(model, side):
-            found[side] = differences(model, workload)
-    vocab_size, generator = (
-        model.config.get_text_config().vocab_size,
-        torch.Generator().manual_seed(0),
-    )
+    model = workload.build_model().train()
+    record = {**workload.origin(), "trials": TRIALS}
+    record["workload"]["train_len"] = args.train_len
+    record["differences"] = on_both_sides(model, lambda: differences(model, workload))
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
 
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randint(vocab_size, shape, generator=generator).to(workload.device)
 
     length = min(args.train_len, GRADIENT_LENGTH)
-    errors = gradient_errors(model, [drawn(GRADIENT_ROWS, length) for _ in range(GRADIENT_DRAWS)])
-    ids = drawn(workload.batch_size, args.train_len)
-    names = ("model", "dtype", "batch_size", "prompt_len", "new_tokens")
-    shown = {key: getattr(workload, key) for key in names} | {"train_len": args.train_len}
-    record = {**provenance(workload.device), "workload": shown, "trials": TRIALS}
-    return {**record, "differences": found, "gradient_errors": errors, **steps(model, ids)}
-
-
-def report(record: Record) -> str:
-    return f"{conditions(record)}\n\n{tables.TRAINING}\n\n{tables.training([record], spread=True)}"
+    draws = [drawn(GRADIENT_ROWS, length) for _ in range(GRADIENT_DRAWS)]
+    record["gradient_errors"] = gradient_errors(model, draws)
+    return record | steps(model, drawn(workload.batch_size, args.train_len))
 
 
 def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
     parser.set_defaults(batch_size=8)
-    parser.add_argument("--prompt-len", type=int, default=512)
-    parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument(
-        "--train-len", type=int, default=1024, help="tokens of a sequence in the timed step"
-    )
+    words = "tokens of a sequence in the timed step (%(default)s)"
+    parser.add_argument("--train-len", type=int, default=1024, help=words)
     return parser
 
 
 def chosen(args: argparse.Namespace) -> Workload:
-    at_least(
-        prompt_len=(args.prompt_len, 8),
-        new_tokens=(args.new_tokens, 2),
-        train_len=(args.train_len, 2),
-    )
-    capacity = args.prompt_len + args.new_tokens
-    check_workload_arguments(args, max(capacity + MORE_PADDING, args.train_len))
-    sizes = (args.prompt_len, args.new_tokens, args.batch_size, capacity, args.real_weights)
-    return Workload(args.model, args.device, args.dtype, *sizes, padded=True)
+    at_least(args, prompt_len=8, new_tokens=2, train_len=2)
+    fill_lengths(args)
+    padded = args.prompt_len + args.new_tokens + MORE_PADDING
+    return build_workload(args, longest=max(padded, args.train_len), padded=True)
 
 
 def main() -> int:
-    return run_benchmark(parser(), measure, report, failed=differs_inside_exact)
+    return run_benchmark(parser(), measure, differs_inside_exact)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """The contenders: every cache that a user of `generate` can choose, by name.
 
 A contender is set up once for a model. Before each call of `generate` it gives the keyword
-arguments of that call, so that a cache and a decoder are used again. A new contender is one more
-entry of `CONTENDERS`.
+arguments of that call, so that a cache and a decoder are used again.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.attention import ATTENTION_NAME
 
 Keywords = dict[str, Any]
-SetUp = Callable[[PreTrainedModel, int, int], Callable[[], Keywords]]
+NextKeywords = Callable[[], Keywords]
+SetUp = Callable[[PreTrainedModel, int, int], NextKeywords]
 
 
 @dataclass(frozen=True)
@@ -28,58 +28,41 @@ class Contender:
     """`set_up(model, max_cache_len, batch_size)` returns a function that returns the keywords of
     one `generate` call.
 
-    `gpu_only` gives the reason why it cannot run on a CPU. `in_all=False`: only where it is named,
-    as it differs from another one in models with sliding windows alone.
+    `gpu_only` gives the reason why it cannot run on a CPU. `in_all=False`: it runs only if it is
+    named, because it differs from another one in models with sliding windows alone.
     """
 
     set_up: SetUp
     label: str
-    color: str
     ours: bool = False
     cached: bool = True
     in_all: bool = True
     gpu_only: str = ""
 
 
-def _no_cache(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int
-) -> Callable[[], Keywords]:
+def _no_cache(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> NextKeywords:
     return lambda: {"use_cache": False}
 
 
-def _dynamic(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
+def _dynamic(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> NextKeywords:
     return lambda: {"past_key_values": DynamicCache(config=model.config)}
 
 
-def _static(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> Callable[[], Keywords]:
-    return _reused(
-        StaticCache(config=model.config, max_cache_len=max_cache_len), disable_compile=True
-    )
-
-
-def _static_compiled(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int
-) -> Callable[[], Keywords]:
-    return _reused(StaticCache(config=model.config, max_cache_len=max_cache_len))
+def _static(
+    model: PreTrainedModel, max_cache_len: int, batch_size: int, **keywords: Any
+) -> NextKeywords:
+    cache = StaticCache(config=model.config, max_cache_len=max_cache_len)
+    return _reused(cache, **keywords)
 
 
 def _contiguous(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int
-) -> Callable[[], Keywords]:
-    return _reused(StaticContiguousCache.from_model(model, max_cache_len, batch_size))
+    model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str = "full"
+) -> NextKeywords:
+    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding=sliding)
+    return _reused(cache)
 
 
-def _contiguous_compact(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int
-) -> Callable[[], Keywords]:
-    return _reused(
-        StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding="compact")
-    )
-
-
-def _contiguous_kernel(
-    model: PreTrainedModel, max_cache_len: int, batch_size: int
-) -> Callable[[], Keywords]:
+def _contiguous_kernel(model: PreTrainedModel, max_cache_len: int, batch_size: int) -> NextKeywords:
     model.set_attn_implementation(ATTENTION_NAME)
     return _contiguous(model, max_cache_len, batch_size)
 
@@ -90,13 +73,13 @@ def graph(
     batch_size: int,
     without: Collection[str] = (),
     sliding: str = "full",
-) -> Callable[[], Keywords]:
+) -> NextKeywords:
     """The decoder with its cache; `without` names rules to leave out."""
     cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding=sliding)
     return _reused(cache, custom_generate=GraphDecoder(without=without))
 
 
-def _reused(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
+def _reused(cache: Cache, **keywords: Any) -> NextKeywords:
     def call() -> Keywords:
         cache.reset()
         return {"past_key_values": cache, **keywords}
@@ -104,41 +87,27 @@ def _reused(cache: Cache, **keywords: Any) -> Callable[[], Keywords]:
     return call
 
 
+_OURS = "`StaticContiguousCache`"
+_COMPACT = '`sliding="compact"`'
+_KERNEL = {"ours": True, "gpu_only": "on a CPU this attention is SDPA"}
+_GRAPH = {"ours": True, "gpu_only": "a CUDA graph needs a GPU"}
 CONTENDERS = {
-    "no-cache": Contender(_no_cache, "`use_cache=False`", "tab:gray", cached=False),
-    "dynamic": Contender(_dynamic, "`DynamicCache` (the default)", "tab:blue"),
-    "static": Contender(_static, "`StaticCache`", "tab:orange"),
+    "no-cache": Contender(_no_cache, "`use_cache=False`", cached=False),
+    "dynamic": Contender(_dynamic, "`DynamicCache` (the default)"),
+    "static": Contender(partial(_static, disable_compile=True), "`StaticCache`"),
     "static-compiled": Contender(
-        _static_compiled,
-        "`StaticCache` compiled",
-        "tab:red",
-        gpu_only="generate compiles on a GPU only",
+        _static, "`StaticCache` compiled", gpu_only="generate compiles on a GPU only"
     ),
-    "contiguous": Contender(_contiguous, "`StaticContiguousCache`", "tab:green", ours=True),
+    "contiguous": Contender(_contiguous, _OURS, ours=True),
     "contiguous-kernel": Contender(
-        _contiguous_kernel,
-        "`StaticContiguousCache`, attention `static_contiguous`",
-        "tab:olive",
-        ours=True,
-        gpu_only="on a CPU this attention is SDPA",
+        _contiguous_kernel, f"{_OURS}, attention `static_contiguous`", **_KERNEL
     ),
-    "graph": Contender(
-        graph, "`GraphDecoder()`", "tab:cyan", ours=True, gpu_only="a CUDA graph needs a GPU"
-    ),
+    "graph": Contender(graph, "`GraphDecoder()`", **_GRAPH),
     "contiguous-compact": Contender(
-        _contiguous_compact,
-        '`StaticContiguousCache`, `sliding="compact"`',
-        "tab:pink",
-        ours=True,
-        in_all=False,
+        partial(_contiguous, sliding="compact"), f"{_OURS}, {_COMPACT}", ours=True, in_all=False
     ),
     "graph-compact": Contender(
-        partial(graph, sliding="compact"),
-        '`GraphDecoder()`, `sliding="compact"`',
-        "tab:purple",
-        ours=True,
-        in_all=False,
-        gpu_only="a CUDA graph needs a GPU",
+        partial(graph, sliding="compact"), f"`GraphDecoder()`, {_COMPACT}", in_all=False, **_GRAPH
     ),
 }
 
@@ -154,7 +123,7 @@ def contender_names(text: str) -> list[str]:
 
 
 def refuse_gpu_only(names: list[str], device: str) -> None:
-    """Raise `BadArgument` where none of these can run on this device."""
+    """Raise `BadArgument` if none of these can run on this device."""
     if device.startswith("cpu") and all(CONTENDERS[name].gpu_only for name in names):
         reasons = "; ".join(f"{name}: {CONTENDERS[name].gpu_only}" for name in names)
         raise BadArgument(f"nothing can run on {device} ({reasons}). Choose other --contenders")
@@ -166,10 +135,6 @@ def bytes_held(cache: Cache | None) -> int:
         return 0
     if isinstance(cache, StaticContiguousCache):
         return cache.memory_bytes
-    states = [
-        states
-        for layer in cache.layers
-        if layer.is_initialized
-        for states in (layer.keys, layer.values)
-    ]
+    layers = [layer for layer in cache.layers if layer.is_initialized]
+    states = [states for layer in layers for states in (layer.keys, layer.values)]
     return sum(state.untyped_storage().nbytes() for state in states)

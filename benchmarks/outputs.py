@@ -1,87 +1,84 @@
-"""The command line that all benchmarks share: arguments, the record's files, the exit status."""
+"""The command line that all benchmarks share: arguments, printed figures, files, exit status."""
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import history
+from measure import spread
 from processes import Failed
+from records import Record, figure, with_range
 from workload import BadArgument, add_workload_arguments
 
-Record = dict[str, Any]
 
-
-def benchmark_parser(
-    description: str | None, workload: bool = True, plot: bool = False
-) -> argparse.ArgumentParser:
-    """The arguments of every benchmark; `workload` adds those of a model, `plot` a picture."""
+def benchmark_parser(description: str | None, lengths: bool = True) -> argparse.ArgumentParser:
+    """The arguments of every benchmark; `lengths` adds those of a prompt."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    if workload:
-        add_workload_arguments(parser)
+    add_workload_arguments(parser, lengths)
     parser.add_argument("--json", type=Path, help="write the record here")
-    parser.add_argument(
-        "--csv", type=Path, help="write the figures here, with the columns of history.csv"
-    )
-    parser.add_argument("--markdown", type=Path, help="write the tables here")
-    if plot:
-        parser.add_argument("--plot", type=Path, help="write the picture here")
     return parser
 
 
 def run_benchmark(
     parser: argparse.ArgumentParser,
     measure: Callable[[argparse.Namespace], Record],
-    report: Callable[[Record], str],
-    plot: Callable[[Record, Path], None] | None = None,
-    failed: Callable[[Record], bool] = lambda record: False,
+    problems: Callable[[Record], list[str]],
 ) -> int:
-    """Measure, print, write.
-
-    The exit status is 1 where something failed and 2 for a bad argument.
-    """
+    """Measure, print, write. The exit status is 1 if there are problems, 2 for a bad argument."""
     args = parser.parse_args()
     try:
-        check_outputs(args)
+        if args.json and not os.access(args.json.parent, os.W_OK):
+            raise BadArgument(f"--json {args.json}: there is no folder {args.json.parent}")
         record = measure(args)
     except (BadArgument, Failed) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2 if isinstance(error, BadArgument) else 1
     if args.json:
         args.json.write_text(json.dumps(record, indent=1) + "\n")
-    print(report(record))
-    if args.markdown:
-        args.markdown.write_text(report(record) + "\n")
-    if args.csv:
-        history.write(history.rows(record), args.csv)
-    if plot and args.plot:
-        plot(record, args.plot)
-    return int(failed(record))
+    print(*listing(record), *problems(record), sep="\n")
+    return int(bool(problems(record)))
 
 
-def check_outputs(args: argparse.Namespace) -> None:
-    """Raise `BadArgument` for a file that could not be written, before anything is measured."""
-    for option in ("json", "csv", "markdown", "plot"):
-        path: Path | None = getattr(args, option, None)
-        if path is not None and not os.access(path.parent, os.W_OK):
-            raise BadArgument(f"--{option} {path}: there is no folder {path.parent} to write to")
-    if getattr(args, "plot", None) is not None:
-        if args.plot.suffix not in (".png", ".svg", ".pdf"):
-            raise BadArgument(f"--plot {args.plot}: a picture is .png, .svg or .pdf")
-        if importlib.util.find_spec("matplotlib") is None:
-            raise BadArgument("--plot needs matplotlib: pip install matplotlib")
+def listing(record: Record) -> Iterator[str]:
+    """Each part of the record, or each of its rows, in a line."""
+    for key, part in record.items():
+        for row in part if isinstance(part, list) else [part]:
+            yield f"{key}: {', '.join(figures(row))}"
 
 
-def at_least(**lowest: tuple[int, int]) -> None:
-    """Raise `BadArgument` for an option below its minimum: `at_least(trials=(args.trials, 1))`."""
-    for option, (value, least) in lowest.items():
-        if value < least:
-            raise BadArgument(f"--{option.replace('_', '-')} must be at least {least}, got {value}")
+def figures(node: Any, name: str = "") -> Iterator[str]:
+    """Numbers and words of a part of a record. Of a list: median (minimum to maximum).
+
+    >>> list(figures({"name": "graph", "summary": {"ms": [1.0, 3.0, 2.0]}, "tokens": 8}))
+    ['name graph', 'summary ms 2.00 (1.00 to 3.00)', 'tokens 8']
+    """
+    if isinstance(node, dict) and node.keys() != {"median", "min", "max"}:
+        for key, part in node.items():
+            yield from figures(part, f"{name} {key}".strip())
+    elif isinstance(node, dict):
+        yield f"{name} {with_range(node)}"
+    elif isinstance(node, list):
+        if node and isinstance(node[0], int | float):
+            yield f"{name} {with_range(spread(node))}"
+    elif node is not None:
+        yield f"{name} {figure(node) if isinstance(node, float) else node}".strip()
+
+
+def at_least(args: argparse.Namespace, **lowest: int) -> None:
+    """Raise `BadArgument` for an option below its minimum: `at_least(args, trials=1)`.
+
+    All numbers of a list must reach it. An option that is not given is not checked.
+    """
+    for option, least in lowest.items():
+        value = getattr(args, option)
+        smallest = min(value) if isinstance(value, list) else value
+        if smallest is not None and smallest < least:
+            name = option.replace("_", "-")
+            raise BadArgument(f"--{name} must be at least {least}, got {smallest}")

@@ -9,17 +9,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 # Imported once in the fork server: otherwise each process spends seconds on it.
-_PRELOADED = [
-    "accelerate",
-    "hf_static_kv",
-    "hf_static_kv.testing",
-    "transformers.models.auto.modeling_auto",
-]
-_PRELOADED += [
-    "transformers.models.auto.tokenization_auto",
-    "transformers.generation",
-    "transformers.modeling_utils",
-]
+_PRELOADED = ["accelerate", "hf_static_kv", "hf_static_kv.testing"]
+_PRELOADED += ["transformers.generation", "transformers.modeling_utils"]
+_PRELOADED += [f"transformers.models.auto.{part}_auto" for part in ("modeling", "tokenization")]
 
 
 def preload(module: str) -> None:
@@ -28,20 +20,16 @@ def preload(module: str) -> None:
 
 
 class Failed(Exception):
-    """A call in the other process raised, or the process died:
-
-    the exception's name and first line.
-    """
+    """A call in the other process raised, or the process died: the exception in one line."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
 
 
 class FreshProcess:
-    """`cls(*args)` in a new process, with empty compile caches on disk; its methods are called by
-    name.
+    """`cls(*args)` in a new process with empty compile caches on disk.
 
-    Modules are imported before the fork; the device is first used after it.
+    Its methods are called by name. The device is first used after the fork.
     """
 
     def __init__(self, cls: type, *args: Any) -> None:
@@ -103,9 +91,8 @@ def _serve(connection: Connection, cls: type, args: tuple[Any, ...]) -> None:
                     result = getattr(served, method)(*args)
                 connection.send((result, None))
             except Exception as error:  # as text: not every exception can be pickled
-                connection.send(
-                    (None, (type(error).__name__, next(iter(str(error).splitlines()), "")))
-                )
+                first_line = next(iter(str(error).splitlines()), "")
+                connection.send((None, (type(error).__name__, first_line)))
             message = _next(connection)
 
 

@@ -5,30 +5,21 @@ arguments.
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import transformers
 from processes import preload
+from provenance import provenance
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-from hf_static_kv.testing import (
-    DEV_MODELS,
-    FAMILIES,
-    PARTS,
-    dev_config,
-    load_config,
-    load_model,
-    random_model,
-)
+from hf_static_kv import testing
+from hf_static_kv.testing import dev_config
 
-SHAPES = {
-    **DEV_MODELS,
-    **FAMILIES,
-    **PARTS,
-}  # models that are built from their config, with random weights
+# Models that are built from their config, with random weights.
+SHAPES = {**testing.DEV_MODELS, **testing.FAMILIES, **testing.PARTS}
 
 
 class BadArgument(Exception):
@@ -46,31 +37,30 @@ class Workload:
     new_tokens: int
     batch_size: int
     max_cache_len: int
-    real_weights: bool = False
     padded: bool = False
 
     @property
     def has_random_weights(self) -> bool:
-        return self.model in SHAPES and not self.real_weights
+        return self.model in SHAPES
 
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
-    def summary(self) -> dict[str, Any]:
-        """What a record says of it when the sizes vary inside the run."""
-        shown = {"model": self.model, "dtype": self.dtype, "batch_size": self.batch_size}
-        return {**shown, "random_weights": self.has_random_weights}
+    def origin(self) -> dict[str, Any]:
+        """How a record begins: where it was made, and of what."""
+        return {
+            **provenance(self.device),
+            "workload": asdict(self),
+            "random_weights": self.has_random_weights,
+        }
 
     def build_model(self) -> PreTrainedModel:
-        """The model on its device:
-
-        a known shape with random weights, any other model with its weights.
-        """
+        """The model on its device. A known shape has random weights, any other model its own."""
         quiet()
         dtype = getattr(torch, self.dtype)
         if self.has_random_weights:
-            model = random_model(dev_config(self.model), device=self.device, dtype=dtype)
+            model = testing.random_model(dev_config(self.model), device=self.device, dtype=dtype)
         else:
             model = self._load(dtype)
         # An end token outside the vocabulary: every run pays for the test, and none stops early.
@@ -80,21 +70,20 @@ class Workload:
 
     def _load(self, dtype: torch.dtype) -> PreTrainedModel:
         try:
-            model, _ = load_model(self.model, device=self.device, dtype=dtype)
+            model, _ = testing.load_model(self.model, device=self.device, dtype=dtype)
         except ValueError as error:
             raise BadArgument(str(error)) from error
         return model
 
     def prompt(self, length: int | None = None) -> dict[str, torch.Tensor]:
-        """`length` random tokens (default:
+        """Random tokens, the same for every contender; padded rows have fewer.
 
-        `prompt_len`), the same for every contender; padded rows have fewer.
+        `length` is `prompt_len` by default.
         """
-        vocab_size = find_config(self.model, self.real_weights).get_text_config().vocab_size
+        vocab_size = find_config(self.model).get_text_config().vocab_size
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(
-            vocab_size, (self.batch_size, length or self.prompt_len), generator=generator
-        )
+        shape = (self.batch_size, length or self.prompt_len)
+        ids = torch.randint(vocab_size, shape, generator=generator)
         mask = torch.ones_like(ids)
         for row in range(self.batch_size):
             mask[row, : self._padding(row, ids.shape[1])] = 0
@@ -111,26 +100,24 @@ class Workload:
         return row * length // (2 * self.batch_size) if self.padded else 0
 
 
-def find_config(model: str, real_weights: bool = False) -> PreTrainedConfig:
+def find_config(model: str) -> PreTrainedConfig:
     """The model's config, or `BadArgument`."""
-    if model in SHAPES and not real_weights:
+    if model in SHAPES:
         return dev_config(model)
     try:
-        return load_config(model)
+        return testing.load_config(model)
     except ValueError as error:
         raise BadArgument(str(error)) from error
 
 
-def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
+def add_workload_arguments(parser: argparse.ArgumentParser, lengths: bool) -> None:
+    """Those of the model; with `lengths` also those of the prompt and of the new tokens."""
     gpu = torch.cuda.is_available()
     parser.add_argument(
         "--model",
         default="llama-3.2-1b" if gpu else "llama",
-        help=f"a true shape with random weights ({', '.join(SHAPES)}), a miniature (llama, qwen3, gemma3), smollm2, "
-        "a hub id, a folder or a GGUF file; default: %(default)s",
-    )
-    parser.add_argument(
-        "--real-weights", action="store_true", help="load a dev model's weights instead"
+        help=f"a true shape with random weights ({', '.join(SHAPES)}), a miniature (llama, qwen3, "
+        "gemma3), smollm2, a hub id, a folder or a GGUF file; default: %(default)s",
     )
     parser.add_argument("--device", default="cuda" if gpu else "cpu", help="default: %(default)s")
     parser.add_argument(
@@ -139,35 +126,63 @@ def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
         help="default: bfloat16 on a GPU, float32 on a CPU",
     )
     parser.add_argument("--batch-size", type=int, default=1)
+    if lengths:
+        words = "default: {}, or a {} of a context below 1024"
+        parser.add_argument("--prompt-len", type=int, help=words.format(512, "half"))
+        parser.add_argument("--new-tokens", type=int, help=words.format(256, "quarter"))
 
 
-def check_workload_arguments(args: argparse.Namespace, longest: int) -> None:
-    """Fill in the dtype; refuse an absent device and a sequence that is longer than the model's
-    context.
+def fill_lengths(args: argparse.Namespace) -> None:
+    """Set the prompt and the new tokens to their defaults if they are not given."""
+    context = context_length(args) or 1024
+    if args.prompt_len is None:
+        args.prompt_len = min(512, context // 2)
+    if args.new_tokens is None:
+        args.new_tokens = min(256, context // 4)
+
+
+def build_workload(
+    args: argparse.Namespace, longest: int = 0, capacity: int | None = None, padded: bool = False
+) -> Workload:
+    """The workload of these arguments, or `BadArgument`.
+
+    `longest` is the longest sequence that the script makes, if that is not prompt and new tokens.
     """
     quiet()
     _check_device(args.device)
-    config = find_config(args.model, args.real_weights)
+    config = find_config(args.model)
     if config.is_encoder_decoder:
         raise BadArgument(
             f"{args.model} is an encoder-decoder; these benchmarks are for decoder-only models"
         )
     if args.batch_size < 1:
         raise BadArgument(f"--batch-size must be at least 1, got {args.batch_size}")
+    fill_lengths(args)
+    needed = args.prompt_len + args.new_tokens
+    _check_length(args, max(longest, needed))
+    if capacity is not None and capacity < needed:
+        raise BadArgument(
+            f"--max-cache-len {capacity} is less than {args.prompt_len} + {args.new_tokens} tokens"
+        )
+    family = model_type_to_module_name(config.get_text_config().model_type)
+    preload(f"transformers.models.{family}.modeling_{family}")
+    dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
+    sizes = (args.prompt_len, args.new_tokens, args.batch_size, capacity or needed)
+    return Workload(args.model, args.device, dtype, *sizes, padded)
+
+
+def _check_length(args: argparse.Namespace, longest: int) -> None:
     context = context_length(args)
     if context is not None and longest > context:
         raise BadArgument(
             f"prompt and new tokens come to {longest} tokens: more than the {context} of "
             f"{args.model}'s context. Shorten one of them"
         )
-    family = model_type_to_module_name(config.get_text_config().model_type)
-    preload(f"transformers.models.{family}.modeling_{family}")
-    args.dtype = args.dtype or ("bfloat16" if args.device.startswith("cuda") else "float32")
 
 
 def context_length(args: argparse.Namespace) -> int | None:
-    """The longest sequence of the model; None where its config sets no limit."""
-    config = find_config(args.model, args.real_weights).get_text_config()
+    """The longest sequence of the model; None if its config sets no limit."""
+    config = find_config(args.model).get_text_config()
     return getattr(config, "max_position_embeddings", None)
 
 
@@ -178,10 +193,9 @@ def _check_device(name: str) -> None:
         raise BadArgument(f"--device {name} is no device: use cpu, cuda or cuda:0") from error
     if device.type not in ("cpu", "cuda"):
         raise BadArgument(f"--device {name}: these benchmarks synchronize cpu and cuda only")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise BadArgument(
-            f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices"
-        )
+    count = torch.cuda.device_count()
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise BadArgument(f"--device {name}: this machine has {count} CUDA devices")
 
 
 def quiet() -> None:
