@@ -29,7 +29,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _split(
+def decode_attention_split(
     query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, scale, softcap,
     query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     spans_b, spans_t, seen_b, weights_h,
@@ -134,7 +134,7 @@ def _count_splits(seq_start, first, end, num_splits, SPLIT_SIZE: tl.constexpr):
 
 
 @triton.jit
-def _combine(
+def decode_attention_combine(
     outputs, maxima, sums, spans, sinks, output, weights, spans_b, spans_t, weights_h, num_splits,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
@@ -142,7 +142,7 @@ def _combine(
     IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)  # of a batch row and a KV head
-    m = tl.program_id(1)  # its query, as in `_split`
+    m = tl.program_id(1)  # its query, as in `decode_attention_split`
     b = pair // H
     h = pair % H
     if not SPANS_READY:
@@ -233,15 +233,15 @@ def decode_attention_triton(
         "SPANS_READY": spans_ready, "IN_ORDER": in_order,
     }  # fmt: skip
     launch(
-        _split, (pairs, per_span), query, keys, values, spans, mask, outputs, maxima, sums, scores,
-        num_splits, scale, softcap or 0.0, *query.stride()[:3], *keys.stride()[:3],
+        decode_attention_split, (pairs, per_span), query, keys, values, spans, mask,
+        outputs, maxima, sums, scores, num_splits, scale, softcap or 0.0, *query.stride()[:3], *keys.stride()[:3],
         *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
         HAS_SOFTCAP=softcap is not None, STAGES=_STAGES if query.element_size() == 2 else 1,
         num_warps=4 if tile_m <= 64 else 8, **both,
     )  # fmt: skip
     launch(
-        _combine, (pairs, rows, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
+        decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
         query if sinks is None else sinks, output, scores, *spans.stride()[:2], weights_h,
         num_splits, TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None,
         # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.

@@ -1,10 +1,10 @@
 """Mixtures of experts in Triton. Formulas and shapes are in experts.py.
 
-    _route    one warp for each token: the largest logit, k times
-    _gated    an instance for each pair of a token and an expert and for TILE_N rows of gate and up;
+    experts_route    one warp for each token: the largest logit, k times
+    experts_gate_up    an instance for each pair of a token and an expert and for TILE_N rows of gate and up;
               neighbours have the same rows of all pairs, so that tokens with the same expert share
               them in the L2 cache
-    _down     an instance for each token and output feature: a row of all its k experts at once,
+    experts_down     an instance for each token and output feature: a row of all its k experts at once,
               [TILE_E, TILE_I]
 
 All are GEMVs with float32 FMAs. The tiles do not depend on the number of tokens, so neither do the
@@ -21,7 +21,7 @@ from hf_static_kv.kernels.linear_triton import activate
 
 
 @triton.jit
-def _route(
+def experts_route(
     logits, weights, index, logits_t, E,
     K: tl.constexpr, TILE_E: tl.constexpr, TILE_K: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr, NORMALIZE: tl.constexpr, PDL: tl.constexpr,
@@ -68,7 +68,7 @@ def route_triton(logits: Tensor, k: int, style: tuple[bool, bool, bool]) -> tupl
     weights = logits.new_empty(tokens, k, dtype=torch.float32 if keep_float32 else logits.dtype)
     index = logits.new_empty(tokens, k, dtype=torch.int64)
     launch(
-        _route, (tokens,), logits, weights, index, logits.stride(0), num_experts,
+        experts_route, (tokens,), logits, weights, index, logits.stride(0), num_experts,
         K=k, TILE_E=triton.next_power_of_2(num_experts), TILE_K=triton.next_power_of_2(k),
         SOFTMAX_FIRST=softmax_first, NORMALIZE=normalize, num_warps=1,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def route_triton(logits: Tensor, k: int, style: tuple[bool, bool, bool]) -> tupl
 
 
 @triton.jit
-def _gated(
+def experts_gate_up(
     x, y, index, gate_up, k, E, N, K,
     ACTIVATION: tl.constexpr, TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr,
@@ -125,7 +125,7 @@ def _load_rows(w, n, k, N, K, EVEN: tl.constexpr):
 
 
 @triton.jit
-def _down(
+def experts_down(
     h, y, index, weights, down, k, E, N, K,
     TILE_E: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def _down(
     n = tl.program_id(1)
     j = tl.arange(0, TILE_E)
     at_k = tl.arange(0, TILE_K)[None, :]
-    # Before the wait: _gated ran since these were written, and it has waited for their kernels.
+    # Before the wait: experts_gate_up ran since these were written, and it has waited for their kernels.
     expert = tl.minimum(tl.load(index + t * k + j, mask=j < k, other=0), E - 1).to(tl.int64)
     weight = tl.load(weights + t * k + j, mask=j < k, other=0.0)
     row = down + expert[:, None] * (N * K) + n * K
@@ -173,12 +173,13 @@ def experts_triton(
     h = x.new_empty(tokens * k, inner)
     y = torch.empty_like(x)
     launch(
-        _gated, (tokens * k, triton.cdiv(inner, tile_n)), x, h, index, gate_up, k, num_experts, inner, hidden,
+        experts_gate_up, (tokens * k, triton.cdiv(inner, tile_n)), x, h, index, gate_up,
+        k, num_experts, inner, hidden,
         ACTIVATION=activation, TILE_N=tile_n, TILE_K=tile_k, EVEN=hidden % tile_k == 0, num_warps=warps,
     )  # fmt: skip
     tile_e, tile_k, warps = _down_tiles(k, inner)
     launch(
-        _down, (tokens, hidden), h, y, index, weights, down, k, num_experts, hidden, inner,
+        experts_down, (tokens, hidden), h, y, index, weights, down, k, num_experts, hidden, inner,
         TILE_E=tile_e, TILE_K=tile_k, EVEN=inner % tile_k == 0, num_warps=warps,
     )  # fmt: skip
     return y

@@ -39,7 +39,7 @@ _TILE_OF_FEW = 16
 
 
 @triton.jit
-def _few_tokens(
+def invariant_linear_few_tokens(
     x, y, w0, w1, w2, b0, b1, b2, groups, n0, n1, n2, M, K, w_e, w_n, w_k,
     TILE_N: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
     HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -99,7 +99,7 @@ def _few_tokens(
 
 
 @triton.jit
-def _many_tokens(
+def invariant_linear_many_tokens(
     x, y, w, w1, b, groups, N, M, K, w_e, w_n, w_k,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
@@ -274,7 +274,7 @@ def _launch_many(
     size = y.shape[-1]
     tokens = tiles * tile_m if groups is not None else x.numel() // x.shape[-1]
     launch(
-        _many_tokens, (tiles * triton.cdiv(size, tile_n),), x, y, weights[0], weights[-1],
+        invariant_linear_many_tokens, (tiles * triton.cdiv(size, tile_n),), x, y, weights[0], weights[-1],
         biases[0] if biases else x, x if groups is None else groups, size, tokens, x.shape[-1], *stride,
         TILE_M=tile_m, TILE_N=tile_n, STAGES=stages, HAS_BIAS=bool(biases), HAS_GROUPS=groups is not None,
         ACTIVATION=activation, num_warps=num_warps,
@@ -290,7 +290,7 @@ def _launch_few(
     dim = x.shape[-1]
     # Programs next to each other read the same output features.
     launch(
-        _few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y,
+        invariant_linear_few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y,
         *padded(x, weights),
         *padded(x, biases), x if groups is None else groups, *padded(0, sizes), x.numel() // dim,
         dim, *stride,
@@ -326,7 +326,7 @@ def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str
 
 
 @triton.jit
-def _invariant_sum(x, output, D, TILE: tl.constexpr, PDL: tl.constexpr):
+def invariant_sum(x, output, D, TILE: tl.constexpr, PDL: tl.constexpr):
     i = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, TILE)
     pdl_sync(PDL)
@@ -340,5 +340,5 @@ def invariant_sum_triton(vectors: Tensor) -> Tensor:
     vectors = vectors.contiguous()
     (count, dim), tile = vectors.shape, min(4096, triton.next_power_of_2(vectors.shape[1]))
     output = vectors.new_empty(count, dtype=torch.float32)
-    launch(_invariant_sum, (count,), vectors, output, dim, TILE=tile, num_warps=4)
+    launch(invariant_sum, (count,), vectors, output, dim, TILE=tile, num_warps=4)
     return output

@@ -3,20 +3,20 @@ shapes are in linear.py.
 
 All sums are float32 FMAs, without tensor cores. More tokens are in invariant_linear_triton.py.
 
-`_linears`, weights [N, K]: a program computes TILE_N output features. It loads its first tile
+`linear_few_tokens`, weights [N, K]: a program computes TILE_N output features. It loads its first tile
 [TILE_N, TILE_K] before it waits for the kernel that writes x, and each further tile before it uses
 the one at hand; where K fits into a tile (IS_WHOLE) it loads all at once. The factor 1 /
 sqrt(mean(x^2) + eps) of a norm is one number: the loop sums x^2 beside the products with x times
 the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and nothing is
 rounded before the end.
 
-`_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before
+`linear_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before
 it waits for x, and so computes a part of the sums of TILE_N output features. The program that comes
 last for these features adds the parts.
 
 Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is
 loaded, so the program would wait for it before it lets the next kernel start. Not in the loop of
-`_linears`: there ptxas would load the next tile only after the products of the one at hand.
+`linear_few_tokens`: there ptxas would load the next tile only after the products of the one at hand.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 X
 
 
 @triton.jit
-def _linears(
+def linear_few_tokens(
     x, y, norm_weight, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr, EVEN: tl.constexpr, IS_WHOLE: tl.constexpr,
     IS_PAIRED: tl.constexpr,
@@ -109,7 +109,7 @@ def _linears(
 
 
 @triton.jit
-def _transposed(
+def linear_transposed(
     x, y, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, sums, counters, parts,
     TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr,
     IS_PAIRED: tl.constexpr,
@@ -293,7 +293,8 @@ def fused_linears_triton(
     norm_weight, eps, (offset, _, _), _ = norm or (x, 0.0, (0.0, False, False), None)
     tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
-        _linears, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y, norm_weight.contiguous(),
+        linear_few_tokens, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
+        norm_weight.contiguous(),
         x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases),
         *padded(0, sizes),
         dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
@@ -322,7 +323,7 @@ def _transposed_linears(
         sums = x.new_empty(parts, sum(sizes), dtype=torch.float32)
         counters = _counters(x, blocks)
     launch(
-        _transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
+        linear_transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
         *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
         TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)),
         EVEN=dim % tile_k == 0,

@@ -13,7 +13,7 @@ TritonNorm = tuple[Tensor, float, tuple[float, bool, bool], Tensor | None]
 
 
 @triton.jit
-def _norm(
+def fused_add_norm(
     x, other, weight, bias, pre_weight, pre_bias, total, output, eps, offset, pre_eps, pre_offset,
     vectors, x_block, x_vector, D: tl.constexpr, TILE: tl.constexpr,
     CAST_FIRST: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -96,7 +96,7 @@ def norm_triton(
     weight, eps, (offset, cast_first, is_centred), bias = norm
     pre_weight, pre_eps, (pre_offset, pre_cast_first, pre_is_centred), pre_bias = pre_norm or norm
     launch(
-        _norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
+        fused_add_norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
         weight, weight if bias is None else bias, pre_weight, pre_weight if pre_bias is None else pre_bias,
         total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
         D=dim, TILE=tile,

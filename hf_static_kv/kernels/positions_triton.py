@@ -8,7 +8,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 
 @triton.jit
-def _place_tokens(
+def place_tokens(
     lengths, seq_start, offset, windows, chunks, slots, spans, shift, position_ids,
     spans_b, spans_l, spans_t, B, L, Q, P,
     TILE_L: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
@@ -55,7 +55,7 @@ def place_tokens_triton(
         raise ValueError("place_tokens needs spans whose last dim has stride 1.")
     parts = 1 if shift is None else shift.numel() // batch
     launch(
-        _place_tokens, (batch,), lengths, seq_start, offset, windows, chunks, slots, spans,
+        place_tokens, (batch,), lengths, seq_start, offset, windows, chunks, slots, spans,
         # A kernel takes a pointer for an absent tensor too.
         slots if shift is None else shift, slots if position_ids is None else position_ids,
         *spans.stride()[:3], batch, layers, num_tokens, parts,
@@ -66,7 +66,7 @@ def place_tokens_triton(
 
 
 @triton.jit
-def _write_tokens(
+def write_kv_cache(
     keys, values, key_states, value_states, slots,
     keys_b, keys_h, keys_s, values_b, values_h, values_s,
     key_b, key_h, key_t, value_b, value_h, value_t, slots_b, S, Q,
@@ -99,7 +99,7 @@ def write_tokens_triton(
         key_states = key_states.contiguous()
         value_states = value_states.contiguous()
     launch(
-        _write_tokens, (batch * num_tokens * heads,), keys, values, key_states, value_states, slots,
+        write_kv_cache, (batch * num_tokens * heads,), keys, values, key_states, value_states, slots,
         *keys.stride()[:3], *values.stride()[:3],
         *key_states.stride()[:3], *value_states.stride()[:3], slots.stride(0),
         keys.shape[2], num_tokens, H=heads, D=dim, DV=value_dim,

@@ -16,7 +16,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 
 @triton.jit
-def _prompt(
+def prompt_attention(
     query, keys, values, spans, sinks, output, scale, softcap, T,
     query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     H: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr,
@@ -89,7 +89,8 @@ def prompt_attention_triton(
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)
     launch(
-        _prompt, (triton.cdiv(length, queries), batch * heads), query, keys, values, spans.contiguous(),
+        prompt_attention, (triton.cdiv(length, queries), batch * heads), query, keys, values,
+        spans.contiguous(),
         query if sinks is None else sinks, output, scale, softcap or 0.0, length,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], H=heads, G=groups, QUERIES=queries,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, SPLIT_SIZE=split_size,

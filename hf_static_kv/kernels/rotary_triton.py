@@ -1,7 +1,7 @@
 """Rotary position embedding in Triton, one program per token and head. Formulas and shapes are in
 rotary.py.
 
-In `_rotate_and_write` the program of a KV head writes key and value.
+In `rope_and_cache_write` the program of a KV head writes key and value.
 """
 
 import triton
@@ -19,7 +19,7 @@ from hf_static_kv.kernels.norm_triton import (
 
 
 @triton.jit
-def _rotary(
+def rope(
     query, key, cos, sin, query_out, key_out, T,
     query_b, query_h, query_t, key_b, key_h, key_t, cos_b, cos_t, sin_b, sin_t,
     HQ: tl.constexpr, H: tl.constexpr, HALF: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -64,7 +64,7 @@ def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple
     key_out = key.new_empty(key.shape)
     cos_b, sin_b = (0 if angles.shape[0] < batch else angles.stride(0) for angles in (cos, sin))
     launch(
-        _rotary, (batch * length * (query_heads + heads),), query, key, cos, sin, query_out, key_out, length,
+        rope, (batch * length * (query_heads + heads),), query, key, cos, sin, query_out, key_out, length,
         *query.stride()[:3], *key.stride()[:3], cos_b, cos.stride(1), sin_b, sin.stride(1),
         HQ=query_heads, H=heads, HALF=dim // 2, TILE=triton.next_power_of_2(dim // 2), num_warps=1,
         enable_fp_fusion=False,  # an FMA would not round the product, as PyTorch does
@@ -73,7 +73,7 @@ def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple
 
 
 @triton.jit
-def _rotate_and_write(
+def rope_and_cache_write(
     query, key, value, query_weight, key_weight, cos, sin, output, keys, values, slots,
     query_eps, key_eps, norm_offset,
     query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
@@ -160,7 +160,7 @@ def rotate_and_write_triton(
         strides += [0 if x.shape[0] < batch else x.stride(0), x.stride(1)]
     tile = triton.next_power_of_2(dim)
     launch(
-        _rotate_and_write, (batch * num_tokens * (query_heads + heads),),
+        rope_and_cache_write, (batch * num_tokens * (query_heads + heads),),
         *states, query_weight, key_weight, *angles, output, keys, values, slots.contiguous(),
         query_eps, key_eps, offset, *strides,
         *keys.stride()[:3], *values.stride()[:3], keys.shape[2], num_tokens,

@@ -36,7 +36,7 @@ _TINY = tl.constexpr(1e-30)  # a mass: top_p = 0 keeps one score, the largest
 
 
 @triton.jit
-def _penalize(
+def sample_penalize(
     scores, logits, sequences, positions, penalty, logits_b, sequences_b, positions_b, S, V,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _penalize(
 
 
 @triton.jit
-def _scale(
+def sample_scale(
     logits, scores, maxima, positions, min_length, eos, temperature, logits_b, positions_b, V,
     MIN_LENGTH: tl.constexpr, TEMPERATURE: tl.constexpr, NUM_EOS: tl.constexpr,
     CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -181,7 +181,7 @@ def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["i"])
-def _narrow(
+def sample_narrow(
     scores, maxima, partials, lows, counts, top_k, top_p, i, B, V,
     BEFORE: tl.constexpr, MEASURE: tl.constexpr, TOP_K: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -218,7 +218,7 @@ def _narrow(
 
 
 @triton.jit(do_not_specialize=["i"])
-def _draw(
+def sample_draw(
     scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens, i, B, V,
     BEFORE: tl.constexpr, TOP_K: tl.constexpr, MIN_P: tl.constexpr,
     NUM_CHUNKS: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
@@ -285,25 +285,25 @@ def select_sampled_triton(
     numbers = positions, min_length, selection.eos, temperature
     if kinds.repetition:  # on a copy in float32
         launch(
-            _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
+            sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
             MIN_LENGTH=False, TEMPERATURE=False, **ends,
         )  # fmt: skip
         penalize_triton(scores, logits, selection.sequences, positions, penalty)
         logits = scores
     launch(
-        _scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
+        sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
         MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
     )  # fmt: skip
     chunks = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}
     before = "nothing"
     for i, measure in enumerate(passes):
         launch(
-            _narrow, grid, scores, maxima, partials, lows, counts, top_k, top_p, i, batch, vocabulary,
+            sample_narrow, grid, scores, maxima, partials, lows, counts, top_k, top_p, i, batch, vocabulary,
             BEFORE=before, MEASURE=measure, **chunks,
         )  # fmt: skip
         before = measure
     launch(
-        _draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens,
+        sample_draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens,
         len(passes), batch, vocabulary, BEFORE=before, MIN_P=kinds.min_p, **chunks,
     )  # fmt: skip
     select_triton(quotients, tokens, vocabulary, positions, *selection)
@@ -329,7 +329,7 @@ def penalize_triton(
     """Write the penalized logits of the tokens of a sequence, up to `positions` [B], to `scores`."""
     (batch, vocabulary), length = logits.shape, sequences.shape[1]
     launch(
-        _penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
+        sample_penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
         positions, penalty, logits.stride(0), sequences.stride(0), positions.stride(0),
         length, vocabulary, TILE=_PENALIZED, num_warps=4,
     )  # fmt: skip

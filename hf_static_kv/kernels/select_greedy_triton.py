@@ -12,7 +12,7 @@ _NUM_CHUNKS = 128
 
 
 @triton.jit
-def _argmax_chunks(
+def argmax_chunks(
     logits, maxima, tokens, logits_b, V, CHUNK: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr
 ):
     b = tl.program_id(0).to(tl.int64)
@@ -29,7 +29,7 @@ def _argmax_chunks(
 
 
 @triton.jit
-def _select(
+def select_token(
     maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over,
     positions_b, sequences_b, B, V,
     TILE_B: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_EOS: tl.constexpr, PDL: tl.constexpr,
@@ -64,7 +64,7 @@ def select_greedy_triton(logits: Tensor, positions: Tensor, *state: Tensor) -> N
     tokens = logits.new_empty(batch, _NUM_CHUNKS, dtype=torch.int32)
     chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
     launch(
-        _argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
+        argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
         CHUNK=chunk, TILE=triton.next_power_of_2(chunk), num_warps=4,
     )  # fmt: skip
     select_triton(maxima, tokens, vocabulary, positions, *state)
@@ -80,7 +80,7 @@ def select_triton(
     sequences, _, _, eos, _, _ = state
     batch, num_chunks = maxima.shape
     launch(
-        _select, (1,), maxima, tokens, positions, *state,
+        select_token, (1,), maxima, tokens, positions, *state,
         positions.stride(0), sequences.stride(0), batch, vocabulary,
         TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=num_chunks, NUM_EOS=eos.shape[1], num_warps=4,
     )  # fmt: skip

@@ -10,6 +10,7 @@ allocation of its own. racecheck finds threads of a block that race for shared m
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import os
 import re
@@ -135,9 +136,12 @@ def version_of(sanitizer: str) -> str:
 
 def defined_kernels() -> set[str]:
     """The names that launchers launch."""
-    texts = [path.read_text() for path in (ROOT / "hf_static_kv" / "kernels").glob("*_triton.py")]
-    launched = {line.split(",")[0].strip() for text in texts for line in text.split("launch(")[1:]}
-    return {name for name in launched if name.startswith("_")}
+    names = set()
+    for path in (ROOT / "hf_static_kv" / "kernels").glob("*_triton.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "launch":
+                names.add(node.args[0].id)
+    return names
 
 
 # --- the kernels

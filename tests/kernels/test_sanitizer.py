@@ -30,7 +30,9 @@ def test_a_record_has_what_a_tool_found(monkeypatch, tmp_path):
             return subprocess.CompletedProcess(
                 command, 0, "NVIDIA (R) Compute Sanitizer\nVersion 2025.3.0", ""
             )
-        output = f"kernels: _norm _split\n========= {summaries[command[2]]}\n"
+        output = (
+            f"kernels: fused_add_norm decode_attention_split\n========= {summaries[command[2]]}\n"
+        )
         return subprocess.CompletedProcess(command, 0, output, "")
 
     monkeypatch.setattr(sanitize.subprocess, "run", run)
@@ -45,8 +47,8 @@ def test_a_record_has_what_a_tool_found(monkeypatch, tmp_path):
         ("racecheck", 0),
     ]
     assert all(run["version"] == "Version 2025.3.0" for run in record["runs"])
-    assert record["runs"][0]["kernels"] == ["_norm", "_split"]
-    assert "_advance" in record["runs"][0]["missing"]
+    assert record["runs"][0]["kernels"] == ["fused_add_norm", "decode_attention_split"]
+    assert "place_tokens" in record["runs"][0]["missing"]
 
 
 def test_the_record_has_every_kernel_and_no_error():
