@@ -53,7 +53,7 @@ from hf_static_kv.patching import attention_of, unwrapped
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
-_CALL: ContextVar["_Call | None"] = ContextVar("call", default=None)
+_CALL: ContextVar["_Served | None"] = ContextVar("call", default=None)
 _Function = Callable[..., Any]
 # On a CPU our cache takes 0.89 to 1.00 of DynamicCache's time from this prompt on, and up to 1.05
 # of it before (2 to 30 layers, batch 1 and 4, float32, four threads of the H200's host, 2026-11).
@@ -100,7 +100,7 @@ class Settings:
 
 
 @dataclass(eq=False)
-class _Call:
+class _Served:
     """One call of `generate` on an attached model."""
 
     attachment: "Attachment"
@@ -190,7 +190,7 @@ class Attachment:
         cannot serve it.
         """
         device = compute_device(model)
-        call = _Call(self, ExitStack())
+        call = _Served(self, ExitStack())
         before = random_state(device)
         try:
             with self._one_at_a_time, self._exact(model), call.caches:
@@ -220,7 +220,7 @@ class Attachment:
         with self._one_at_a_time, self._exact(model):
             return original(*args, **kwargs)
 
-    def lend(self, call: _Call, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    def lend(self, call: _Served, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
         """Put a cache of the pool in the place of the one that `generate` has made."""
         made = model_kwargs.get("past_key_values")
         request = running_request()

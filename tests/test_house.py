@@ -26,7 +26,7 @@ READING_ORDER = {
     "program": [
         "preload", "shadow", "norms", "linears", "rotary", "experts", "record", "rules", "positions", "step",
     ],
-    "decoding": ["call", "eligibility", "selection", "sampling", "verification", "decoder"],
+    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "decoder"],
     "exactness": ["invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "loading", "testing", "__init__", "__main__"],

@@ -40,8 +40,8 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.eligibility import check
-from hf_static_kv.decoding.sampling import Sampling
 from hf_static_kv.decoding.selection import Selection, selection_of
+from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
@@ -194,32 +194,32 @@ class GraphDecoder:
         with compat.optimized_for_decode(call.model):
             step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
             call.outputs = None  # from here on there is no way back to the prompt
-            sampling = Sampling(call)
-            if step is None or not sampling.may_be_ahead(0):
+            tokens = Tokens(call)
+            if step is None or not tokens.may_be_ahead(0):
                 call.confirm_prefix()
-            is_over = sampling.append(logits)
+            is_over = tokens.append(logits)
             drawn = random_state(call.device) if call.assumed is not None else None
             while not is_over:
                 try:
-                    _run_model(sampling, call) if step is None else _run(step, sampling, call)
+                    _run_model(tokens, call) if step is None else _run(step, tokens, call)
                 except PrefixChanged:
                     raise
                 except ModelChanged:
                     cache.crop(call.request.prompt_length - cache.seq_len)
-                    sampling.restart(call.input_ids.shape[1] + 1)
+                    tokens.restart(call.input_ids.shape[1] + 1)
                     if drawn is not None:
                         set_random_state(call.device, drawn)
                     step = self._later_step(call)
                     continue
-                is_over = not (cache.grows and sampling.is_cut_short())
+                is_over = not (cache.grows and tokens.is_cut_short())
                 if not is_over:
                     call.grow()
-                    sampling.set_limit(*call.lengths)
+                    tokens.set_limit(*call.lengths)
                     step = self._later_step(call)
         call.confirm_prefix()  # the first token may have been the last
-        cache.crop(-sampling.overrun)
-        call.remember(sampling.ids)
-        return sampling.result(call.cache)
+        cache.crop(-tokens.overrun)
+        call.remember(tokens.ids)
+        return tokens.result(call.cache)
 
     def _later_step(self, call: Call) -> DecodeStep | None:
         """Another step in the middle of a call; None where the model itself goes on: tokens are
@@ -438,63 +438,63 @@ def _assumed_state(steps: dict[Any, DecodeStep | _Failed], wanted: Any) -> State
     return None
 
 
-def _run(step: DecodeStep, sampling: Sampling, call: Call) -> None:
+def _run(step: DecodeStep, tokens: Tokens, call: Call) -> None:
     """From the newest token to the last one, or until the cache is full."""
     step.set_position(call.cache.seq_len, call.seq_start, call.position_ids(call.cache.seq_len))
     with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
         if isinstance(step, SelectingStep):
-            _run_on_device(step, sampling, call)
+            _run_on_device(step, tokens, call)
         else:
-            _run_on_host(step, sampling, call)
+            _run_on_host(step, tokens, call)
 
 
-def _run_on_host(step: DecodeStep, sampling: Sampling, call: Call) -> None:
+def _run_on_host(step: DecodeStep, tokens: Tokens, call: Call) -> None:
     is_over = False
     room = 0
     while not is_over:
         room = _room(step, call, room)
-        logits = step.run(sampling.last_tokens)
+        logits = step.run(tokens.last_tokens)
         _mark_written(call)
         call.confirm()  # while the device computes
-        is_over = sampling.append(logits)
+        is_over = tokens.append(logits)
 
 
-def _run_model(sampling: Sampling, call: Call) -> None:
+def _run_model(tokens: Tokens, call: Call) -> None:
     """As `_run`, by ordinary passes."""
     is_over = False
     while not is_over:
-        is_over = sampling.append(call.next_logits(sampling.sequences))
+        is_over = tokens.append(call.next_logits(tokens.sequences))
 
 
-def _run_on_device(step: SelectingStep, sampling: Sampling, call: Call) -> None:
+def _run_on_device(step: SelectingStep, tokens: Tokens, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
     # of the next token, in `ids` and in `sequences`
-    start = sampling.length
+    start = tokens.length
     position = call.cache.seq_len + 1
     step.set_state(
-        sampling.ids[:, :start],
+        tokens.ids[:, :start],
         position,
-        sampling.unfinished,
+        tokens.unfinished,
         next(iter(call.ends), None),
-        sampling.pad,
+        tokens.pad,
     )
     is_over = False
     room = 0
     while not is_over:
         room = _room(step, call, room)
-        sampling.before_draw()
+        tokens.before_draw()
         flag = step.replay()
         _mark_written(call)
-        sampling.finished.is_busy = call.is_assuming and sampling.may_be_ahead(
-            sampling.length - start + 1
+        tokens.finished.is_busy = call.is_assuming and tokens.may_be_ahead(
+            tokens.length - start + 1
         )
-        if not sampling.finished.is_busy:
+        if not tokens.finished.is_busy:
             call.confirm()  # while the device computes
-        is_over = sampling.count_token(flag, step.token)
-    sampling.ids[:, start : sampling.length] = step.state.sequences[
+        is_over = tokens.count_token(flag, step.token)
+    tokens.ids[:, start : tokens.length] = step.state.sequences[
         :, position : call.cache.seq_len + 1
     ]
-    sampling.unfinished = step.state.unfinished[:, 0].to(sampling.unfinished)
+    tokens.unfinished = step.state.unfinished[:, 0].to(tokens.unfinished)
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:

@@ -10,14 +10,14 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
-from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.program.step import SelectingStep
 
 
 class Selection(NamedTuple):
     """How a step selects: the most likely token (no kinds), or by sampling with these numbers."""
 
-    kinds: Kinds | None = None
+    kinds: Processors | None = None
     numbers: tuple[tuple[str, float], ...] = ()  # of a `SampleState`, by name
 
 
@@ -40,7 +40,7 @@ def selection_of(call: Call) -> Selection | None:
         return None
     found = [_kind_and_number(processor, call) for processor in call.processors]
     kinds = [kind for kind, _, _ in filter(None, found)]
-    order = [Kinds._fields.index(kind) for kind in kinds]
+    order = [Processors._fields.index(kind) for kind in kinds]
     if None in found or order != sorted(
         order
     ):  # an unknown one, or another order than `generate` has
@@ -54,7 +54,7 @@ def selection_of(call: Call) -> Selection | None:
         numbers[name] = max(
             number, numbers.get(name, number)
         )  # a least length may be given in two ways
-    return Selection(Kinds(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
+    return Selection(Processors(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
 
 
 def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | None:

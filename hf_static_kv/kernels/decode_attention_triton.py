@@ -234,7 +234,8 @@ def decode_attention_triton(
     }  # fmt: skip
     launch(
         decode_attention_split, (pairs, per_span), query, keys, values, spans, mask,
-        outputs, maxima, sums, scores, num_splits, scale, softcap or 0.0, *query.stride()[:3], *keys.stride()[:3],
+        outputs, maxima, sums, scores, num_splits, scale, softcap or 0.0, *query.stride()[:3],
+        *keys.stride()[:3],
         *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
         HAS_SOFTCAP=softcap is not None, STAGES=_STAGES if query.element_size() == 2 else 1,

@@ -1,5 +1,5 @@
 """Sampling of the next token in a captured step, as `generate` samples it. Each line is there if
-`Kinds` says so.
+`Processors` says so.
 
     repetition    score = score * penalty where score < 0, else score / penalty      of tokens in the sequence
     min_length    score = -inf      of end tokens while the sequence is shorter than that
@@ -37,7 +37,7 @@ _MAX_KERNEL_VOCABULARY = 2**19  # one program holds a 128th of it in registers
 _MAX_VOCABULARY = 2**24  # of torch.multinomial
 
 
-class Kinds(NamedTuple):
+class Processors(NamedTuple):
     """Which processors run. Fixed in a captured graph: one that is absent costs nothing."""
 
     repetition: bool = False
@@ -55,7 +55,7 @@ class SampleState(NamedTuple):
     """
 
     selection: GreedyState
-    kinds: Kinds
+    kinds: Processors
     temperature: Tensor  # [1]
     top_k: Tensor  # [1], int64; the vocabulary or more: off
     top_p: Tensor  # [1], 1: off

@@ -285,13 +285,15 @@ def select_sampled_triton(
     numbers = positions, min_length, selection.eos, temperature
     if kinds.repetition:  # on a copy in float32
         launch(
-            sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
+            sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0),
+            positions.stride(0), vocabulary,
             MIN_LENGTH=False, TEMPERATURE=False, **ends,
         )  # fmt: skip
         penalize_triton(scores, logits, selection.sequences, positions, penalty)
         logits = scores
     launch(
-        sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0), positions.stride(0), vocabulary,
+        sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0),
+        positions.stride(0), vocabulary,
         MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
     )  # fmt: skip
     chunks = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}
@@ -303,7 +305,8 @@ def select_sampled_triton(
         )  # fmt: skip
         before = measure
     launch(
-        sample_draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p, quotients, tokens,
+        sample_draw, grid, scores, maxima, noise, partials, lows, counts, top_k, top_p, min_p,
+        quotients, tokens,
         len(passes), batch, vocabulary, BEFORE=before, MIN_P=kinds.min_p, **chunks,
     )  # fmt: skip
     select_triton(quotients, tokens, vocabulary, positions, *selection)

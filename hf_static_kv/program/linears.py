@@ -33,7 +33,11 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
         part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)
     }  # of an operation already
     # A layer that is shared with another model may be replaced already.
-    layers = [module for module in model.modules() if _is_plain(module) and module not in inside]
+    layers = [
+        module
+        for module in model.modules()
+        if _has_weights_of_torch(module) and module not in inside
+    ]
     with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
         yield layers
 
@@ -58,7 +62,7 @@ def mlp_activation(module: Module) -> str | None:
     parts: list[Any] = [
         getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")
     ]
-    if not all(_is_plain(part) and part.bias is None for part in parts):
+    if not all(_has_weights_of_torch(part) and part.bias is None for part in parts):
         return None
     if parts[0].weight.stride() != parts[1].weight.stride() or not all(
         map(is_unmodified, module.modules())
@@ -86,7 +90,7 @@ def mlp_activation(module: Module) -> str | None:
         return next((name for name, output in expected if torch.equal(got, output)), None)
 
 
-def _is_plain(module: object) -> TypeGuard[Linear]:
+def _has_weights_of_torch(module: object) -> TypeGuard[Linear]:
     """Whether it is torch's linear layer and nothing more: not an adapter, not quantised."""
     return type(module) is Linear and type(module.weight) is Parameter and is_unmodified(module)
 
@@ -109,7 +113,9 @@ class _GatedMLP:
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.module.gate_proj, self.module.up_proj
-        if not _is_plain(gate) or not _is_plain(up):  # a hook or an adapter was added since
+        if not _has_weights_of_torch(gate) or not _has_weights_of_torch(
+            up
+        ):  # a hook or an adapter was added since
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
         operation, plain = (
             partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain)

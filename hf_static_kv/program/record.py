@@ -1,9 +1,9 @@
 """A pass of a model as data: the flat list of the operations that it calls, which can be rewritten
 and run.
 
-    h = embedding(token, W)             Call(embedding, (token, W))        -> Value 0
-    q = linear(h, Wq)                   Call(linear, (Value 0, Wq))        -> Value 1
-    q, k = rotary(q, k, cos, sin)       Call(rotary, (Value 1, ...))       -> Value 7, Value 8
+    h = embedding(token, W)             Operation(embedding, (token, W))        -> Value 0
+    q = linear(h, Wq)                   Operation(linear, (Value 0, Wq))        -> Value 1
+    q, k = rotary(q, k, cos, sin)       Operation(rotary, (Value 1, ...))       -> Value 7, Value 8
 
 A value is the result of an earlier call. Any other tensor (an input, a weight, the storage) is held
 by reference, as is what the pass computes of Python numbers alone. A shape or a setting is a
@@ -50,7 +50,7 @@ class Value:
         return f"%{self.number}"
 
 
-class Call:
+class Operation:
     """One operation. `order` says where in the list it stands."""
 
     def __init__(
@@ -92,34 +92,34 @@ class Program:
     `fuse` puts one call in the place of several.
     """
 
-    def __init__(self, calls: Sequence[Call], output: Value) -> None:
-        self.calls: dict[int, Call] = {}
+    def __init__(self, calls: Sequence[Operation], output: Value) -> None:
+        self.calls: dict[int, Operation] = {}
         self.output = output
         self.num_positions = 0  # that a token may have; 0 where that is not known
-        self.made_by: dict[Value, Call] = {}
-        self.used_by: defaultdict[Value, list[Call]] = defaultdict(list)
+        self.made_by: dict[Value, Operation] = {}
+        self.used_by: defaultdict[Value, list[Operation]] = defaultdict(list)
         for call in calls:
             self._add(call)
 
-    def __iter__(self) -> Iterator[Call]:
+    def __iter__(self) -> Iterator[Operation]:
         return iter([self.calls[order] for order in sorted(self.calls)])
 
-    def calls_of(self, *functions: Callable[..., Any]) -> list[Call]:
+    def calls_of(self, *functions: Callable[..., Any]) -> list[Operation]:
         """The calls of these functions, in their order."""
         return [call for call in self if call.func in functions]
 
-    def maker(self, value: object) -> Call | None:
+    def maker(self, value: object) -> Operation | None:
         """The call that gives this value; None for a tensor from outside."""
         return self.made_by.get(value) if isinstance(value, Value) else None
 
-    def only_user(self, value: object) -> Call | None:
+    def only_user(self, value: object) -> Operation | None:
         """The one call that takes this value; None where there are more, or where it is the output."""
         users = self.used_by[value] if isinstance(value, Value) else []
         return users[0] if len(users) == 1 and value is not self.output else None
 
     def fuse(
         self,
-        parts: Sequence[Call],
+        parts: Sequence[Operation],
         func: Callable[..., Any],
         *args: Any,
         results: list[Value | None],
@@ -128,7 +128,7 @@ class Program:
         """Put `results = func(*args, **kwargs)` in the place of `parts`; False, and no change,
         where that is unsafe.
         """
-        new = Call(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
+        new = Operation(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
         new.order = self._place(new, parts)
         if new.order < 0 or self._loses_values(new, parts) or self._moves_across_writes(new, parts):
             return False
@@ -139,7 +139,7 @@ class Program:
         self._add(new)
         return True
 
-    def _place(self, new: Call, parts: Sequence[Call]) -> int:
+    def _place(self, new: Operation, parts: Sequence[Operation]) -> int:
         """The last order of a part where all arguments of the new call are there and no result is
         needed yet; or -1.
         """
@@ -147,12 +147,12 @@ class Program:
         needed = min(self._uses(new.results, parts), default=sys.maxsize)
         return max((part.order for part in parts if ready < part.order < needed), default=-1)
 
-    def _loses_values(self, new: Call, parts: Sequence[Call]) -> bool:
+    def _loses_values(self, new: Operation, parts: Sequence[Operation]) -> bool:
         """Whether something takes a value of the parts that the new call does not give."""
         lost = {value for part in parts for value in part.results} - set(new.results)
         return bool(self._uses(lost, parts)) or not lost.isdisjoint(new.values)
 
-    def _moves_across_writes(self, new: Call, parts: Sequence[Call]) -> bool:
+    def _moves_across_writes(self, new: Operation, parts: Sequence[Operation]) -> bool:
         """Whether, from the first part to the last, there is a write anywhere but at the place of
         the new call.
         """
@@ -160,10 +160,10 @@ class Program:
         writes = [order for order, call in self.calls.items() if call.writes and order != new.order]
         return any(min(orders) <= order <= max(orders) for order in writes)
 
-    def writes_between(self, first: Call, last: Call) -> bool:
+    def writes_between(self, first: Operation, last: Operation) -> bool:
         return any(call.writes and first.order < call.order < last.order for call in self)
 
-    def _uses(self, values: Collection[Value | None], parts: Sequence[Call]) -> list[int]:
+    def _uses(self, values: Collection[Value | None], parts: Sequence[Operation]) -> list[int]:
         """The orders of the calls outside of `parts` that take these values; the output is taken at
         the end.
         """
@@ -171,7 +171,7 @@ class Program:
         at_the_end = [sys.maxsize] if self.output in values else []
         return [call.order for call in users if call not in parts] + at_the_end
 
-    def _add(self, call: Call) -> None:
+    def _add(self, call: Operation) -> None:
         self.calls[call.order] = call
         self.made_by |= {value: call for value in call.results if value is not None}
         for value in call.values:
@@ -214,7 +214,7 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Call] = []
+        self.calls: list[Operation] = []
         self.value_of: dict[
             int, Value | Tensor
         ] = {}  # by a tensor's id; a view of all of a tensor has that tensor
@@ -262,7 +262,9 @@ class Recorder(TorchFunctionMode):
         args, kwargs = map_leaves(lambda leaf: self.value_of.get(id(leaf), leaf), (args, kwargs))
         results = [self._new_value(output, inputs, is_constant) for output in leaves(result)]
         if written or any(results):
-            self.calls.append(Call(len(self.calls), func, args, kwargs, results, bool(written)))
+            self.calls.append(
+                Operation(len(self.calls), func, args, kwargs, results, bool(written))
+            )
         return result
 
     def _is_constant(self, tensor: Tensor) -> bool:

@@ -25,7 +25,7 @@ from hf_static_kv.kernels.linear import (
 from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.linears import activated
-from hf_static_kv.program.record import Call, Program, Value
+from hf_static_kv.program.record import Operation, Program, Value
 from hf_static_kv.program.rotary import angle_table, angles, lookup
 
 _Rewrite = Callable[[Program], None]
@@ -111,7 +111,7 @@ def transpose_first(program: Program) -> None:
             between.shape = call.results[0].shape  # type: ignore[union-attr]
 
 
-def _own_norm(program: Program, x: Any, user: Call) -> Call | None:
+def _own_norm(program: Program, x: Any, user: Operation) -> Operation | None:
     """The norm that gives x, where no other call takes x."""
     before = program.maker(x)
     return (
@@ -173,7 +173,7 @@ def run_linear(x: Tensor, layer: Linear) -> Any:
 class Found(NamedTuple):
     """Linear layers in a list."""
 
-    call: Call
+    call: Operation
     x: Any
     layer: Linear
 
@@ -188,7 +188,7 @@ class Found(NamedTuple):
         return self.tokens == 1 and self.layer.residual is None and gives_one
 
 
-def _found(call: Call | None) -> Found | None:
+def _found(call: Operation | None) -> Found | None:
     if call is None or call.func not in (run_linear, _LINEARS, _GATED_LINEAR):
         return None
     x, *rest = call.args
@@ -208,7 +208,7 @@ def few_tokens(program: Program) -> None:
     """
     for call in [call for call in program.calls_of(F.linear) if not call.kwargs]:
         x, weight, bias = (*call.args, None)[:3]
-        if _is_plain(x, weight, bias):
+        if _is_plain_linear(x, weight, bias):
             layer = Linear([weight], [] if bias is None else [bias])
             program.fuse([call], run_linear, x, layer, results=call.results)
 
@@ -226,12 +226,16 @@ def conv1d(program: Program) -> None:
             continue
         parts = [before, call, after] if program.only_user(x) is call else [call, after]
         is_same = before.args[0].shape[:-1] == after.results[0].shape[:-1]  # type: ignore[union-attr]
-        if is_same and before.args[0].shape[-1] == x.shape[-1] and _is_plain(x, weight, bias):
+        if (
+            is_same
+            and before.args[0].shape[-1] == x.shape[-1]
+            and _is_plain_linear(x, weight, bias)
+        ):
             layer = Linear([weight.t()], [bias])
             program.fuse(parts, run_linear, before.args[0], layer, results=after.results)
 
 
-def _is_plain(x: Any, weight: Any, bias: Any) -> bool:
+def _is_plain_linear(x: Any, weight: Any, bias: Any) -> bool:
     """Few tokens, and weights of torch itself in one dtype: not quantised, not computed."""
     tensors = [weight] if bias is None else [weight, bias]
     is_own = all(
@@ -241,7 +245,7 @@ def _is_plain(x: Any, weight: Any, bias: Any) -> bool:
     return is_own and weight.ndim == 2 and x.dtype.is_floating_point and 1 <= tokens <= MAX_TOKENS
 
 
-def _activation(call: Call | None) -> str:
+def _activation(call: Operation | None) -> str:
     """The name of the activation that a call computes; "" for any other call."""
     if call is None or call.func not in (F.silu, F.gelu, F.relu, activated):
         return ""
@@ -274,7 +278,7 @@ def gate(program: Program) -> None:
 
 def _gate_and_up(
     gate: Found | None, up: Found | None
-) -> tuple[Any, list[Tensor], list[Call]] | None:
+) -> tuple[Any, list[Tensor], list[Operation]] | None:
     """Input, weights and calls where these are two linear layers without biases that fit each
     other.
     """
@@ -289,7 +293,9 @@ def _gate_and_up(
     )
 
 
-def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Tensor], list[Call]] | None:
+def _halves(
+    program: Program, gate: Any, up: Any
+) -> tuple[Any, list[Tensor], list[Operation]] | None:
     """The same where gate and up are the halves of the output of one linear layer (Phi 3, GLM 4)."""
     split = program.maker(gate)
     if (
@@ -395,7 +401,7 @@ def residual(program: Program) -> None:
                     break
 
 
-def _is_sum(call: Call) -> bool:
+def _is_sum(call: Operation) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if (
         call.func not in _SUMS
@@ -451,7 +457,7 @@ def norm_before(program: Program) -> None:
             program.fuse([call, found.call], run_linear, x, layer, results=found.call.results)
 
 
-def _normed(program: Program, call: Call) -> Found | None:
+def _normed(program: Program, call: Operation) -> Found | None:
     """The linear layers that can compute this norm of their input: of one token, with small
     weights.
     """

@@ -30,7 +30,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.kernels.positions import write_tokens
-from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
+from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
 from hf_static_kv.patching import attention_implementation, pass_context, replaced
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
@@ -353,7 +353,7 @@ class SelectingStep(DecodeStep):
 
     MAX_EOS = 16
 
-    def __init__(self, *what: Any, kinds: Kinds | None) -> None:
+    def __init__(self, *what: Any, kinds: Processors | None) -> None:
         super().__init__(*what)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position

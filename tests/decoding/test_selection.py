@@ -8,7 +8,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as processors
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
-from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.program.step import DecodeStep, SelectingStep
 from tests.conftest import Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run, toy_model
@@ -71,7 +71,7 @@ def test_other_numbers_use_the_same_step():
         assert torch.equal(
             run(model, decoder=decoder, cache=cache, seed=1, **how), run(model, seed=1, **how)
         )
-    assert kinds_of_step(decoder, cache) == Kinds(temperature=True, top_k=True)
+    assert kinds_of_step(decoder, cache) == Processors(temperature=True, top_k=True)
 
 
 @pytest.mark.parametrize("how", [{"do_sample": True, "top_k": 9}, {}], ids=["sampled", "greedy"])

@@ -26,7 +26,7 @@ from hf_static_kv.kernels import (
     select_greedy_triton,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
-from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
 
 LAUNCHERS = [module for name, module in list(globals().items()) if name.endswith("_triton")]
@@ -154,7 +154,7 @@ def launch_sampling(dtype, state):
         torch.empty(2, 130000, dtype=dtype),
     )
     numbers = real, number, real, real, real, number
-    for chosen in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
+    for chosen in (Processors(), Processors(*[True] * 6), Processors(top_p=True)):
         noise = torch.empty(2, 130000)
         sample_triton.select_sampled_triton(
             logits, noise, number.repeat(2), GreedyState(*state), chosen, *numbers

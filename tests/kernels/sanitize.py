@@ -39,7 +39,7 @@ from hf_static_kv.kernels import (
     select_greedy_triton,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
-from hf_static_kv.kernels.sample import Kinds
+from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
 
 ROOT = Path(__file__).parents[2]
@@ -312,7 +312,7 @@ def run_sampling(dtype: torch.dtype) -> None:
         *(real["temperature"], torch.tensor([7]), real["top_p"]),
         *(real["min_p"], real["penalty"], torch.tensor([9])),
     )
-    for kinds in (Kinds(), Kinds(*[True] * 6), Kinds(top_p=True)):
+    for kinds in (Processors(), Processors(*[True] * 6), Processors(top_p=True)):
         at = torch.tensor([5, 9])
         sample_triton.select_sampled_triton(logits, noise, at, greedy_state(), kinds, *numbers)
 

@@ -10,7 +10,7 @@ import torch
 from transformers.generation import logits_process as processors
 
 from hf_static_kv.kernels.sample import (
-    Kinds,
+    Processors,
     SampleState,
     process_plain,
     select_sampled,
@@ -20,7 +20,7 @@ from hf_static_kv.kernels.select_greedy import GreedyState
 from tests.conftest import given, settings, st, triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ALL = Kinds(*[True] * 6)
+ALL = Processors(*[True] * 6)
 NO_LIMIT = {"top_k": False, "top_p": False, "min_p": False}
 POSITION, LENGTH = 3, 8  # of the newest token, of the token buffer
 
@@ -99,7 +99,7 @@ class TestPlain:
     """
 
     @given(
-        kinds=st.builds(Kinds, *[st.booleans()] * 6),
+        kinds=st.builds(Processors, *[st.booleans()] * 6),
         seed=st.integers(0, 1 << 30),
         batch=st.sampled_from([1, 3]),
         vocabulary=st.sampled_from([5, 37, 300, 1000]),
@@ -141,7 +141,7 @@ class TestPlain:
         DEVICE == "cuda", reason="in transformers 5.17 it ends the process's use of the GPU"
     )
     def test_a_token_without_a_logit_is_not_penalized(self):
-        state = make_state(1, Kinds(repetition=True))
+        state = make_state(1, Processors(repetition=True))
         state.selection.sequences[0, 1] = 10
         logits = normal(1, 10)
         assert torch.equal(
@@ -149,7 +149,7 @@ class TestPlain:
         )
 
     def test_rows_that_have_ended_and_rows_that_end(self):
-        state = make_state(3, Kinds())
+        state = make_state(3, Processors())
         state.selection.unfinished[0] = False
         logits = torch.full((3, 12), -torch.inf, device=DEVICE)
         logits[0, 5] = logits[1, 3] = logits[2, 6] = 0
@@ -235,13 +235,13 @@ class TestKernels:
     @pytest.mark.parametrize(
         ("kinds", "numbers"),
         [
-            (Kinds(top_k=True), {"top_k": 5}),
-            (Kinds(top_p=True), {"top_p": 0.6}),
+            (Processors(top_k=True), {"top_k": 5}),
+            (Processors(top_p=True), {"top_p": 0.6}),
             (
-                Kinds(temperature=True, top_k=True, top_p=True),
+                Processors(temperature=True, top_k=True, top_p=True),
                 {"temperature": 2.0, "top_k": 20, "top_p": 0.9},
             ),
-            (Kinds(min_p=True), {"min_p": 0.1}),
+            (Processors(min_p=True), {"min_p": 0.1}),
         ],
         ids=["top_k", "top_p", "both", "min_p"],
     )
@@ -277,7 +277,7 @@ class TestKernels:
             monkeypatch.setattr(torch, "sort", partial(torch.sort, stable=True))  # on a GPU it is
         logits = torch.cat([(normal(1, 203, seed=seed) * 1.5).round() for seed in range(2)])
         state = make_state(
-            4, Kinds(top_k=top_k is not None, top_p=True), top_k=top_k or 0, top_p=top_p
+            4, Processors(top_k=top_k is not None, top_p=True), top_k=top_k or 0, top_p=top_p
         )
         kept = of_transformers(logits, state)[1] > -torch.inf
         noise, lowest, highest = probes(logits, kept, kept)
@@ -294,7 +294,7 @@ class TestKernels:
     )
     @settings(max_examples=8 if DEVICE == "cpu" else 50, deadline=None)
     def test_what_is_kept_under_any_numbers(self, seed, vocabulary, top_k, top_p, shape):
-        logits, kinds = logits_of(shape, vocabulary, seed), Kinds(top_k=True, top_p=True)
+        logits, kinds = logits_of(shape, vocabulary, seed), Processors(top_k=True, top_p=True)
         state = make_state(2, kinds, top_k=top_k, top_p=top_p)
         must, may = limits(logits, kinds, state)
         noise, lowest, highest = probes(logits, must, may)
@@ -306,7 +306,7 @@ class TestKernels:
         "numbers", [{"top_k": 1}, {"top_p": 0.0}, {"top_p": 1.0}, {"top_k": 500}], ids=str
     )
     def test_the_ends_of_the_ranges(self, numbers):
-        kinds = Kinds(top_k="top_k" in numbers, top_p="top_p" in numbers)
+        kinds = Processors(top_k="top_k" in numbers, top_p="top_p" in numbers)
         logits, state = normal(1, 67), make_state(2, kinds, **numbers)
         noise, lowest, _ = probes(logits, *limits(logits, kinds, state))
         tokens = self.select(logits.repeat(2, 1), noise, state)
@@ -319,7 +319,9 @@ class TestKernels:
         logits = torch.tensor([[-1.0, zeros[0], 1.0, zeros[1]]], device=DEVICE).repeat(2, 1)
         noise = torch.full_like(logits, 1e30)
         noise[0, 1] = noise[1, 3] = 1e-30
-        assert self.select(logits, noise, make_state(2, Kinds(top_k=True), top_k=2)).tolist() == [
+        assert self.select(
+            logits, noise, make_state(2, Processors(top_k=True), top_k=2)
+        ).tolist() == [
             1,
             3,
         ]
@@ -352,7 +354,7 @@ class TestKernels:
     )
     def test_the_repetition_penalty(self, dtype):
         """Rows of a wider tensor, and a token that has no logit."""
-        logits, state = normal(2, 50).to(dtype)[:, :40], make_state(2, Kinds(repetition=True))
+        logits, state = normal(2, 50).to(dtype)[:, :40], make_state(2, Processors(repetition=True))
         state.selection.sequences[1, 1] = 40
         scores = logits.float().contiguous()
         self.kernels.penalize_triton(
@@ -367,18 +369,18 @@ class TestKernels:
     @pytest.mark.parametrize("value", [torch.nan, -torch.inf, torch.inf])
     def test_a_row_without_a_distribution_gives_a_token(self, value):
         logits = torch.full((1, 21), value, device=DEVICE)
-        kinds = Kinds(temperature=True, top_k=True, top_p=True, min_p=True)
+        kinds = Processors(temperature=True, top_k=True, top_p=True, min_p=True)
         assert 0 <= self.select(logits, exponential(1, 21), make_state(1, kinds)).item() < 21
 
     def test_a_stride_in_the_last_dim_is_refused(self):
         with pytest.raises(ValueError, match=r"last dim has stride 1, got strides \(1, 2\)"):
-            self.select(normal(9, 2).t(), normal(2, 9), make_state(2, Kinds()))
+            self.select(normal(9, 2).t(), normal(2, 9), make_state(2, Processors()))
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="captures a graph")
 @pytest.mark.parametrize(
     "kinds",
-    [Kinds(temperature=True), Kinds(temperature=True, top_k=True, top_p=True), ALL],
+    [Processors(temperature=True), Processors(temperature=True, top_k=True, top_p=True), ALL],
     ids=str,
 )
 def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
@@ -403,7 +405,9 @@ def test_a_captured_graph_samples_as_transformers_under_new_numbers(kinds):
 
 
 PAIRS = [
-    Kinds(**dict.fromkeys(kinds, True)) for n in (1, 2) for kinds in combinations(Kinds._fields, n)
+    Processors(**dict.fromkeys(kinds, True))
+    for n in (1, 2)
+    for kinds in combinations(Processors._fields, n)
 ]
 
 
@@ -448,16 +452,16 @@ def test_true_vocabularies_in_bfloat16(vocabulary, kinds):
 class TestChecks:
     def test_rows_that_do_not_fit(self):
         with pytest.raises(ValueError, match=r"logits \(2, 9\) and sequences \(3, 8\) do not fit"):
-            select_sampled(normal(2, 9), positions(2), make_state(3, Kinds()))
+            select_sampled(normal(2, 9), positions(2), make_state(3, Processors()))
 
     def test_too_large_a_vocabulary(self):
         with pytest.raises(ValueError, match="takes 1 to 16777216 tokens, got logits of 16777217"):
             select_sampled(
-                torch.ones(1, 1).expand(1, 2**24 + 1), positions(1), make_state(1, Kinds())
+                torch.ones(1, 1).expand(1, 2**24 + 1), positions(1), make_state(1, Processors())
             )
 
     def test_a_number_of_another_dtype(self):
-        state = make_state(1, Kinds())._replace(top_p=torch.ones(2))
+        state = make_state(1, Processors())._replace(top_p=torch.ones(2))
         with pytest.raises(
             ValueError, match=r"top_p must be \(1,\) torch.float64, got \(2,\) torch.float32"
         ):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder
-from hf_static_kv.decoding.sampling import MAX_AHEAD, StopFlags
+from hf_static_kv.decoding.tokens import MAX_AHEAD, StopFlags
 from tests.decoding.conftest import PROMPT, run, toy_model
 
 

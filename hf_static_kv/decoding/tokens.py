@@ -20,7 +20,7 @@ from hf_static_kv.decoding.call import Call
 MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
 
 
-class Sampling:
+class Tokens:
     """The tokens of one call, selected greedily or by sampling, and what ends them."""
 
     def __init__(self, call: Call) -> None:
