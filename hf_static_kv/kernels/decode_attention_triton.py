@@ -134,6 +134,16 @@ def _count_splits(seq_start, first, end, num_splits, SPLIT_SIZE: tl.constexpr):
 
 
 @triton.jit
+def _normalize_scores(scores, first, end, maximum, total, TILE: tl.constexpr):
+    """Turn the scores of one query into weights, in the first of its instances."""
+    if tl.program_id(2) == 0:
+        for begin in range(first, end, TILE):
+            position = begin + tl.arange(0, TILE)
+            score = tl.load(scores + position, mask=position < end, other=-float("inf"))
+            tl.store(scores + position, tl.exp2(score - maximum) / total, mask=position < end)
+
+
+@triton.jit
 def decode_attention_combine(
     outputs, maxima, sums, spans, sinks, output, weights, spans_b, spans_t, weights_h, num_splits,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
@@ -186,13 +196,9 @@ def decode_attention_combine(
             total = total * rescale + tl.sum(factor * split_sum, 0)
             merged = merged * rescale + tl.sum(split_output * factor[:, None], 0)
             maximum = new_maximum
-    if HAS_WEIGHTS:  # noqa: SIM102  # a constexpr `if` of its own: else the branch is compiled in any case
-        if tl.program_id(2) == 0:
-            scores = weights + (pair * G + m) * weights_h
-            for begin in range(first, end, TILE):
-                position = begin + n
-                score = tl.load(scores + position, mask=position < end, other=-float("inf"))
-                tl.store(scores + position, tl.exp2(score - maximum) / total, mask=position < end)
+    if HAS_WEIGHTS:
+        scores = weights + (pair * G + m) * weights_h
+        _normalize_scores(scores, first, end, maximum, total, TILE)
     result = tl.where(total > 0, merged / total, 0.0)  # an empty span gives zeros
     row = (b * Q + m // G) * H * G + h * G + m % G
     tl.store(output + row * DV + dv, result.to(output.dtype.element_ty), mask=dv < DV)

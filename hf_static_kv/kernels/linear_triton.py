@@ -42,16 +42,11 @@ def linear_few_tokens(
     HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    block = tl.program_id(0)
     if IS_GATED:  # w0 is the gate and w1 is up
-        w = w0
-        b = b0
-        N = n0
-        n_start = tl.program_id(0) * TILE_N
-        y_start = 0
+        w, b, N, n_start, y_start = w0, b0, n0, block * TILE_N, 0
     else:
-        w, b, N, n_start, y_start = pick_weight(
-            tl.program_id(0), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N
-        )
+        w, b, N, n_start, y_start = pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
     n = n_start + tl.arange(0, TILE_N)
     k = tl.arange(0, TILE_K)
     dtype = y.dtype.element_ty
@@ -66,8 +61,7 @@ def linear_few_tokens(
     bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(b1 + n, mask=n < N, other=0.0) if HAS_BIAS and IS_GATED else 0.0
     pdl_sync(PDL)
-    if HAS_RESIDUAL:
-        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
+    residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
     total = tl.zeros((TILE_N, TILE_K), tl.float32)
     up = tl.zeros((TILE_N, TILE_K), tl.float32)
     squares = tl.zeros((TILE_K,), tl.float32)
@@ -80,9 +74,8 @@ def linear_few_tokens(
             squares += x_tile * x_tile
             x_tile *= offset + norm_tile.to(tl.float32)
             next_k = k_start + TILE_K + k
-            norm_tile = tl.load(
-                norm_weight + next_k, mask=next_k < K, other=0.0
-            )  # here it takes fewer registers
+            # Loaded here it takes fewer registers.
+            norm_tile = tl.load(norm_weight + next_k, mask=next_k < K, other=0.0)
         total = total + _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :]
         tile = next_tile
         if IS_GATED:
@@ -98,14 +91,30 @@ def linear_few_tokens(
     if IS_GATED:
         up += _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :]
     result = _finish_sum(tl.sum(total, 1), scale, bias, HAS_NORM, HAS_BIAS)
-    if ACTIVATION != "":
-        result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
-    if IS_GATED:
-        factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS)
-        result = result.to(dtype).to(tl.float32) * factor.to(dtype).to(tl.float32)
-    if HAS_RESIDUAL:
-        result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
+    factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS) if IS_GATED else 1.0
+    result = _epilogue(result, factor, residual_tile, dtype, ACTIVATION, IS_GATED, HAS_RESIDUAL)
     tl.store(y + y_start + n, result.to(dtype), mask=n < N)
+
+
+@triton.jit
+def _epilogue(
+    result, factor, residual, dtype: tl.constexpr,
+    ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    """residual + activation(result) * factor, rounded to `dtype` after each of them."""
+    if ACTIVATION != "":
+        result = activate(_rounded(result, dtype), ACTIVATION)
+    if IS_GATED:
+        result = _rounded(result, dtype) * _rounded(factor, dtype)
+    if HAS_RESIDUAL:
+        result = residual.to(tl.float32) + _rounded(result, dtype)
+    return result
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    """A float32 number as it is when it has been stored in `dtype`."""
+    return x.to(dtype).to(tl.float32)
 
 
 @triton.jit
