@@ -32,6 +32,13 @@ def log_step(start: int, new: int, rows: int, capacity: int) -> None:
         )
 
 
+def log_layer(layer_idx: int, start: int, new: int, seen: int) -> None:
+    """What one layer wrote, and the positions of the view that it returned."""
+    end = start + new
+    message = "layer %d wrote [%d, %d) and returned [%d, %d)"
+    logger.debug(message, layer_idx, start, end, end - seen, end)
+
+
 if os.environ.get("HF_STATIC_KV_DEBUG") == "1":
     named = os.environ.get("HF_STATIC_KV_DEBUG_LAYER")
     turn_on(int(named) if named else None)

@@ -16,6 +16,7 @@ from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
+PerLayer = int | Sequence[int]  # one number for all layers, or one for each
 
 # For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask
 # says where it begins.
@@ -254,6 +255,43 @@ def split_heads(
             "every rank all heads (docs/several-gpus.md)."
         )
     return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
+
+
+def plain_plans(
+    num_layers: int,
+    num_kv_heads: PerLayer,
+    key_head_dim: PerLayer,
+    value_head_dim: PerLayer,
+    windows: Sequence[int | None] | None,
+    sliding: str,
+) -> list[LayerPlan]:
+    """Plans from plain numbers."""
+    heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
+    key_dims = for_each_layer("head_dim", key_head_dim, num_layers)
+    value_dims = for_each_layer("value_head_dim", value_head_dim, num_layers)
+    windows = [None] * num_layers if windows is None else list(windows)
+    if len(windows) != num_layers:
+        raise ValueError(
+            f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for "
+            "each."
+        )
+    check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
+    shapes = map(LayerShape, heads, key_dims, value_dims)
+    return with_sliding(list(map(LayerPlan, shapes, windows)), sliding)
+
+
+def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:
+    """One positive number for each layer."""
+    if isinstance(number, int):
+        check_positive(**{name: number})
+        return [number] * num_layers
+    numbers = list(number)
+    if len(numbers) != num_layers:
+        raise ValueError(
+            f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each."
+        )
+    check_positive(**{f"{name}[{i}]": n for i, n in enumerate(numbers)})
+    return numbers
 
 
 def check_positive(**sizes: int) -> None:

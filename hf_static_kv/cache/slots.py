@@ -82,6 +82,11 @@ class LayerSlots:
         """The most tokens that `crop` can remove, beside all of them."""
         return self._first_visible() - self.oldest if self.oldest else self.length
 
+    @property
+    def num_free(self) -> int:
+        """Tokens that can be appended without moving any state."""
+        return min(self.max_cache_len, self.offset + self.num_slots) - self.length
+
     def make_room(self, tokens: int) -> bool:
         """Whether so many tokens can be appended in the storage; the newest positions move to slot
         0 if need be.

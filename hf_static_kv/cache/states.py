@@ -176,6 +176,20 @@ def select_states(layer: Any, indices: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(layer, indices)  # type: ignore[arg-type]  # a LongTensor, which none is
 
 
+def crop_states(layers: list[Any], tokens_to_remove: int, num_layers: int) -> None:
+    """Crop convolutions that keep their past, as assisted decoding asks for; refuse other states."""
+    moved = [layer for layer in layers if any(layer.has_previous_state.values())]
+    if tokens_to_remove < 0 and not all(own.record_past and own.is_croppable for own in moved):
+        raise ValueError(
+            f"crop({tokens_to_remove}): {len(moved)} of {num_layers} layers keep a recurrent "
+            "state, which cannot go back to an earlier token. Call reset() and compute the "
+            "shorter sequence."
+        )
+    for layer in moved:
+        if layer.record_past:
+            LinearAttentionLayer.crop(layer, tokens_to_remove)
+
+
 def copies_of(layers: list[Any]) -> States:
     """Copies of all states."""
     return [(layer, {name: _copies(getattr(layer, name)) for name in _FIELDS}) for layer in layers]

@@ -126,9 +126,7 @@ class StorageGroup:
             ):  # a step asks for three: where to write, what full and sliding layers see
                 del self._recent[next(iter(self._recent))]
             # Kept beyond a block of inference mode, as the storage is.
-            with (
-                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            ):
+            with outside_inference_mode():
                 found = self._recent[key] = (
                     self._slices(self.keys, *key),
                     self._slices(self.values, *key),
@@ -228,7 +226,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def allocate_groups(
-    members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
 ) -> list[StorageGroup]:
     """One group for each of `members`.
 
@@ -240,6 +238,11 @@ def allocate_groups(
         if not is_out_of_memory(error):
             raise
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
+
+
+def outside_inference_mode() -> Any:
+    """A block whose tensors outlive a block of inference mode: those can be written in it alone."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -262,7 +265,9 @@ def free_bytes(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
+def _what_fits(
+    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+) -> str:
     wanted, fixed = Counter[torch.device](), Counter[torch.device]()
     for shape, device, layers in members:
         num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)

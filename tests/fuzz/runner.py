@@ -36,7 +36,7 @@ from hf_static_kv import (
     attachment,
 )
 from hf_static_kv.cache import storage
-from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.cache.passes import UnfinishedPass
 from tests.fuzz.cases import (
     MAX_ROWS,
     ROOMY,

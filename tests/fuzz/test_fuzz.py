@@ -7,6 +7,7 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
 from hf_static_kv.cache.identity import State
+from hf_static_kv.cache.passes import OpenPass
 from hf_static_kv.cache.pool import CachePool, Lease
 from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import (
@@ -217,12 +218,7 @@ def keep_the_rows_in_their_order(monkeypatch):
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
-    end_step = StaticContiguousCache._end_step
-
-    def broken(cache, end=StaticContiguousLayer.commit):
-        end_step(cache, end)
-
-    monkeypatch.setattr(StaticContiguousCache, "_end_step", broken)
+    monkeypatch.setattr(OpenPass, "discard", OpenPass.commit)
 
 
 def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
@@ -262,7 +258,7 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
     monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
     monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
     monkeypatch.setattr(
-        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+        "hf_static_kv.cache.cache.check_request", lambda *args: None
     )  # it would refuse the cache
 
 
@@ -275,7 +271,7 @@ def reuse_a_prefix_that_is_one_too_long(monkeypatch):
 
     monkeypatch.setattr(Lease, "common_prefix", broken)
     monkeypatch.setattr(
-        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+        "hf_static_kv.cache.cache.check_request", lambda *args: None
     )  # it would refuse the cache
 
 
