@@ -196,7 +196,7 @@ class AllocatedCache(Cache):
         self._groups = list(moved.values())
         self._max_cache_len = max_cache_len
 
-    def make_room(self) -> int:
+    def reserve(self) -> int:
         """Return how many tokens can be written before this is called again.
 
         If a compact layer is full, it is compacted. Layers of one window get one offset: after a
@@ -204,11 +204,11 @@ class AllocatedCache(Cache):
         """
         compact = [layer for layer in self.kv_layers if layer.is_compact]
         for layer in compact:
-            layer.make_room(1)
+            layer.reserve(1)
         offsets = self.offsets
         for layer in compact:
             if layer.offset != offsets[layer.sliding_window]:
-                layer.move_together(offsets[layer.sliding_window])
+                layer.compact(offsets[layer.sliding_window])
         ends = [layer.offset + layer.num_slots for layer in compact]
         return min([self._max_cache_len, *ends]) - int(self.get_seq_length())
 

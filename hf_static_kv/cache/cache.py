@@ -43,7 +43,7 @@ from hf_static_kv.cache.storage import outside_inference_mode
 logger = logging.getLogger(__name__)
 _ROOM = 256  # positions after the tokens of a file, if no capacity is given
 # The length of a sequence, its recurrent states, and the newest keys and values of compact layers.
-Moment = tuple[int, States, list[list[Tensor]]]
+Snapshot = tuple[int, States, list[list[Tensor]]]
 
 
 class StaticContiguousCache(AllocatedCache):
@@ -492,16 +492,16 @@ class StaticContiguousCache(AllocatedCache):
         self._pass.forget()
         self._known_ids = None
 
-    def moment(self) -> Moment:
-        """The length, and copies of what longer sequences overwrite, for `return_to`."""
+    def snapshot(self) -> Snapshot:
+        """The length, and copies of what longer sequences overwrite, for `restore`."""
         newest = [layer.newest() for layer in self.kv_layers]
         return self.seq_len, copies_of(self.stateful_layers), newest
 
-    def return_to(self, moment: Moment) -> None:
-        """Remove the tokens that were appended since this moment."""
-        length, states, newest = moment
+    def restore(self, snapshot: Snapshot) -> None:
+        """Remove the tokens that were appended since this snapshot."""
+        length, states, newest = snapshot
         for layer, own in zip(self.kv_layers, newest, strict=True):
-            layer.return_to(length, own)
+            layer.restore(length, own)
         put_back(states)
         self._pass.forget()
         self._forget_removed_ids()

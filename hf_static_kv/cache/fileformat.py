@@ -42,7 +42,7 @@ _WORDS = (torch.int32, torch.int16, torch.int8)
 _SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
 
 
-class Entry(NamedTuple):
+class FileTensor(NamedTuple):
     """One tensor of a file."""
 
     name: str
@@ -160,10 +160,10 @@ class Header:
         """Whether all keys and values are of this dtype."""
         return all(entry.dtype == dtype for entry in self.entries()[1:])
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[FileTensor]:
         """The tensors in the order of the file."""
         found = [
-            Entry(
+            FileTensor(
                 "checksums",
                 torch.int64,
                 [2 * len(self.groups), self.num_tokens],
@@ -179,16 +179,16 @@ class Header:
                 dtype, offset = getattr(torch, dtype_name), found[-1].offset + found[-1].num_bytes
                 num_bytes = prod(shape) * dtype.itemsize
                 found.append(
-                    Entry(f"{name}.{number}", dtype, shape, offset, num_bytes, group.first)
+                    FileTensor(f"{name}.{number}", dtype, shape, offset, num_bytes, group.first)
                 )
         return found
 
-    def pairs(self) -> list[list[Entry]]:
+    def pairs(self) -> list[list[FileTensor]]:
         """Keys and values of each group."""
         entries = self.entries()[1:]
         return [entries[i : i + 2] for i in range(0, len(entries), 2)]
 
-    def add_up(self, sums: list[tuple[Entry, Tensor]], length: int) -> Tensor:
+    def add_up(self, sums: list[tuple[FileTensor, Tensor]], length: int) -> Tensor:
         """The checksums [tensors, length] of a file from those of its layers, [length - first]."""
         names = [entry.name for entry in self.entries()[1:]]
         totals = torch.zeros(len(names), length, dtype=torch.int64)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_static_kv.cache.fileformat import Entry, checksum_weights, position_checksums
+from hf_static_kv.cache.fileformat import FileTensor, checksum_weights, position_checksums
 
 PIECE_BYTES = 16 << 20  # read, copied and summed at a time: each costs some calls from Python
 
@@ -34,7 +34,7 @@ class Piece(NamedTuple):
 class LayerStates(NamedTuple):
     """Keys or values of one layer, in a file and in a cache."""
 
-    entry: Entry
+    entry: FileTensor
     number: int  # of the layer in the tensor of the file
     layer_idx: int
     states: Tensor  # [B, H, n, D], a view of the storage

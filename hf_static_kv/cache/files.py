@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
-from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, FileTensor, Header
 from hf_static_kv.cache.filepieces import LayerStates, Piece, memories, staging
 from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
@@ -243,7 +243,7 @@ class CacheFile:
                 ):
                     yield LayerStates(entry, i, layer_idx, states[::repeat], first - group.first)
 
-    def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
+    def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[FileTensor, Tensor]]:
         """Read the states of some layers; their checksums [n], on the device."""
         buffer, sums = staging(part for part, _ in jobs), []
         for part, stream in jobs:
@@ -262,7 +262,7 @@ class CacheFile:
                 piece.states.copy_(target)
             yield piece
 
-    def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
+    def _check_sums(self, sums: list[tuple[FileTensor, Tensor]], length: int) -> None:
         totals = self.header.add_up(sums, length)
         if bool((wrong := totals != self._checksums[:, :length]).any()):
             tensor, position = wrong.nonzero()[0].tolist()

@@ -170,7 +170,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             )  # for states that require no grad, after some that did
             return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
         self.batch_size, _, tokens, _ = key_states.shape
-        if not self.make_room(tokens):
+        if not self.reserve(tokens):
             return self._hold(key_states, value_states)
         keys, values = self._views(self.length, self.length + tokens)
         keys.copy_(key_states)
@@ -207,14 +207,14 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         self.pending, self._tail, self._old_half = 0, [], {}
 
     def newest(self) -> list[Tensor]:
-        """Copies of keys and values that longer sequences may overwrite, for `return_to`; none in a
+        """Copies of keys and values that longer sequences may overwrite, for `restore`; none in a
         full layer.
         """
         if not self.is_compact or self.length == 0:
             return []
         return [states.clone() for states in self._views(self._first_to_keep(), self.length)]
 
-    def return_to(self, length: int, newest: list[Tensor]) -> None:
+    def restore(self, length: int, newest: list[Tensor]) -> None:
         """Remove the tokens that were appended since the layer had this length, and these `newest`
         states.
         """

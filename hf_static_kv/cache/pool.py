@@ -45,14 +45,14 @@ class NotPooled(Exception):
 
 
 @dataclass(eq=False)
-class Lease:
+class Entry:
     """A cache of the pool."""
 
     cache: StaticContiguousCache
     kind: Any  # equal for two calls whose states one cache can hold
     planned_bytes: int
     # what its states depend on beside the tokens; None: it holds none that another call may use
-    content: Any = None
+    identity: Any = None
     num_reused: int = 0  # tokens of the present call that are not computed again
     own_users: list[int | None] | None = (
         None  # of the storage, without its caller's; None: no caller was given it
@@ -93,8 +93,8 @@ class CachePool:
     """Caches that calls take and give back.
 
     A capacity is rounded up to a power of two, so that calls of like size share storage and
-    captured steps; `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches
-    together; by default it is half of the free memory of a GPU, or a quarter of the memory of the
+    captured steps; `max_cache_len` is the least capacity. `max_bytes` bounds all caches, free and
+    in use; by default it is half of the free memory of a GPU, or a quarter of the memory of the
     host. A call that may need more begins with less, and its cache grows as the tokens come. The
     least recently used of the free caches goes first. `store` has prefixes of earlier processes.
 
@@ -110,71 +110,71 @@ class CachePool:
         store: PrefixStore | None = None,
     ) -> None:
         self.max_cache_len, self.max_bytes, self.store = max_cache_len, max_bytes, store
-        self.free: list[Lease] = []  # least recently used first
-        self.lent: list[Lease] = []
-        self.taken: list[Lease] = []  # whose storage the callers of earlier calls may still use
+        self.free: list[Entry] = []  # least recently used first
+        self.in_use: list[Entry] = []
+        self.taken: list[Entry] = []  # whose storage the callers of earlier calls may still use
         self.hits = self.reused_tokens = 0
-        self.last: weakref.ref[Lease] | None = (
+        self.last: weakref.ref[Entry] | None = (
             None  # what the last call has kept, unless it was evicted
         )
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        return sum(lease.num_bytes for lease in (*self.free, *self.lent, *self.taken))
+        return sum(entry.num_bytes for entry in (*self.free, *self.in_use, *self.taken))
 
     @contextmanager
-    def cache_for(self, request: Request, content: Any = None) -> Iterator[StaticContiguousCache]:
+    def cache_for(self, request: Request, identity: Any = None) -> Iterator[StaticContiguousCache]:
         """A cache for one call: empty, or with a prefix of its prompt where a free cache has the
-        same `content`.
+        same `identity`.
 
         It goes back to the pool, after `hand_over` once its caller has dropped it. A call that
         returns its cache in any other way keeps it. Raises `NotPooled`.
         """
         self.last = None
-        lease = self._take(request, content)
+        entry = self._take(request, identity)
         is_callers = False
         try:
-            self._load_prefix(lease, request)
-            yield lease.cache
+            self._load_prefix(entry, request)
+            yield entry.cache
             is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
-            lease.content = None
+            entry.identity = None
             raise
         finally:
             with self._lock:
-                self.lent.remove(lease)
-                self.reused_tokens += lease.num_reused
-                lease.num_reused = 0
-                if lease.own_users is not None or not is_callers:
-                    self._keep(lease)
+                self.in_use.remove(entry)
+                self.reused_tokens += entry.num_reused
+                entry.num_reused = 0
+                if entry.own_users is not None or not is_callers:
+                    self._keep(entry)
 
     def hand_over(self, output: Any) -> Any:
-        """What a call returns, with a cache for the caller in the place of a lent one: on the same
-        storage.
+        """What a call returns, with a cache for the caller in the place of the one in use: on the
+        same storage.
 
-        The lent one stays, with its captured steps. It serves another call when nobody else uses
+        The one in use stays, with its captured steps. It serves another call when nobody else uses
         its storage.
         """
         cache = getattr(output, "past_key_values", None)
-        lease = self.lease_of(cache)
-        if lease is not None and None not in (users := lease.storage_users):
-            lease.own_users, lease.content = users, None
-            output.past_key_values = lease.cache.shared()
+        entry = self.entry_of(cache)
+        if entry is not None and None not in (users := entry.storage_users):
+            entry.own_users, entry.identity = users, None
+            output.past_key_values = entry.cache.shared()
         return output
 
-    def lease_of(self, cache: Any) -> Lease | None:
-        """The lease of a cache that is in the hands of a call; None if it is not of this pool."""
+    def entry_of(self, cache: Any) -> Entry | None:
+        """The entry of a cache that is in the hands of a call; None if it is not of this pool."""
         with self._lock:
-            return next((lease for lease in self.lent if lease.cache is cache), None)
+            return next((entry for entry in self.in_use if entry.cache is cache), None)
 
-    def _load_prefix(self, lease: Lease, request: Request) -> None:
-        if self.store is not None and lease.content is not None and request.tokens is not None:
-            before = lease.cache.seq_len
-            self.store.fill(lease.cache, request.model, request.tokens, lease.content)
-            lease.num_reused += lease.cache.seq_len - before
+    def _load_prefix(self, entry: Entry, request: Request) -> None:
+        if self.store is not None and entry.identity is not None and request.tokens is not None:
+            before = entry.cache.seq_len
+            self.store.fill(entry.cache, request.model, request.tokens, entry.identity)
+            entry.num_reused += entry.cache.seq_len - before
 
-    def save(self, model: PreTrainedModel, content: Any, input_ids: Tensor | None) -> Path:
+    def save(self, model: PreTrainedModel, identity: Any, input_ids: Tensor | None) -> Path:
         """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to
         the store.
         """
@@ -193,22 +193,22 @@ class CachePool:
                     "padding, no beams, no return_dict_in_generate, within max_bytes), or name "
                     "tokens of an earlier call: save(input_ids)."
                 )
-            kept = [lease for lease in self.free if lease.content == content]
-            held = {lease: lease.num_held(ids) for lease in kept}
-            lease = max(kept, key=lambda lease: held[lease], default=None)
-            if lease is None or not held[lease]:
+            kept = [entry for entry in self.free if entry.identity == identity]
+            held = {entry: entry.num_held(ids) for entry in kept}
+            entry = max(kept, key=lambda entry: held[entry], default=None)
+            if entry is None or not held[entry]:
                 raise ValueError(
                     "No cache holds these tokens: call generate with them, on the model as it is "
                     "now."
                 )
-            self.free.remove(lease)
-            self.lent.append(lease)
+            self.free.remove(entry)
+            self.in_use.append(entry)
         try:
-            return self.store.add(lease.cache, model, ids[:, : held[lease]])
+            return self.store.add(entry.cache, model, ids[:, : held[entry]])
         finally:
             with self._lock:
-                self.lent.remove(lease)
-                self.free.append(lease)
+                self.in_use.remove(entry)
+                self.free.append(entry)
 
     def clear(self) -> None:
         """Drop the caches that no call uses."""
@@ -216,71 +216,71 @@ class CachePool:
             self.free.clear()
             self.taken.clear()
 
-    def _take(self, request: Request, content: Any) -> Lease:
+    def _take(self, request: Request, identity: Any) -> Entry:
         with self._lock:
             self._take_back()
             kind = _kind(request)
-            lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
-            if lease is not None:
-                self.free.remove(lease)
+            entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
+            if entry is not None:
+                self.free.remove(entry)
                 self.hits += 1
             else:
-                lease = self._new_lease(request, kind)
-            lease.content = content
-            self.lent.append(lease)
-            return lease
+                entry = self._new_entry(request, kind)
+            entry.identity = identity
+            self.in_use.append(entry)
+            return entry
 
     def _take_back(self) -> None:
         """The caches whose callers have dropped them, and all views of them, are free."""
-        for lease in [lease for lease in self.taken if lease.storage_users == lease.own_users]:
-            self.taken.remove(lease)
-            lease.own_users = None
-            self.free.append(lease)
+        for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
+            self.taken.remove(entry)
+            entry.own_users = None
+            self.free.append(entry)
 
-    def _with_prefix(self, request: Request, content: Any, kind: Any) -> Lease | None:
+    def _with_prefix(self, request: Request, identity: Any, kind: Any) -> Entry | None:
         """The free cache with the longest prefix of the prompt, if that is half of the prompt or
         half of its tokens.
         """
-        if content is None:
+        if identity is None:
             return None
-        alike = [lease for lease in self.free if lease.content == content and lease.kind == kind]
-        lengths = {lease: lease.common_prefix(request) for lease in alike}
-        lease = max(alike, key=lambda lease: lengths[lease], default=None)
-        length = 0 if lease is None else lengths[lease]
+        alike = [entry for entry in self.free if entry.identity == identity and entry.kind == kind]
+        lengths = {entry: entry.common_prefix(request) for entry in alike}
+        entry = max(alike, key=lambda entry: lengths[entry], default=None)
+        length = 0 if entry is None else lengths[entry]
         if num_ranks(request.model) > 1:
             length = least(request.model, length)
         if (
-            lease is None
+            entry is None
             or length == 0
-            or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1)
+            or 2 * length < min(entry.cache.seq_len, request.prompt_length - 1)
         ):
             return None  # two chats with the same beginning keep a cache each
-        lease.cache.crop(length - lease.cache.seq_len)
-        lease.num_reused = length
-        return lease
+        entry.cache.crop(length - entry.cache.seq_len)
+        entry.num_reused = length
+        return entry
 
-    def _free_lease(self, request: Request, kind: Any) -> Lease | None:
+    def _free_entry(self, request: Request, kind: Any) -> Entry | None:
         """The smallest free cache that serves the call.
 
         Kept tokens are given up only when there are enough caches.
         """
         rows, length = len(request.input_ids), request.max_positions
         serving = [
-            lease
-            for lease in self.free
-            if lease.kind == kind
-            and rows <= lease.cache.kv_layers[0].max_batch_size
-            and length <= lease.cache.max_cache_len
-            and (lease.content is None or len(self.free) >= _MAX_FREE)
+            entry
+            for entry in self.free
+            if entry.kind == kind
+            and rows <= entry.cache.kv_layers[0].max_batch_size
+            and length <= entry.cache.max_cache_len
+            and (entry.identity is None or len(self.free) >= _MAX_FREE)
         ]
-        lease = min(
-            serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None
+        entry = min(
+            serving, key=lambda entry: (entry.identity is not None, entry.num_bytes), default=None
         )
-        if lease is not None:
-            lease.cache.reset()
-        return lease
+        if entry is not None:
+            entry.cache.reset()
+        return entry
 
-    def _new_lease(self, request: Request, kind: Any) -> Lease:
+    def _new_entry(self, request: Request, kind: Any) -> Entry:
         model, rows = request.model, len(request.input_ids)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = 1 << (needed - 1).bit_length()
@@ -299,7 +299,7 @@ class CachePool:
             raise NotPooled(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(compute_device(model)))
-        bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
+        bound = self._bound(compute_device(model)) - sum(entry.num_bytes for entry in self.in_use)
         if wanted_bytes > bound:
             capacity = bisect_right(
                 range(1, capacity), bound, key=num_bytes
@@ -313,37 +313,37 @@ class CachePool:
         planned_bytes = num_bytes(capacity)
         self._evict(bound - planned_bytes, _MAX_FREE - 1)
         cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
-        return Lease(cache, kind, planned_bytes)
+        return Entry(cache, kind, planned_bytes)
 
-    def _keep(self, lease: Lease) -> None:
+    def _keep(self, entry: Entry) -> None:
         """Put a cache beside the free ones, clean or with tokens that a later call may use."""
-        if lease.cache.is_unfinished:
-            lease.content = None  # the model skips layers
-        if lease.content is None:
-            lease.cache.reset()
+        if entry.cache.is_unfinished:
+            entry.identity = None  # the model skips layers
+        if entry.identity is None:
+            entry.cache.reset()
         else:
-            self.last = weakref.ref(lease)
+            self.last = weakref.ref(entry)
         if (
-            not lease.cache.is_allocated
+            not entry.cache.is_allocated
         ):  # its first pass failed; the rest would have the rows of another call
             return
-        (self.free if lease.own_users is None else self.taken).append(lease)
-        has_grown = lease.num_bytes > lease.planned_bytes
+        (self.free if entry.own_users is None else self.taken).append(entry)
+        has_grown = entry.num_bytes > entry.planned_bytes
         bound = (
-            self._bound(lease.cache.kv_layers[0].device)
+            self._bound(entry.cache.kv_layers[0].device)
             if self.max_bytes is not None or has_grown
             else sys.maxsize
         )
-        self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
+        self._evict(bound - sum(other.num_bytes for other in self.in_use), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:
-        for leases in (self.taken, self.free):  # those of callers first: they serve no call now
-            while leases and (len(leases) > max_number or self._unlent_bytes > max_bytes):
-                del leases[0]
+        for entries in (self.taken, self.free):  # those of callers first: they serve no call now
+            while entries and (len(entries) > max_number or self._idle_bytes > max_bytes):
+                del entries[0]
 
     @property
-    def _unlent_bytes(self) -> int:
-        return sum(lease.num_bytes for lease in (*self.free, *self.taken))
+    def _idle_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in (*self.free, *self.taken))
 
     def _bound(self, device: torch.device) -> int:
         if self.max_bytes is not None:

@@ -68,12 +68,12 @@ class PrefixStore:
         self._identity: tuple[Any, ModelIdentity] | None = None
 
     def fill(
-        self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, content: Any
+        self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, identity: Any
     ) -> None:
         """Put the longest saved prefix of the prompt [B, n] into the cache, if it holds less than
         half of that.
 
-        `content` is equal for two calls of a model that has not changed. At least one token is left
+        `identity` is equal for two calls of a model that has not changed. At least one token is left
         to compute.
         """
         if torch.is_autocast_enabled(
@@ -81,11 +81,11 @@ class PrefixStore:
         ):  # the states have another dtype than the model
             return
         with self._lock:
-            if self._identity is None or self._identity[0] != content:
-                self._identity = content, ModelIdentity.of(model)
-            identity = self._identity[1]
+            if self._identity is None or self._identity[0] != identity:
+                self._identity = identity, ModelIdentity.of(model)
+            own = self._identity[1]
             try:
-                path, length = self._longest(identity, ids)
+                path, length = self._longest(own, ids)
             except OSError as reason:  # the folder is gone
                 logger.warning("Saved prefixes are not used. %s", reason)
                 return
@@ -93,7 +93,7 @@ class PrefixStore:
             return
         try:
             with CacheFile(path) as file:
-                file.check_model(identity)
+                file.check_model(own)
                 if not cache.is_allocated and not file.header.is_in(model.dtype):
                     return  # only a pass can tell the dtype of its states
                 if not cache.grows:

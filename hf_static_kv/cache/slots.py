@@ -15,11 +15,11 @@ class LayerSlots:
     """Keeps the positions from `oldest` to `length` - 1, with position p in slot p - `offset`.
 
     A full layer has a slot for every position: `oldest` and `offset` are 0. A compact layer has
-    fewer. What the next token may see is always kept, and at least `SPARE` positions before that.
+    fewer. What the next token may see is always kept, and at least `SLACK` positions before that.
     When the slots are full, the newest positions move to slot 0:
 
     ```
-    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SPARE = 2
+    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SLACK = 2
     before       [2] [3] [4] [5] [6] [7] [8] [9]       offset = oldest = 2
     after        [7] [8] [9] [ ] [ ] [ ] [ ] [ ]       offset = oldest = 7
     ```
@@ -67,7 +67,7 @@ class LayerSlots:
         return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
 
     def _first_to_keep(self) -> int:
-        """The oldest position that stays when slots are needed: of the newest window + SPARE - 1,
+        """The oldest position that stays when slots are needed: of the newest window + SLACK - 1,
         which fill a half.
 
         A capacity of fewer slots than that holds all positions: then none is dropped that the next
@@ -87,7 +87,7 @@ class LayerSlots:
         """Tokens that can be appended without moving any state."""
         return min(self.max_cache_len, self.offset + self.num_slots) - self.length
 
-    def make_room(self, tokens: int) -> bool:
+    def reserve(self, tokens: int) -> bool:
         """Whether so many tokens can be appended in the storage; the newest positions move to slot
         0 if need be.
         """
@@ -95,10 +95,10 @@ class LayerSlots:
             first = self._first_to_keep()
             if self.length - first + tokens > self.num_slots:
                 return False
-            self.move_together(first)
+            self.compact(first)
         return True
 
-    def move_together(self, first: int) -> None:
+    def compact(self, first: int) -> None:
         """Move the positions from `first` on to slot 0, and drop those before."""
         newest = self._views(first, self.length)
         if first - self.offset < self.length - first:  # from and to overlap

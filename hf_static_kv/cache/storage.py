@@ -17,7 +17,7 @@ Members = tuple[
 ]  # of one group: what layers store, where, their indices
 # positions that a compact layer keeps beyond its window at least, so that `crop` can go back to
 # them
-SPARE = 64
+SLACK = 64
 _LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
 _ALIGNMENT = 64  # bytes; of all that torch allocates on a CPU
 
@@ -49,7 +49,7 @@ class LayerShape:
     def num_slots(self, max_cache_len: int) -> int:
         """How many positions one layer stores at the same time."""
         return (
-            max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SPARE))
+            max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SLACK))
         )
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
@@ -82,9 +82,9 @@ class StorageGroup:
     Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads
     free positions and masks them must not read NaN.
 
-    A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position
+    A compact group has S = 2 * (window + SLACK) slots at most. A layer counts them from a position
     of its own, `offset`, and moves its newest positions to slot 0 when the slots are full
-    (`LayerSlots.make_room`).
+    (`LayerSlots.reserve`).
     """
 
     def __init__(

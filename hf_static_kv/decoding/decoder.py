@@ -123,7 +123,7 @@ class GraphDecoder:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
                 except NotPooled as reason:
                     call.why_no_cache = str(reason)
-            call.lease = self.pool.lease_of(call.cache)
+            call.entry = self.pool.entry_of(call.cache)
             return self.pool.hand_over(self._generate(call))  # type: ignore[no-any-return]
 
     def _generate(self, call: Call) -> _Output:
@@ -144,13 +144,13 @@ class GraphDecoder:
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
-            before = call.cache.moment()
+            before = call.cache.snapshot()
             try:
                 return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
                 if call.outputs is None:
-                    call.cache.return_to(before)  # the prompt is computed again
+                    call.cache.restore(before)  # the prompt is computed again
         self._warn_once(
             f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of "
             "`generate`"
@@ -165,7 +165,7 @@ class GraphDecoder:
         Raises `NotCaptured` before its first token if there is no step for it.
         """
         drawn = (
-            random_state(call.device) if call.lease is not None and call.lease.num_reused else None
+            random_state(call.device) if call.entry is not None and call.entry.num_reused else None
         )
         try:
             return self._decode_on(call)
@@ -232,7 +232,7 @@ class GraphDecoder:
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        call.cache.make_room()  # a new step is tried at the next position
+        call.cache.reserve()  # a new step is tried at the next position
         steps, selection = self._steps.setdefault(call.cache, {}), selection_of(call)
         state = (
             None if call.must_assume else call.state
@@ -316,7 +316,7 @@ class GraphDecoder:
         step = (
             DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
         )
-        before = call.cache.moment()
+        before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
@@ -333,7 +333,7 @@ class GraphDecoder:
                     if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                         step.capture(*at)
             finally:  # passes without kernels leave anything in a recurrent state, nan too
-                call.cache.return_to(before)
+                call.cache.restore(before)
             with without_side_effects(shadow):
                 verify(step, call)
         return step
@@ -496,7 +496,7 @@ def _room(step: DecodeStep, call: Call, room: int) -> int:
     """
     if room > 1:
         return room - 1
-    room = call.cache.make_room()
+    room = call.cache.reserve()
     step.follow(call.cache.seq_len)
     return room
 

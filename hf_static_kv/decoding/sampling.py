@@ -113,7 +113,7 @@ class Sampling:
         """
         is_last = self.length + 1 >= self.max_length
         return (
-            self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SPARE)
+            self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SLACK)
         )
 
     def restart(self, length: int) -> None:
