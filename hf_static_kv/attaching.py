@@ -30,9 +30,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
+from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.pool import CachePool, NotPooled
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks

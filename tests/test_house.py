@@ -13,7 +13,7 @@ READING_ORDER = {
     "": ["compat"],
     "cache": [
         "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "passes",
-        "allocation", "identity", "fileformat", "filepieces", "files", "cache", "prefixes", "pool",
+        "allocation", "identity", "fileidentity", "fileformat", "filepieces", "files", "cache", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "step_state_triton", "step_state", "sample_triton", "sample",

@@ -1,5 +1,5 @@
 """The drop-in cache.
 
 Reading order: debug, storage, ranks, layout, request, slots, layer, indexed, states, passes,
-allocation, identity, fileformat, filepieces, files, cache, prefixes, pool.
+allocation, identity, fileidentity, fileformat, filepieces, files, cache, prefixes, pool.
 """

@@ -16,8 +16,8 @@ from transformers.cache_utils import LinearAttentionLayer
 from hf_static_kv import compat
 from hf_static_kv.cache import debug, layout
 from hf_static_kv.cache.allocation import AllocatedCache
+from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
-from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import LayerPlan, PerLayer, check_positive
 from hf_static_kv.cache.passes import INDEX, KEYS, OpenPass, UnfinishedPass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
-from hf_static_kv.cache.request import CONTINUE_OR_RESET
+from hf_static_kv.cache.request import CONTINUE_OR_RESET, cache_is_full
 from hf_static_kv.cache.slots import LayerSlots
 from hf_static_kv.cache.storage import LayerShape, allocate_groups
 
@@ -146,14 +146,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
                 f"There are no new tokens: the cache holds {self.length} already. "
                 f"{CONTINUE_OR_RESET}"
             )
-        raise ValueError(
-            f"The cache is full: it holds {self.length} of at most {self.max_cache_len} tokens "
-            f"and cannot take {tokens} more. This pass needs max_cache_len >= "
-            f"{self.length + tokens}. A generation needs prompt + max_new_tokens - 1 positions, "
-            "with prompt lookup prompt + max_new_tokens + prompt_lookup_num_tokens - 2. "
-            f"`generate` that stops here returns nothing; the cache still holds its {self.length} "
-            "tokens. Build a larger cache, or free positions with crop or reset."
-        )
+        raise cache_is_full(self.length, self.max_cache_len, tokens)
 
     def write(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         """Copy checked states [B, H, n, D] after the tokens and return the views that their queries

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
-from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layout import check_positive
 from hf_static_kv.cache.storage import is_out_of_memory
 

@@ -24,9 +24,9 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
+from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Request, running_request

@@ -30,6 +30,7 @@ from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
+from hf_static_kv.cache.request import cache_is_full
 from hf_static_kv.kernels.sample import Kinds, SampleState, select_sampled
 from hf_static_kv.kernels.step_state import (
     GreedyState,
@@ -217,9 +218,7 @@ class DecodeStep:
         from the beginning.
         """
         if length >= self.max_cache_len:
-            raise ValueError(
-                f"The cache is full: it holds {length} of {self.max_cache_len} tokens."
-            )
+            raise cache_is_full(length, self.max_cache_len)
         self.cache_position.fill_(length - 1)
         self.seq_start.copy_(seq_start[:, None])
         self.position_ids.copy_(

@@ -428,7 +428,7 @@ def test_a_file_of_a_compact_cache_is_short_and_says_what_it_has(tmp_path):
             ([0, 1], first),
             ([2], 0),
         ]
-        shapes = {entry.name: entry.shape for entry in file.header.entries()}
+        shapes = {tensor.name: tensor.shape for tensor in file.header.states()}
         assert shapes["keys.0"][3] == cache.seq_len - first
         fewest = file.header.min_tokens
     assert fewest == first + WINDOW - 1 <= cache.seq_len
@@ -475,7 +475,7 @@ def test_damage_to_skipped_positions_is_found(tmp_path):
     tokens = generate(model, LONG, cache)
     cache.save(path, model=model, tokens=tokens)
     with CacheFile(tmp_path / "a.safetensors") as file:
-        place = file._start + file.header.entries()[1].offset
+        place = file._start + file.header.states()[0].offset
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
