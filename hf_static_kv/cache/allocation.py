@@ -1,4 +1,4 @@
-"""The layers of a cache and the storage that they share: allocation, growth, batch rows, copies."""
+"""The layers of a cache and the storage that they share."""
 
 import copy
 import logging
@@ -23,36 +23,35 @@ Place = tuple[LayerShape, torch.device]  # what a layer stores, and where
 
 
 class AllocatedCache(Cache):
-    """The layers of a `StaticContiguousCache`, in groups.
-
-    Layers of one shape on one device share one pair of tensors: a `StorageGroup`.
+    """The layers of a `StaticContiguousCache`; those of one shape on one device share a
+    `StorageGroup`.
     """
 
-    layers: list[Any]  # `StaticContiguousLayer`, or transformers' own if a layer has no keys
+    # `StaticContiguousLayer`, or transformers' own if a layer has no keys.
+    layers: list[Any]
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self._plans = plans
         self._max_cache_len = max_cache_len
         self._groups: list[StorageGroup] = []
-        # Layers without storage, or with storage of the shape of another layer's states. See
-        # `_fit_storage`.
+        # Layers without storage, or with storage of another layer's shape.
         self._unfitted = {i for i, plan in enumerate(plans) if plan.has_keys}
         super().__init__(layers=[_new_layer(plan, max_cache_len) for plan in plans])
 
     @property
     def kv_layers(self) -> list[StaticContiguousLayer]:
-        """The layers that have keys and values, and those of index keys."""
+        """The layers that have keys and values, or index keys."""
         return stored_layers(self.layers)
 
     @property
     def index_layers(self) -> dict[int, StaticContiguousLayer]:
-        """The index keys of sparse attention by `layer_idx`: layers of one head without values."""
+        """The layers of index keys, by `layer_idx`."""
         numbered = enumerate(self.layers)
         return {i: layer.index_layer for i, layer in numbered if isinstance(layer, IndexedLayer)}
 
     @property
     def stateful_layers(self) -> list[Any]:
-        """The layers that have a recurrent state: in hybrid models."""
+        """The layers that have a recurrent state."""
         pairs = zip(self.layers, self._plans, strict=True)
         return [layer for layer, plan in pairs if plan.num_states]
 
@@ -66,7 +65,7 @@ class AllocatedCache(Cache):
         model: Any = None,
         layers: Any = None,
     ) -> None:
-        """Allocate storage for layers that have none; for `layers` if given, by `layer_idx`."""
+        """Allocate storage for layers of this cache, or for those of `layers`."""
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
@@ -93,14 +92,16 @@ class AllocatedCache(Cache):
 
     def planned_shape(self, layer_idx: int, default: LayerShape) -> LayerShape:
         """The shape of a layer: of its storage, else by its config, else the default."""
-        layer = self.layers[layer_idx]
+        layer: StaticContiguousLayer = self.layers[layer_idx]
+        if layer.is_initialized:
+            return layer.shape
         plan = self._plans[layer_idx]
-        return layer.shape if layer.is_initialized else plan.shape or plan.stored(default)
+        return plan.shape or plan.stored(default)
 
     def _fit_storage(self, layer_idx: int, key_states: Tensor, value_states: Tensor) -> None:
-        """Give an unfitted layer storage of the shape and on the device of its first states.
+        """Give a layer storage of the shape and on the device of its first states.
 
-        Other unfitted layers share it if they are planned alike, until their own states come.
+        Unfitted layers that are planned alike share it until their own states come.
         """
         layer = self.layers[layer_idx]
         plan = self._plans[layer_idx]
@@ -113,7 +114,7 @@ class AllocatedCache(Cache):
             logger.warning(
                 f"Layer {layer_idx} has {shape} on {device}, unlike the config and the first "
                 "layer: new storage is allocated for it and the layers with the same plan, and "
-                "their old storage stays unused."
+                "the old one stays unused."
                 + (" `from_model` places every layer at once." if shape == layer.shape else "")
             )
             alike = [i for i in sorted(self._unfitted) if self._plans[i] == plan]
@@ -124,7 +125,7 @@ class AllocatedCache(Cache):
         self._unfitted.discard(layer_idx)
 
     def _allocate_indexes(self, keys: Tensor, values: Tensor) -> None:
-        """Storage like these states for all empty index layers beside keys on the same device."""
+        """Allocate storage like these states for the empty index layers on their device."""
         indexes = self.index_layers
         device = keys.device
         beside = {i: self.layers[i] for i, index in indexes.items() if not index.length}
@@ -139,7 +140,7 @@ class AllocatedCache(Cache):
         return [i for i in keyed if not self.layers[i].is_initialized]
 
     def _release(self) -> None:
-        """Drop the storage of an empty cache: the next pass allocates, in the dtype of its states."""
+        """Drop the storage of an empty cache: the next pass allocates in its own dtype."""
         for layer in self.kv_layers:
             layer.group = None
             layer.is_initialized = False
@@ -154,7 +155,7 @@ class AllocatedCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """transformers' way to allocate in advance; layers that have storage already keep it."""
+        """transformers' way to allocate in advance."""
         check_positive(batch_size=batch_size)
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
@@ -180,7 +181,7 @@ class AllocatedCache(Cache):
         self._move(max_cache_len)
 
     def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
-        """Move all states to storage of this capacity and of at least this many batch rows."""
+        """Move all states to larger storage."""
 
         def copies() -> dict[int, StorageGroup]:
             groups = self._groups
@@ -197,10 +198,9 @@ class AllocatedCache(Cache):
         self._max_cache_len = max_cache_len
 
     def reserve(self) -> int:
-        """Return how many tokens can be written before this is called again.
+        """Return how many tokens fit until the next call. Full compact layers are compacted.
 
-        If a compact layer is full, it is compacted. Layers of one window get one offset: after a
-        pass that failed on the way they may differ.
+        Layers of one window get one offset: a failed pass may have left several.
         """
         compact = [layer for layer in self.kv_layers if layer.is_compact]
         for layer in compact:
@@ -214,7 +214,7 @@ class AllocatedCache(Cache):
 
     @property
     def offsets(self) -> dict[int | None, int]:
-        """The position of slot 0 in compact layers, by window; the largest of a window."""
+        """The position of slot 0 in compact layers, by window."""
         compact = [layer for layer in self.kv_layers if layer.is_compact]
         compact.sort(key=lambda layer: layer.offset)
         return {layer.sliding_window: layer.offset for layer in compact}
@@ -241,24 +241,25 @@ class AllocatedCache(Cache):
             for layer in self.stateful_layers:
                 select_states(layer, indices)
         except BaseException:
-            self.reset()  # type: ignore[no-untyped-call]  # some layers have the new rows and some the old ones
+            # Some layers have the new rows and some the old ones.
+            self.reset()  # type: ignore[no-untyped-call]
             raise
 
     # --- what is allocated
 
     @property
     def storage_groups(self) -> tuple[StorageGroup, ...]:
-        """The pairs of tensors: one for each shape and device, so one for most models."""
+        """The pairs of tensors: one for each shape and device."""
         return tuple(self._groups)
 
     @property
     def key_storage(self) -> Tensor:
-        """All keys, [L, B, H, S, D]; a `ValueError` unless there is exactly one group."""
+        """All keys, [L, B, H, S, D], if there is one group."""
         return self._only_group().keys
 
     @property
     def value_storage(self) -> Tensor:
-        """All values, [L, B, H, S, D]; as `key_storage`."""
+        """All values, [L, B, H, S, D], if there is one group."""
         return self._only_group().values
 
     def _only_group(self) -> StorageGroup:
@@ -286,17 +287,14 @@ class AllocatedCache(Cache):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of storage and recurrent states; `cache_bytes` tells those of storage beforehand."""
+        """Bytes of storage and recurrent states."""
         states = [tensor.nbytes for layer in self.layers for tensor in state_tensors(layer)]
         return sum(group.num_bytes for group in self._groups) + sum(states)
 
     # --- copies
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a pickle: the cached tokens without the free positions.
-
-        Loaded, the cache has its capacity again.
-        """
+        """For a pickle: without the free positions, which are there again when it is loaded."""
         stored = [layer for layer in self.kv_layers if layer.is_initialized]
         used = [sizes for layer in stored for sizes in layer.used()] or [(0, 0)]
         rows, length = map(max, zip(*used, strict=True))
@@ -304,7 +302,6 @@ class AllocatedCache(Cache):
         return self._state_on(groups)
 
     def _state_on(self, groups: dict[int, StorageGroup]) -> dict[str, Any]:
-        """The attributes of a copy whose layers are on other groups."""
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in stored_layers(layers):
             layer.group = groups.get(id(layer.group))
@@ -323,8 +320,7 @@ def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
 
 
 def _running_model() -> Any:
-    """The model whose pass allocates, if there may be other ranks.
-
-    A compiled pass has no frames to find it in.
-    """
-    return running_model() if are_connected() and not torch.compiler.is_compiling() else None
+    """The model whose pass allocates, if there may be other ranks."""
+    if are_connected() and not torch.compiler.is_compiling():
+        return running_model()
+    return None

@@ -42,16 +42,16 @@ from hf_static_kv.cache.storage import outside_inference_mode
 
 logger = logging.getLogger(__name__)
 _ROOM = 256  # positions after the tokens of a file, if no capacity is given
-# The length of a sequence, its recurrent states, and the newest keys and values of compact layers.
+# A length, the recurrent states, and the newest keys and values of compact layers.
 Snapshot = tuple[int, States, list[list[Tensor]]]
 
 
 class StaticContiguousCache(AllocatedCache):
     """A KV cache in one contiguous, preallocated pair of tensors.
 
-    `key_storage` and `value_storage` are [L, B, H, S, D]; `StorageGroup` has the drawing. Keys and
-    values are stored as attention uses them, after QK-norm and RoPE. The first forward pass
-    allocates, from the states themselves; `from_model` allocates at once.
+    `key_storage` and `value_storage` are [L, B, H, S, D]; `StorageGroup` has the
+    drawing. Keys and values are stored after QK-norm and RoPE. The first forward
+    pass allocates, from the states themselves; `from_model` allocates at once.
 
     ```python
     cache = StaticContiguousCache(model.config, max_cache_len=4096)
@@ -59,30 +59,28 @@ class StaticContiguousCache(AllocatedCache):
     cache.reset()  # before the next sequence
     ```
 
-    A step (one forward pass) is atomic: every layer writes after the cached tokens, and `seq_len`
-    moves once, when all layers have written, in any order. If the pass fails before that, the cache
-    reads as before it and the same call can be retried. A pass that fails later (in the last
-    layer's MLP, in layers that share earlier keys, in the head) has written all of its tokens:
-    remove them with `crop(-n)`.
+    A step (one forward pass) is atomic: `seq_len` moves once, when all layers
+    have written, in any order. If the pass fails before that, the cache reads
+    as before it and the same call can be retried. A pass that fails later (in
+    the last layer's MLP, in the head) has written all of its tokens: remove
+    them with `crop(-n)`.
 
-    Hybrid models keep a recurrent state in some layers, in transformers' own layer objects. A state
-    cannot go back: `crop` is refused, and after a pass that failed on the way the cache asks for
-    `reset()`.
+    Hybrid models keep a recurrent state in some layers, in transformers' own layer
+    objects. A state cannot go back: `crop` is refused, and after a pass that failed
+    on the way the cache asks for `reset()`.
 
-    A cache holds one sequence, or one batch of them, at a time. Threads may use it in turn: a
-    second thread that writes while the first is inside `generate` or a forward pass gets a
-    `RuntimeError` (compiled models are not checked). Two loops of one thread that take turns on one
-    cache mix their sequences unnoticed.
+    A cache holds one sequence, or one batch, at a time. Threads may use it in turn:
+    a second thread that writes while the first is inside `generate` or a forward
+    pass gets a `RuntimeError` (compiled models are not checked). Two loops of one
+    thread that take turns on one cache mix their sequences unnoticed.
 
-    With `sliding="compact"` a layer with a sliding window (or the chunks of Llama 4) stores 2 *
-    (window + 64) positions at most. `crop` then goes back by 64 tokens at least; what is no longer
-    kept is refused with the figure.
+    With `sliding="compact"` a layer with a sliding window (or the chunks of
+    Llama 4) stores 2 * (window + 64) positions at most, and `crop` goes back by
+    64 tokens at least. With `cache.grows = True` a full cache doubles its
+    capacity, and takes more batch rows, instead of raising.
 
-    With `cache.grows = True` a full cache doubles its capacity, as `grow` does, and takes more
-    batch rows in `batch_select_indices` and `batch_repeat_interleave`, instead of raising.
-
-    A forward pass outside `torch.no_grad()` works, a backward pass through the cache raises. Under
-    `torch.compile` use `torch.no_grad()`.
+    A forward pass outside `torch.no_grad()` works, a backward pass through the
+    cache raises. Under `torch.compile` use `torch.no_grad()`.
     """
 
     def __init__(
@@ -97,7 +95,8 @@ class StaticContiguousCache(AllocatedCache):
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
         self.grows = False
         self._pass = OpenPass(plans)
-        self._known_ids: Tensor | None = None  # [B, k], the first tokens, as far as they are known
+        # [B, k], the first tokens, as far as they are known
+        self._known_ids: Tensor | None = None
         super()._build(plans, max_cache_len)
 
     @classmethod
@@ -109,9 +108,10 @@ class StaticContiguousCache(AllocatedCache):
         *,
         sliding: str = "full",
     ) -> "StaticContiguousCache":
-        """A cache for this model, allocated now: in its dtype, each layer where it is computed.
+        """A cache for this model, allocated now: in its dtype, each layer on its device.
 
-        `batch_size` counts beams and return sequences. A smaller batch uses the first batch rows.
+        `batch_size` counts beams and return sequences. A smaller batch uses the
+        first batch rows.
         """
         cache = cls(model.config, max_cache_len, sliding=sliding)
         check_positive(batch_size=batch_size)
@@ -124,10 +124,10 @@ class StaticContiguousCache(AllocatedCache):
     def for_calls(
         cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str = "full"
     ) -> "StaticContiguousCache":
-        """A cache that grows, for a pool.
+        """A cache that grows, for a pool. The first pass allocates, in the dtype of its states.
 
-        The first pass allocates, in the dtype of its states (autocast, quantised). Only a model on
-        several devices is allocated at once: a pass tells the device of one layer at a time.
+        A model on several devices is allocated at once: a pass tells the device
+        of one layer at a time.
         """
         cache = cls.__new__(cls)
         cache._build(layout.plan_layers(model.config, sliding), max_cache_len)
@@ -192,7 +192,7 @@ class StaticContiguousCache(AllocatedCache):
 
     @property
     def seq_len(self) -> int:
-        """Number of tokens in the cache; the next token has this position."""
+        """Number of tokens in the cache."""
         return int(self.get_seq_length())
 
     @property
@@ -202,18 +202,18 @@ class StaticContiguousCache(AllocatedCache):
 
     @property
     def batch_size(self) -> int:
-        """Batch rows of the sequences; of the storage if the cache is empty; -1 if not allocated."""
+        """Batch rows of the sequences, or of the storage if empty; -1 before allocation."""
         filled = [layer.batch_size for layer in self.kv_layers if layer.length]
         allocated = [layer.max_batch_size for layer in self.kv_layers if layer.is_initialized]
         return (filled or allocated or [-1])[0]
 
     @property
     def known_ids(self) -> Tensor | None:
-        """The tokens [B, k] of the first positions, as far as `generate` has told them."""
+        """The tokens [B, k] of the first positions, as far as they are known."""
         return self._known_ids
 
     def remember(self, input_ids: Tensor, start: int = 0) -> None:
-        """Note the tokens [B, n] from position `start` on; a later prompt with others is refused."""
+        """Note the tokens [B, n] from position `start` on: a later prompt must have them."""
         known = self._known_ids
         if start == 0:
             self._known_ids = input_ids.clone()
@@ -240,14 +240,17 @@ class StaticContiguousCache(AllocatedCache):
         if isinstance(request.custom_generate, type):
             name = request.custom_generate.__name__
             raise TypeError(f"custom_generate takes an object and not a class: pass {name}().")
-        if request.custom_generate is None:  # a custom loop may use the prompt in another way
+        # A custom loop may use the prompt in another way.
+        if request.custom_generate is None:
             self.begin_call(request)
 
     def begin_call(self, request: Request) -> None:
         """Refuse a call that this cache cannot serve, or remember the tokens of its prompt."""
         self._claim_and_discard()
-        known_ids = None if any(layer.was_assigned for layer in self.kv_layers) else self._known_ids
-        check_request(request, self.seq_len, None if self.grows else self.max_cache_len, known_ids)
+        was_assigned = any(layer.was_assigned for layer in self.kv_layers)
+        known_ids = None if was_assigned else self._known_ids
+        max_cache_len = None if self.grows else self.max_cache_len
+        check_request(request, self.seq_len, max_cache_len, known_ids)
         num_new = request.prompt_length - self.seq_len
         if self.seq_len and self.stateful_layers and num_new > 1:
             warn_of_continuation(request.model, num_new)
@@ -266,9 +269,9 @@ class StaticContiguousCache(AllocatedCache):
     ) -> tuple[Tensor, Tensor]:
         """Write the states [B, H, n, D] after the cached tokens; return what their queries may see.
 
-        The views are slices of the storage: [B, H, seq_len + n, D], or for a sliding layer from the
-        oldest position that a query may see. States that do not fit are refused before this layer
-        writes anything.
+        The views are slices of the storage: [B, H, seq_len + n, D], or for a
+        sliding layer from the oldest position that a query may see. States that
+        do not fit are refused before this layer writes anything.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
@@ -292,7 +295,7 @@ class StaticContiguousCache(AllocatedCache):
         return views
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Write the index keys [B, n, D] of a layer; return a view of all, [B, seq_len + n, D]."""
+        """Write the index keys [B, n, D] of a layer; return all, [B, seq_len + n, D]."""
         layer = self.layers[layer_idx] if 0 <= layer_idx < len(self.layers) else None
         if (index := getattr(layer, "index_layer", None)) is None:
             raise ValueError(
@@ -324,7 +327,8 @@ class StaticContiguousCache(AllocatedCache):
             self.grow(max(2 * self._max_cache_len, needed))
         is_empty = not is_open and layer.length == 0 and layer.is_initialized
         if is_empty and (keys.dtype, values.dtype) != (layer.dtype, layer.value_dtype):
-            self._release()  # autocast inside a model's `forward` began or ended since the last call
+            # Autocast inside a `forward` began or ended since the last call.
+            self._release()
 
     def _append(
         self, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor
@@ -359,7 +363,8 @@ class StaticContiguousCache(AllocatedCache):
         if is_pair and is_in_use(self, get_ident()):
             raise ValueError(PAIR_NEEDED)
         layout.refuse_missing_layers(model, len(self.layers))
-        if not is_pair:  # `begin_call` has not seen a pair, whose last call may have failed
+        # `begin_call` has not seen a pair, whose last call may have failed.
+        if not is_pair:
             self._pass.refuse_unfinished(self.seq_len)
 
     def _discard_unfinished(self) -> None:
@@ -378,7 +383,7 @@ class StaticContiguousCache(AllocatedCache):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some layers have taken part in a pass, and others have not yet, or never will."""
+        """Whether some layers have taken part in a pass, and others have not."""
         return self._pass.is_open
 
     def unfinished_pass(self) -> UnfinishedPass:
@@ -401,7 +406,7 @@ class StaticContiguousCache(AllocatedCache):
         self._commit()
 
     def mark_written(self, n: int) -> None:
-        """Append `n` tokens that a kernel or a graph has written to every layer, from `seq_len` on."""
+        """Append `n` tokens that a kernel has written to every layer, from `seq_len` on."""
         is_open = self._pass.size is not None
         free = min(layer.num_free for layer in self.kv_layers)
         if is_open or not 0 <= n <= free:
@@ -457,11 +462,11 @@ class StaticContiguousCache(AllocatedCache):
     # --- back
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens: `crop(-n)` removes n, exactly, in sliding layers too.
+        """Remove the last n tokens: `crop(-n)`. Exact in sliding layers too; no state is touched.
 
-        No key or value is touched. A compact layer goes back as far as it keeps positions, 64
-        tokens at least. A recurrent state cannot go back: refused, but for convolutions that were
-        told to keep their past.
+        A compact layer goes back by 64 tokens at least. A recurrent state
+        cannot go back: refused, but for convolutions that were told to keep
+        their past.
         """
         self._pass.refuse_unfinished(self.seq_len)
         filled = [layer for layer in self.kv_layers if layer.length] or self.kv_layers[:1]
@@ -481,10 +486,7 @@ class StaticContiguousCache(AllocatedCache):
         return length == 0 or all(removed <= layer.num_croppable for layer in self.kv_layers)
 
     def reset(self) -> None:
-        """Remove all tokens, keep the storage and its address.
-
-        No key or value is touched, states become zero.
-        """
+        """Remove all tokens. The storage stays as it is, recurrent states become zero."""
         for layer in self.kv_layers:
             StaticContiguousLayer.reset(layer)
         for layer in self.stateful_layers:
@@ -520,8 +522,9 @@ class StaticContiguousCache(AllocatedCache):
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch (indices or a boolean mask), in this order, in place.
 
-        Needs memory for the tokens of one layer; without it nothing is changed. An interrupt or a
-        device error while states are copied empties the cache.
+        Needs memory for the tokens of one layer; without it nothing is changed.
+        An interrupt or a device error while states are copied empties the
+        cache.
         """
         self._pass.refuse_unfinished(self.seq_len)
         filled = [layer for layer in self.kv_layers if layer.length]
@@ -535,7 +538,7 @@ class StaticContiguousCache(AllocatedCache):
                     "row."
                 )
             indices = indices.nonzero().squeeze(1)
-        # Read on the host on purpose: an index out of range must not become a device-side assert.
+        # Read on the host: an index out of range must not become a device-side assert.
         if bad := [i for i in indices.tolist() if not 0 <= i < batch_size]:
             raise ValueError(
                 f"Row {bad[0]} is out of range: the batch has rows 0 to {batch_size - 1}."
@@ -553,16 +556,13 @@ class StaticContiguousCache(AllocatedCache):
         self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each batch row becomes `repeats` rows in succession, in place, if the storage has them."""
+        """Each batch row becomes `repeats` rows in succession, in place."""
         check_positive(repeats=repeats)
         if self.seq_len:
             self.batch_select_indices(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
-        """(keys, values, window) of each layer as `DynamicCache` gives them.
-
-        Of a sliding layer: the last window - 1.
-        """
+        """(keys, values, window) of each layer as `DynamicCache` gives them."""
         for layer in self.layers:
             keys, values, window = layer.keys, layer.values, layer.sliding_window
             if keys is None or window is None:
@@ -573,7 +573,7 @@ class StaticContiguousCache(AllocatedCache):
                 yield keys[:, :, newest], values[:, :, newest], size
 
     def shared(self) -> "StaticContiguousCache":
-        """The same sequences in the same storage, with lengths and recurrent states of their own."""
+        """The same sequences in the same storage, with lengths and states of their own."""
         cache = type(self).__new__(type(self))
         groups = {id(group): group.shared() for group in self._groups}
         cache.__dict__.update(self._state_on(groups))
@@ -599,10 +599,10 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache with the sequences of a file of `save`; `known_ids` are their tokens.
 
-        `max_cache_len=None` leaves room for 256 tokens more, and the cache grows. `tokens=n` loads
-        the first n. Each batch row becomes `repeat` rows. `sliding` is that of the new cache,
-        whatever was saved. A file of another model, of another dtype or layout, or that is damaged
-        is refused with a `ValueError`; what is checked, and how well, is in docs/files.md.
+        `max_cache_len=None` leaves room for 256 tokens more, and the cache
+        grows. `tokens=n` loads the first n. Each batch row becomes `repeat`
+        rows. A file of another model, dtype or layout, or that is damaged, is
+        refused with a `ValueError` (docs/files.md).
         """
         with CacheFile(path) as file:
             file.check_model(ModelIdentity.of(model))
@@ -618,7 +618,8 @@ class StaticContiguousCache(AllocatedCache):
     def fill(self, file: CacheFile, model: PreTrainedModel, length: int, repeat: int = 1) -> None:
         """Replace the sequences by the first tokens of a file of this model.
 
-        A cache that grows does so if it is too short. After an error the cache is empty.
+        A cache that grows does so if it is too short. After an error the cache
+        is empty.
         """
         self.reset()
         if self.grows and length > self.max_cache_len:
@@ -638,12 +639,12 @@ class StaticContiguousCache(AllocatedCache):
     ) -> None:
         """Write the sequences to a file that `load` reads: the tokens, not the capacity.
 
-        `tokens` [B, n] are the ids of the first positions, for instance what `generate` returned;
-        of more than `seq_len` the first count, with fewer only their positions are saved. By
-        default: those that are known, which are all after `GraphDecoder` and those of the prompt
-        after plain `generate`. `attention_mask` [B, m], of the prompt or of all, tells the left
-        padding. The file is written beside `path`, flushed and renamed: at every moment the old one
-        or the new one is whole.
+        `tokens` [B, n] are the ids of the first positions, for instance what
+        `generate` returned; with fewer than `seq_len` only their positions are
+        saved. By default: those that are known, which are all after
+        `GraphDecoder` and those of the prompt after plain `generate`.
+        `attention_mask` [B, m] tells the left padding. The file is written
+        beside `path` and renamed.
         """
         ids = tokens_to_save(self, self.known_ids, tokens)
         save_cache(self, path, header_of(self, model, ids, attention_mask))

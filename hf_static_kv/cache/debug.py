@@ -24,7 +24,6 @@ def turn_on(layer: int | None = None) -> None:
 
 
 def log_step(start: int, new: int, rows: int, capacity: int) -> None:
-    """One complete step."""
     if logger.isEnabledFor(logging.DEBUG):
         what = f"{new} new token{'s' * (new != 1)} in {rows} row{'s' * (rows != 1)}"
         logger.debug(
@@ -33,7 +32,6 @@ def log_step(start: int, new: int, rows: int, capacity: int) -> None:
 
 
 def log_layer(layer_idx: int, start: int, new: int, seen: int) -> None:
-    """What one layer wrote, and the positions of the view that it returned."""
     end = start + new
     message = "layer %d wrote [%d, %d) and returned [%d, %d)"
     logger.debug(message, layer_idx, start, end, end - seen, end)

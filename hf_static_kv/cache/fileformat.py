@@ -8,8 +8,9 @@ keys.0     [L, B, H, n, Dk]      group 0: L layers of one shape and dtype, B bat
 values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 ```
 
-A group of compact layers has the positions from `first` on, and checksums of 0 before. `digest`
-covers every byte of the header, and the checksums; a checksum covers one position of one tensor.
+A group of compact layers has the positions from `first` on, and checksums of 0
+before. `digest` covers every byte of the header, and the checksums; a checksum
+covers one position of one tensor.
 """
 
 import json
@@ -35,7 +36,8 @@ CHECKSUM_BYTES = 8
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WORDS = (torch.int32, torch.int16, torch.int8)
 _SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
-_LISTS = ("tokens", "left_padding", "sliding_windows", "groups")  # JSON in strings
+# JSON in strings.
+_LISTS = ("tokens", "left_padding", "sliding_windows", "groups")
 _VERSIONS = ("library_version", "transformers_version")
 
 
@@ -52,7 +54,7 @@ class FileTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Layers of one shape and dtype, which have one pair of tensors in a file."""
+    """Layers of one shape and dtype: one pair of tensors in a file."""
 
     layers: list[int]
     shape: LayerShape
@@ -78,19 +80,17 @@ class FileGroup:
         return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
 
     def as_dict(self) -> dict[str, Any]:
-        """What `parse` reads. Whether layers are compact is not the file's affair."""
+        """What `parse` reads: whether layers are compact is not the file's affair."""
         return {**asdict(self), "shape": {name: getattr(self.shape, name) for name in _SHAPE}}
 
 
 @dataclass(frozen=True)
 class Header:
-    """Everything that a file says but its states.
-
-    Values that `parse` would refuse are refused here: none is saved.
-    """
+    """Everything that a file says but its states. What `parse` would refuse is not saved."""
 
     tokens: list[list[int]]  # [B, n], left padding included
-    left_padding: list[int]  # positions before the first token of each batch row
+    # Positions before the first token of each batch row.
+    left_padding: list[int]
     sliding_windows: list[int | None]  # of each layer
     groups: list[FileGroup]
     model: ModelIdentity
@@ -153,7 +153,7 @@ class Header:
         return all(tensor.dtype == dtype for tensor in self.states())
 
     def states(self) -> list[FileTensor]:
-        """Keys and values of each group in turn, in the order of the file."""
+        """Keys and values of each group in turn."""
         found = []
         offset = self.checksum_bytes
         for number, group in enumerate(self.groups):
@@ -169,7 +169,6 @@ class Header:
         return found
 
     def pairs(self) -> list[list[FileTensor]]:
-        """Keys and values of each group."""
         states = self.states()
         return [states[i : i + 2] for i in range(0, len(states), 2)]
 
@@ -191,7 +190,7 @@ class Header:
         return self.checksum_bytes + sum(tensor.num_bytes for tensor in self.states())
 
     def encode(self, checksums: bytes | bytearray) -> bytes:
-        """The start of a file, up to its first tensor. Its length does not depend on `checksums`."""
+        """The start of a file, up to its first tensor. Of one length for all `checksums`."""
         metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
         for name in _LISTS:
             own = getattr(self, name)
@@ -211,7 +210,6 @@ class Header:
         return encoded
 
     def _table(self) -> dict[str, Any]:
-        """The tensors as a safetensors header tells of them."""
         shape = [2 * len(self.groups), self.num_tokens]
         checksums = FileTensor("checksums", torch.int64, shape, 0, self.checksum_bytes)
         names = {**DTYPES, "int64": "I64"}
@@ -240,7 +238,7 @@ class Header:
         return cls(model=identity, **values)
 
     def is_told_by(self, text: bytes, checksums: bytes | bytearray) -> bool:
-        """Whether no byte of the text or the checksums has changed, and the table is of this header."""
+        """Whether nothing of the text or the checksums has changed."""
         content = json.loads(text)
         digest = _metadata(content)["digest"]
         unsigned = text.rstrip(b" ").replace(_digest(digest), _digest(""), 1)
@@ -258,11 +256,12 @@ def _signed(unsigned: bytes, checksums: bytes | bytearray) -> bytes:
 
 
 def _digest(digest: str) -> bytes:
-    return f'"digest":"{digest}"'.encode()  # quotation marks inside of strings have a backslash
+    # Quotation marks inside of strings have a backslash.
+    return f'"digest":"{digest}"'.encode()
 
 
 def _metadata(content: Any) -> dict[str, str]:
-    """The strings of a header. A later version of the format is named before anything else."""
+    """The strings of a header. A later format is named before anything else."""
     metadata = content.get("__metadata__") if isinstance(content, dict) else None
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError("it is no file of `StaticContiguousCache.save`")
@@ -295,10 +294,7 @@ def _check(is_right: bool, what: str) -> None:
 
 
 def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
-    """Odd numbers [B, H, W] below 2^32 for the W words of states [B, H, n, D].
-
-    They are drawn from SHAKE-128 of the layer's name.
-    """
+    """Odd numbers [B, H, W] below 2^32 for the words of states [B, H, n, D], by SHAKE-128."""
     rows, heads, _, dim = states.shape
     words = dim * states.dtype.itemsize // _word(states).itemsize
     drawn = shake_128(f"{name} {layer_idx}".encode()).digest(4 * rows * heads * words)
@@ -307,11 +303,11 @@ def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
 
 
 def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
-    """Sum of the words [H, n, W] of states [H, n, D] times weights [H, W], modulo 2^64: int64 [n].
+    """Sum of the words [H, n, W] of states times weights [H, W], modulo 2^64: int64 [n].
 
-    A changed word changes the sum, for its weight is odd. Any other change is missed with a
-    probability below 2^-30 at each position that it touches. Sums of integers are the same on every
-    device.
+    A changed word changes the sum, for its weight is odd. Any other change is
+    missed with a probability below 2^-30 at each position that it touches.
+    Integers sum alike on every device.
     """
     words = states.view(_word(states))
     if not words.is_cpu:
@@ -321,6 +317,6 @@ def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
 
 
 def _word(states: Tensor) -> torch.dtype:
-    """The largest integer that divides the bytes of a head: of 4 bytes but for odd dims."""
+    """The largest integer that divides the bytes of a head."""
     num_bytes = states.shape[-1] * states.dtype.itemsize
     return next(word for word in _WORDS if num_bytes % word.itemsize == 0)

@@ -1,7 +1,4 @@
-"""Who a model is in files: config, settings of modules, samples of weights.
-
-The same in every process, and in every supported version of transformers.
-"""
+"""Who a model is in files, the same in every process: config, settings, samples of weights."""
 
 import json
 import re
@@ -30,7 +27,8 @@ from hf_static_kv.cache.ranks import num_ranks
 # Attributes that tell where or how a model runs, not what it computes.
 _OF_A_LOADED_MODEL = {"generation_config", "hf_device_map", "name_or_path", "warnings_issued"}
 _OF_HOOKS = {"_hf_hook", "_old_forward", "forward"}
-_OF_TRAINING = {"training", "padding_idx"}  # the second one stops a gradient
+# The second one stops a gradient.
+_OF_TRAINING = {"training", "padding_idx"}
 # Fields of a config that change no key and no value.
 _OTHER_FIELDS = {
     "_name_or_path", "architectures", "bos_token_id", "dtype", "eos_token_id", "id2label",
@@ -47,7 +45,8 @@ class ModelIdentity:
     attention: str  # the name of the attention implementation
     config: str  # JSON of the fields of the text config
     weights: str  # digest of names, shapes and samples
-    settings: str = "{}"  # JSON of the attributes of modules, by their names
+    # JSON of the attributes of modules, by their names.
+    settings: str = "{}"
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelIdentity":
@@ -65,7 +64,7 @@ class ModelIdentity:
     def difference(self, other: "ModelIdentity") -> str | None:
         """What keeps this model from using states of the other one; None if nothing does.
 
-        Only one of them may have a field or an attribute: transformers adds some over time.
+        Only one may have a field: transformers adds some over time.
         """
         own, others = json.loads(self.config), json.loads(other.config)
         for name in own:
@@ -86,9 +85,9 @@ class ModelIdentity:
 
 
 def _settings(model: PreTrainedModel) -> str:
-    """The attributes of the modules but weights and configs, by name, as JSON.
+    """The attributes of the modules but weights and configs, as JSON.
 
-    Those that all layers have alike are kept once, under their common name.
+    What all layers have alike is kept once, under a common name.
     """
     values = Values(compat.all_modules(model), is_portable=True)
     found: dict[str, str] = {}
@@ -109,7 +108,6 @@ def _settings(model: PreTrainedModel) -> str:
 
 
 def _common(name: str) -> str:
-    """The name of an attribute for all layers."""
     return re.sub(r"\.\d+\.", ".*.", name)
 
 
@@ -126,7 +124,9 @@ def _json_of(value: Any) -> Any:
         return sorted(json.dumps(item, sort_keys=True, default=_json_of) for item in value)
     if isinstance(value, CodeType):
         return value.co_name
-    return value.hex() if isinstance(value, bytes) else getattr(value, "__qualname__", str(value))
+    if isinstance(value, bytes):
+        return value.hex()
+    return getattr(value, "__qualname__", str(value))
 
 
 def _brief(value: Any) -> str:
@@ -155,5 +155,6 @@ def weights_digest(model: PreTrainedModel) -> str:
         if tensor.device in read:
             size = min(NUM_SAMPLED, tensor.numel()) * tensor.dtype.itemsize
             digest.update(read[tensor.device].read(size))
-    digest.update(b"[]")  # which files of version 0.2 have for a model without adapters
+    # Files of version 0.2 have this for a model without adapters.
+    digest.update(b"[]")
     return digest.hexdigest()

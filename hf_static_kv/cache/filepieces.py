@@ -18,7 +18,8 @@ from torch import Tensor
 
 from hf_static_kv.cache.fileformat import FileTensor, checksum_weights, position_checksums
 
-PIECE_BYTES = 16 << 20  # read, copied and summed at a time: each costs some calls from Python
+# Read, copied and summed at a time: each costs some calls from Python.
+PIECE_BYTES = 16 << 20
 
 
 class Piece(NamedTuple):
@@ -37,7 +38,8 @@ class LayerStates(NamedTuple):
     number: int  # of the layer in the tensor of the file
     layer_idx: int
     states: Tensor  # [B, H, n, D], a view of the storage
-    skipped: int = 0  # positions of the file before `states` that the cache does not keep
+    # Positions of the file before `states` that the cache does not keep.
+    skipped: int = 0
 
     def offset(self, piece: Piece) -> int:
         """Where a piece begins, in bytes from the end of the header."""
@@ -46,9 +48,10 @@ class LayerStates(NamedTuple):
         return self.tensor.offset + position * dim * self.states.element_size()
 
     def checksums(self, pieces: Iterable[Piece]) -> Tensor:
-        """One for each position, int64 [n], on the device of the states, from the own `pieces`."""
+        """One for each position, int64 [n], from the `pieces` of this layer."""
         name = self.tensor.name.partition(".")[0]
-        weights = checksum_weights(name, self.layer_idx, self.states)  # [B, H, W]
+        # [B, H, W]
+        weights = checksum_weights(name, self.layer_idx, self.states)
         sums = torch.zeros(self._length, dtype=torch.int64, device=self.states.device)
         for row, head, first, states in pieces:
             own = weights[row, head : head + len(states)]
@@ -56,7 +59,7 @@ class LayerStates(NamedTuple):
         return sums
 
     def pieces(self) -> Iterator[Piece]:
-        """In the order of the file. What is skipped comes in scratch memory, for the checksums."""
+        """In the order of the file; what is skipped in scratch memory, for its checksums."""
         rows, heads, length, dim = self.states.shape
         num_heads, step = self._piece_shape
         scratch = self.states.new_empty(1, min(step, self.skipped), dim)
@@ -69,7 +72,6 @@ class LayerStates(NamedTuple):
 
     @property
     def _length(self) -> int:
-        """Positions that are read."""
         return self.skipped + self.states.shape[2]
 
     @property
@@ -79,16 +81,17 @@ class LayerStates(NamedTuple):
         positions = max(1, min(self._length, PIECE_BYTES // bytes_of_a_position))
         if self.skipped or self._length != self.tensor.shape[3]:
             return 1, positions  # other positions are between two heads
-        bytes_of_a_head = max(1, self._length) * bytes_of_a_position  # a window of 1 may keep none
+        # A window of 1 may keep none.
+        bytes_of_a_head = max(1, self._length) * bytes_of_a_position
         return max(1, PIECE_BYTES // bytes_of_a_head), positions
 
     @property
     def is_staged(self) -> bool:
-        """Whether pieces are not read and written in place: on a GPU."""
+        """Whether pieces go through a buffer: on a GPU."""
         return not self.states.is_cpu
 
     def on_cpu(self, piece: Piece, buffer: Tensor) -> Tensor:
-        """A piece on the CPU: in place, or in the buffer that `staging` made."""
+        """A piece on the CPU: in place, or in the buffer."""
         states = piece.states
         if not self.is_staged:
             return states
@@ -103,6 +106,6 @@ def staging(parts: Iterable[LayerStates]) -> Tensor:
 
 
 def memories(states: Tensor) -> list[memoryview]:
-    """The memory of a piece on a CPU, in its order: one, or one for each head if they are apart."""
+    """The memory of a piece on a CPU: one, or one for each head if they are apart."""
     heads = [states] if states.is_contiguous() else states.unbind()
     return [memoryview(head.detach().view(torch.uint8).numpy()).cast("B") for head in heads]  # type: ignore[arg-type]

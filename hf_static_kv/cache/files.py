@@ -1,8 +1,4 @@
-"""Caches to files and back: checked before anything is changed, written beside the old file.
-
-A file is drawn in fileformat.py. A cache is saved and read layer by layer, in the pieces of
-filepieces.py.
-"""
+"""Caches to files and back, layer by layer in pieces. fileformat.py draws a file."""
 
 import os
 import secrets
@@ -30,7 +26,8 @@ from hf_static_kv.cache.identity import dtype_name
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
 
-_READERS = 4  # threads: one alone copies less from the page cache than a bus, or the memory, takes
+# Threads: one alone copies less from the page cache than a bus, or the memory, takes.
+_READERS = 4
 
 
 class CacheFile:
@@ -70,7 +67,8 @@ class CacheFile:
     def tokens(self) -> Tensor:
         """The token ids [B, n], left padding included."""
         rows = [torch.frombuffer(array("q", row), dtype=torch.int64) for row in self.header.tokens]
-        return torch.stack(rows)  # ten times as fast as `torch.tensor` of the lists
+        # Ten times as fast as `torch.tensor` of the lists.
+        return torch.stack(rows)
 
     @property
     def attention_mask(self) -> Tensor:
@@ -108,7 +106,7 @@ class CacheFile:
         return buffer
 
     def _read(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from this place of the file. Threads may do so at the same time."""
+        """Fill the buffer from this place of the file. Threads may do so together."""
         while buffer:
             if hasattr(os, "preadv"):
                 count = os.preadv(self._file.fileno(), [buffer], offset)
@@ -143,9 +141,8 @@ class CacheFile:
             )
         if length < (fewest := self.header.min_tokens):
             raise ValueError(
-                f"tokens={length}: {self.path} was saved from a compact cache, whose layers with "
-                f"a window keep the last positions only. Load at least {fewest} of its {held} "
-                "tokens."
+                f"tokens={length}: {self.path} was saved from a compact cache, which keeps the "
+                f"last positions only. Load at least {fewest} of its {held} tokens."
             )
         if max_cache_len is not None and length > max_cache_len:
             raise ValueError(
@@ -156,9 +153,10 @@ class CacheFile:
         return length
 
     def allocate(self, cache: AllocatedCache, model: PreTrainedModel, batch_size: int) -> None:
-        """Storage for layers that have none, in the dtypes of the file, each where it is computed.
+        """Allocate layers that have no storage, in the dtypes of the file.
 
-        Layers of another number, window, shape or dtype than those of the file are refused.
+        Layers of another number, window, shape or dtype than those of the file
+        are refused.
         """
         self._check_layers(cache)
         devices = layout.layer_devices(model, len(cache.layers))
@@ -200,8 +198,8 @@ class CacheFile:
     def read_into(self, cache: AllocatedCache, length: int, repeat: int = 1) -> None:
         """Put the first tokens into an allocated, empty cache; each row becomes `repeat` rows.
 
-        The lengths move when all checksums are right: until then, and after an error, the cache is
-        empty.
+        The lengths move when all checksums are right. After an error the cache
+        is empty.
         """
         rows = self.header.num_rows * repeat
         jobs = []
@@ -236,7 +234,7 @@ class CacheFile:
                     yield LayerStates(tensor, i, layer_idx, states[::repeat], first - group.first)
 
     def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[FileTensor, Tensor]]:
-        """Read the states of some layers; their checksums [n], on the device."""
+        """Read the states of some layers; return their checksums [n]."""
         buffer = staging(part for part, _ in jobs)
         sums = []
         for part, stream in jobs:
@@ -273,7 +271,7 @@ class CacheFile:
 def header_of(
     cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None
 ) -> Header:
-    """The header of a file with the first positions of a cache, those of the tokens [B, n]."""
+    """The header of a file with the tokens [B, n] of a cache."""
     return Header(
         tokens.tolist(),
         _left_padding(tokens, mask),
@@ -287,7 +285,7 @@ def header_of(
 
 @torch.no_grad()
 def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Header) -> None:
-    """Write the positions of a cache that the header tells of, in the place of `path`."""
+    """Write the positions of a cache that the header tells of."""
     path = Path(path)
     _check_place(path)
     parts = []
@@ -308,7 +306,7 @@ def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Head
 
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
-    """The ids [B, n] of the first positions, from the caller or as `generate` has told them."""
+    """The ids [B, n] of the first positions, from the caller or as they are known."""
     _check_kinds(cache, "saved")
     length = min(layer.length for layer in cache.layers)
     rows = cache.layers[0].batch_size
@@ -332,8 +330,7 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
         row, position = (ids < 0).nonzero()[0].tolist()
         raise ValueError(
             f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. "
-            "Ids are 0 or more: pass those of a tokenizer. Left padding has any of them, and "
-            "attention_mask tells where it is."
+            "Ids are 0 or more: under left padding pass any, and tell it by attention_mask."
         )
     if known is not None and len(known) == rows:
         common = min(known.shape[1], ids.shape[1])
@@ -354,7 +351,7 @@ def _check_kinds(cache: AllocatedCache, what: str) -> None:
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """The positions before the first token of each row, by a mask [B, m] of the prompt or of all."""
+    """The positions before the first token of each row."""
     if mask is None:
         return [0] * len(tokens)
     mask = mask[:, : tokens.shape[1]].cpu().bool()
@@ -370,7 +367,7 @@ def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
 
 
 def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
-    """The groups of the cache as a file describes them; a `ValueError` if one cannot be saved."""
+    """The groups of a cache as a file describes them."""
     found: dict[tuple[int, int], tuple[StorageGroup, list[int]]] = {}
     used = [(cache.layers[0].batch_size, cache.layers[0].length)]
     for layer_idx, layer in enumerate(cache.layers):
@@ -417,7 +414,7 @@ def _check_place(path: Path) -> None:
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block is done: the old one or the new."""
+    """A file that takes the place of `path` when the block is done."""
     # A longer name may not fit.
     temporary = path.with_name(f".hf_static_kv.{secrets.token_hex(8)}.tmp")
     try:
@@ -429,12 +426,14 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         with opened as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # first: a power cut would leave a name without its bytes
+            # First: a power cut would leave a name without its bytes.
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # Windows has none, and keeps the name by itself
+    # Windows has none, and keeps the name by itself.
+    if hasattr(os, "O_DIRECTORY"):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -3,10 +3,11 @@
     pass_state(model)      for captured passes: Python state by value, tensors by address
     content_state(model)   for prefix reuse: the same, and what tensors hold (write count, sample)
 
-`fileidentity.py` has the identity in files. Python state is what is reachable from the modules:
-attributes (numbers, strings, containers, numpy arrays, objects), classes, functions with their
-defaults, closures and the globals that they name, the attention function behind its name. What is
-too large or has no Python state (a tokenizer, a lock) counts as the object that it is.
+`fileidentity.py` has the identity in files. Python state is what is reachable
+from the modules: attributes (numbers, strings, containers, numpy arrays,
+objects), classes, functions with their defaults, closures and the globals that
+they name, the attention function behind its name. What is too large or has no
+Python state (a tokenizer, a lock) counts as the object that it is.
 """
 
 import sys
@@ -35,7 +36,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from hf_static_kv import compat
 
 NUM_SAMPLED = 16  # elements of each weight
-_MAX_NODES = 4_000  # parts of one attribute; with more it counts as the object that it is
+# Parts of one attribute; with more it counts as the object that it is.
+_MAX_NODES = 4_000
 # Immutable, and compared by their value or as the object that they are.
 _PLAIN = (
     int, bool, bytes, complex, range, slice, type(...), type(NotImplemented), Enum, type, CodeType,
@@ -47,8 +49,10 @@ _WRAPPERS = {
     property: ("fget",), staticmethod: ("__func__",), classmethod: ("__func__",),
     cached_property: ("func",),
 }  # fmt: skip
-OF_TORCH = frozenset(vars(Module())) - {"training"}  # submodules, weights and hooks are read apart
-_OF_A_CALL = {"generation_config", "warnings_issued"}  # attributes of a model that no pass reads
+# Submodules, weights and hooks are read apart.
+OF_TORCH = frozenset(vars(Module())) - {"training"}
+# Attributes of a model that no pass reads.
+_OF_A_CALL = {"generation_config", "warnings_issued"}
 # Objects that no pass computes with. By name: importing their modules takes time.
 _OPAQUE = frozenset(
     {"Logger", "PreTrainedTokenizerBase", "ProcessorMixin", "GenerationConfig", "Generator"}
@@ -60,7 +64,7 @@ _NOT_FOLLOWED = {
 
 
 class State:
-    """What a model was: equal only if nothing that was read has changed. Keeps no model alive."""
+    """What a model was: equal if nothing that was read has changed. Keeps no model alive."""
 
     __slots__ = ("parts",)
 
@@ -71,7 +75,8 @@ class State:
         return isinstance(other, State) and self.parts == other.parts
 
     def __hash__(self) -> int:
-        return len(self.parts[1])  # few states are kept, and hashing takes longer than comparing
+        # Few states are kept, and hashing takes longer than comparing.
+        return len(self.parts[1])
 
     @property
     def of_pass(self) -> "State":
@@ -80,14 +85,14 @@ class State:
 
 
 def pass_state(model: PreTrainedModel) -> State:
-    """Differs if a recorded pass may differ: it reads tensors at their addresses, and no Python."""
+    """Differs if a recorded pass may differ: it reads tensors by address, and no Python."""
     return State(*Values(compat.all_modules(model)).of_model(model))
 
 
 def content_state(model: PreTrainedModel) -> State:
     """Differs if a pass over the same tokens may give other keys and values.
 
-    A write through `.data` that leaves all of the sample as it was is not seen.
+    A write through `.data` that leaves the sample as it was is not seen.
     """
     values = Values(compat.all_modules(model))
     seen = values.of_model(model)
@@ -97,7 +102,7 @@ def content_state(model: PreTrainedModel) -> State:
 
 
 def first_difference(before: State, after: State) -> str:
-    """The name of the first attribute that differs between two states of one model."""
+    """The first attribute that differs between two states of one model."""
     for one, other in zip(before.parts[1], after.parts[1], strict=False):
         if one != other:
             names = (a[0] for a, b in zip(one[1], other[1], strict=False) if a != b)
@@ -109,11 +114,14 @@ class Values:
     """Python values as nested tuples that are equal only for equal values."""
 
     def __init__(self, modules: list[Module], is_portable: bool = False) -> None:
-        self.modules = list(modules)  # grows by those that are found in attributes
-        self.classes: list[type] = []  # grows by those of the values that are found
+        # Grows by those that are found in attributes.
+        self.modules = list(modules)
+        # Grows by those of the values that are found.
+        self.classes: list[type] = []
         self.tensors: list[Tensor] = []
         self.of_calls: list[Tensor] = []  # which calls leave on a model
-        self._is_portable = is_portable  # names in place of addresses, code and objects
+        # Names in place of addresses, code and objects.
+        self._is_portable = is_portable
         self._numbers = {id(module): i for i, module in enumerate(self.modules)}
         self._kept: list[Any] = []  # so that no id is used twice
         self._end = 0  # of `_kept`, for the attribute that is read now
@@ -124,7 +132,8 @@ class Values:
             float: _float,
         }
         if is_portable:
-            self._shallow |= dict.fromkeys((bool, int, float), _itself)  # which JSON tells apart
+            # JSON tells these apart.
+            self._shallow |= dict.fromkeys((bool, int, float), _itself)
 
     def of_model(self, model: PreTrainedModel) -> tuple[Any, ...]:
         """The model, and by value all that its passes read."""
@@ -153,7 +162,7 @@ class Values:
         return type(module), tuple(found), tensors
 
     def of_attribute(self, value: Any) -> Any:
-        """A value that a module or a class holds; the object that it is if it is too large."""
+        """A value that a module or a class holds; if it is too large, the object that it is."""
         start = len(self._kept)
         num_modules = len(self.modules)
         num_classes = len(self.classes)
@@ -175,11 +184,13 @@ class Values:
         elif issubclass(kind, Tensor):
             self._shallow[kind] = self.of_tensor
         else:
-            return self._function(value) if kind is FunctionType else self._deep(value)
+            if kind is FunctionType:
+                return self._function(value)
+            return self._deep(value)
         return self._shallow[kind](value)
 
     def _deep(self, value: Any) -> Any:
-        """A value that has parts: each object is read once."""
+        """A value with parts. Each object is read once."""
         if (number := self._numbers.get(id(value))) is not None:
             return "met", number
         if len(self._kept) == self._end:
@@ -206,14 +217,16 @@ class Values:
         if kind is FunctionType:
             return self._parts_of_function(value)
         if kind is CellType:
-            return [self._of(value.cell_contents)] if _is_filled(value) else ["empty"]
+            if _is_filled(value):
+                return [self._of(value.cell_contents)]
+            return ["empty"]
         for wrapper, names in _WRAPPERS.items():
             if issubclass(kind, wrapper):
                 return [self._of(getattr(value, name)) for name in names]
         return self._object(value)
 
     def _function(self, function: FunctionType) -> Any:
-        """The code of a function, and whatever else it has that a call reads."""
+        """The code of a function, and what else a call of it reads."""
         is_bare = not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
         if is_bare and not function.__dict__ and not _is_followed(function.__module__):
             return function.__code__
@@ -248,13 +261,12 @@ class Values:
         return [self._of(list(part) if isinstance(part, Iterator) else part) for part in made[1:]]
 
     def _state(self, value: Any) -> list[Any]:
-        """The attributes of an object, in its dictionary or in slots."""
         found = [(name, self._of(item)) for name, item in getattr(value, "__dict__", {}).items()]
         names = [name for name in _slots(type(value)) if hasattr(value, name)]
         return found + [(name, self._of(getattr(value, name))) for name in names]
 
     def _add_class(self, kind: type) -> None:
-        """Read a class and its bases, torch's modules too: libraries patch them for speed."""
+        """Read a class and its bases, torch's too: libraries patch modules for speed."""
         for base in kind.__mro__:
             is_read = _is_followed(base.__module__) or issubclass(base, Module)
             # What `PreTrainedModel` adds to a module prepares passes and does not compute.
@@ -274,7 +286,7 @@ class Values:
         return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in parts)
 
     def _as_object(self, value: Any) -> Any:
-        """Equal for this very object only, also after it is gone. Does not keep it alive."""
+        """Equal for this very object only, which is not kept alive."""
         if self._is_portable:
             return type(value).__qualname__
         try:
@@ -288,7 +300,8 @@ def _itself(value: Any) -> Any:
 
 
 def _float(value: float) -> Any:
-    return "float", value.hex()  # -0.0 is another number than 0.0, and nan is the same as nan
+    # -0.0 is another number than 0.0, and nan is the same as nan.
+    return "float", value.hex()
 
 
 def _with_type(value: Any) -> Any:
@@ -301,14 +314,14 @@ class _TooLarge(Exception):
 
 @cache
 def _is_followed(module: str | None) -> bool:
-    """Whether the code of this Python module may be a user's, or is a model's."""
+    """Whether code of this Python module may be a user's, or is a model's."""
     name = module or ""
     return name.startswith("transformers.models.") or name.partition(".")[0] not in _NOT_FOLLOWED
 
 
 @cache
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function names, with those of the functions inside it."""
+    """The globals that a function names, and the functions inside it."""
     inside = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return tuple(dict.fromkeys(code.co_names + sum(inside, ())))
 
@@ -328,7 +341,7 @@ def _slots(kind: type) -> Iterator[str]:
 
 
 def _counts(name: str, value: Any) -> bool:
-    """Whether an attribute of a class is a method or a value, not its description."""
+    """Whether an attribute of a class is a method or a value."""
     if name.startswith("__") or name == "_abc_impl":
         return isinstance(value, FunctionType)
     # transformers keeps in "_cached_value" what it has found out about a class.
@@ -337,7 +350,7 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def _attention_functions(model: PreTrainedModel) -> list[Any]:
-    """What computes attention and its masks, for the whole model and its parts."""
+    """What computes attention and masks, for the model and its parts."""
     config = model.config
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     names = [str(compat.attention_name(part)) for part in parts if part is not None]
@@ -346,14 +359,14 @@ def _attention_functions(model: PreTrainedModel) -> list[Any]:
 
 
 def _settings_of_torch() -> tuple[Any, ...]:
-    """Settings of the process or thread that decide how an operation computes."""
+    """Settings of the process or thread that change results."""
     active = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
     autocast = map(torch.get_autocast_dtype, active)
     return torch.get_float32_matmul_precision(), torch.get_default_dtype(), *autocast
 
 
 def _rotary_values(modules: Sequence[Module]) -> tuple[float, ...]:
-    """The rotary frequencies: a step has tables of them, and a change in place keeps the address."""
+    """The rotary frequencies, by value: a step has tables of them."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
     buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
     values = [b.flatten() if b.numel() <= 4096 else b.double().sum()[None] for b in buffers]
@@ -372,7 +385,7 @@ def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At most 16 elements of a tensor, evenly spread, without a copy of all of it."""
+    """At most 16 elements of a tensor, evenly spread, without a copy of it."""
     if tensor.dtype.itemsize == 1:
         tensor = tensor.view(torch.uint8)  # torch cannot list a float8
     size = min(NUM_SAMPLED, tensor.numel())
@@ -387,7 +400,9 @@ def unwrapped(tensor: Tensor) -> list[Tensor]:
     if type(tensor) in (Tensor, Parameter):
         return [tensor]
     inner = compat.inner_tensors(tensor)
-    return [tensor] if inner is None else [part for wrapped in inner for part in unwrapped(wrapped)]
+    if inner is None:
+        return [tensor]
+    return [part for wrapped in inner for part in unwrapped(wrapped)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -395,7 +410,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def states_of_a_call(modules: Sequence[Module]) -> dict[int, str]:
-    """Tensors that calls leave as attributes of whole models (`rope_deltas`): names by `id`."""
+    """Tensors that calls leave on whole models (`rope_deltas`): names by `id`."""
     models = [vars(module) for module in modules if isinstance(module, PreTrainedModel)]
     named = [item for own in models for item in own.items()]
     return {id(value): name for name, value in named if isinstance(value, Tensor)}
@@ -407,7 +422,7 @@ def draws_random_numbers(modules: Iterable[Module]) -> bool:
 
 
 def random_rates(module: Module) -> dict[str, float]:
-    """The dropouts and jitters of this module that are not 0, by name; none outside train mode."""
+    """The dropouts and jitters of a module in train mode, by name."""
     if not module.training:
         return {}
     is_dropout = isinstance(module, torch.nn.Dropout)

@@ -1,4 +1,4 @@
-"""The forward pass that is writing to a cache: who has taken part, whose it is, how it ends."""
+"""The forward pass that is writing to a cache."""
 
 from collections.abc import Sequence
 from threading import Lock, get_ident
@@ -14,27 +14,29 @@ KEYS = "keys"
 INDEX = "index"
 STATE = "state"
 _CLAIMING = Lock()  # global: a cache that holds a lock cannot be copied
-_SECONDS = 0.5  # to wait for a thread that is about to return: its streamer ends before its call
+# To wait for a thread that is about to return: its streamer ends before its call.
+_SECONDS = 0.5
 
 
 class UnfinishedPass(ValueError):
-    """Some layers took no part in a pass of `generate`, and nothing failed: the model skips them."""
+    """A model has skipped layers in a pass of `generate`."""
 
 
 class OpenPass:
     """What the layers of a cache have done since its last complete pass.
 
-    A layer takes part by writing keys, by writing index keys, or by using its recurrent state. The
-    pass is complete when every part that the plans name is taken. Then `commit` appends its tokens
-    in all layers. Until then `discard` drops them, and the cache reads as before the pass.
+    A layer takes part by writing keys, by writing index keys, or by using its
+    recurrent state. The pass is complete when every part that the plans name is
+    taken. Then `commit` appends its tokens in all layers. Until then `discard`
+    drops them, and the cache reads as before the pass.
 
     ```
     parts   (keys, 0)  (keys, 1)  (state, 1)     layer 1 has keys and a recurrent state
     taken   (keys, 0)  (keys, 1)                 layer 1 has not used its state yet
     ```
 
-    A recurrent state changes in place and cannot go back. If a pass fails after that, the states
-    belong to two lengths: everything but `reset` is refused.
+    A recurrent state changes in place and cannot go back. If a pass fails after
+    that, the states belong to two lengths: everything but `reset` is refused.
     """
 
     def __init__(self, plans: Sequence[LayerPlan]) -> None:
@@ -44,27 +46,28 @@ class OpenPass:
         self._parts = parts
         self._num_layers = len(plans)
         self._taken: set[tuple[str, int]] = set()
-        self._last_layer: int | None = None  # completed a pass; may still use its state in it
+        # Completed a pass; may still use its state in it.
+        self._last_layer: int | None = None
         self._is_broken = False  # states belong to two lengths
         self.has_states = any(plan.num_states for plan in plans)
         self.num_writers = sum(plan.has_keys for plan in plans)
-        self.size: tuple[int, int] | None = None  # (batch, tokens), once a layer has written
+        # (batch, tokens), once a layer has written.
+        self.size: tuple[int, int] | None = None
         self.thread = 0  # which used the cache last
 
     @property
     def is_open(self) -> bool:
-        """Whether some layers have taken part, and others have not yet, or never will."""
         return bool(self._taken)
 
     def take(self, part: str, layer_idx: int) -> bool:
-        """Note that a layer has taken part. Returns whether the pass is complete."""
+        """Note that a layer has taken part; return whether the pass is complete."""
         self._taken.add((part, layer_idx))
         is_complete = len(self._taken) == len(self._parts)
         self._last_layer = layer_idx if is_complete else None
         return is_complete
 
     def use_state(self, layer_idx: int | None) -> bool:
-        """As `take`, for a layer that reads or changes its state; the last layer may go on."""
+        """As `take`, for a layer that uses its state. The last layer may go on."""
         if layer_idx == self._last_layer or (STATE, layer_idx) not in self._parts:
             return False
         self._refuse_broken()
@@ -72,7 +75,7 @@ class OpenPass:
         return self.take(STATE, layer_idx)
 
     def check_size(self, layer_idx: int, size: tuple[int, int]) -> None:
-        """Take (batch, tokens) from the first layer that writes; refuse others later."""
+        """Take (batch, tokens) from the first layer; refuse others later."""
         if self.size not in (None, size):
             raise ValueError(
                 f"Layer {layer_idx} brings (batch, tokens) = {size} into a step where earlier "
@@ -94,7 +97,7 @@ class OpenPass:
         self._close()
 
     def forget(self) -> None:
-        """Begin again: the cache is empty, or its states are those of one length."""
+        """Begin again: the cache is empty, or its states are of one length."""
         self._close()
         self._last_layer = None
         self._is_broken = False
@@ -106,7 +109,7 @@ class OpenPass:
     # --- failures
 
     def begin(self, seq_len: int) -> None:
-        """A new pass makes its masks: refuse to go on if the one before has not ended."""
+        """A new pass makes its masks: refuse it if the one before has not ended."""
         self.refuse_unfinished(seq_len)
         self._last_layer = None
         self.refuse_states()
@@ -122,14 +125,14 @@ class OpenPass:
         )
 
     def refuse_unfinished(self, seq_len: int) -> None:
-        """Raise if a pass of the running `generate` ended without some layers."""
+        """Raise if a pass of the running `generate` left out layers."""
         if self.is_open and compat.generate_locals() is not None:
             if (model := running_model()) is not None:
                 refuse_missing_layers(model, self._num_layers)
             raise self.unfinished(seq_len)
 
     def refuse_states(self) -> None:
-        """Raise if the open pass has failed after it changed states."""
+        """Raise if the open pass has changed states."""
         self._is_broken |= any(part == STATE for part, _ in self._taken)
         self._refuse_broken()
 
@@ -137,19 +140,17 @@ class OpenPass:
         if self._is_broken:
             raise RuntimeError(
                 "The last forward pass failed when some layers had changed their recurrent "
-                "state, which cannot go back: the cache holds no sequence that could go on. Call "
-                "reset() and compute the sequence again."
+                "state, which cannot go back. Call reset() and compute the sequence again."
             )
 
     def describe(self) -> str:
-        """Which layers have written keys."""
         written = sorted(layer_idx for part, layer_idx in self._taken if part == KEYS)
         return f"layers {written} of {self._num_layers}"
 
     # --- threads
 
     def claim(self, cache: Any, doing: str, is_writing: bool = False) -> None:
-        """Make this thread the owner. Raise if another one is writing or still uses the cache."""
+        """Make this thread the owner; raise if another one still uses the cache."""
         thread = get_ident()
         if self.thread == thread:
             return
@@ -160,7 +161,7 @@ class OpenPass:
             if self.thread and (is_writing or is_in_use(cache, self.thread)):
                 raise RuntimeError(
                     f"Thread {thread} {doing} while thread {self.thread} uses this cache at "
-                    f"seq_len={cache.seq_len}. A cache holds one sequence at a time: build one "
-                    "for each thread, or let one call end before the next begins."
+                    f"seq_len={cache.seq_len}. A cache serves one call at a time: build one for "
+                    "each thread."
                 )
             self.thread = thread

@@ -1,7 +1,8 @@
 """What a call of `generate` asks for, who uses a cache, and what a cache refuses.
 
-`generate` gives a cache nothing but states, and a custom loop neither streamer nor assistant. So
-all of it is read from the frames of the stack. If that fails, a call is checked pass by pass.
+`generate` gives a cache nothing but states, and a custom loop neither streamer
+nor assistant. So all of it is read from the frames of the stack. If that fails,
+a call is checked pass by pass.
 """
 
 import sys
@@ -37,13 +38,12 @@ def cache_is_full(length: int, max_cache_len: int, tokens: int = 1) -> ValueErro
         f"{tokens} more. Build it with max_cache_len >= {length + tokens}, limit the generation "
         "with max_new_tokens, or free positions with crop or reset. A generation writes prompt + "
         "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + "
-        "prompt_lookup_num_tokens - 2. `generate` that stops here returns nothing; the cache "
-        f"still holds its {length} tokens."
+        f"prompt_lookup_num_tokens - 2. The cache still holds its {length} tokens."
     )
 
 
 def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a stack that run a model's own methods, innermost first."""
+    """The frames that run a model's own methods, innermost first."""
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), PreTrainedModel):
             yield frame
@@ -57,7 +57,7 @@ def running_model() -> PreTrainedModel | None:
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread is inside `generate` or `forward` of a model that was given the cache."""
+    """Whether this thread runs a model that was given the cache."""
     for frame in _model_frames(sys._current_frames().get(thread)):
         if frame.f_code.co_name not in ("generate", "forward"):
             continue
@@ -73,7 +73,8 @@ class Request:
     """One call of `generate`: its prompt and its settings."""
 
     model: Any
-    input_ids: Tensor  # [B, n]; n = 0 if the prompt is `inputs_embeds` alone
+    # [B, n]; n = 0 if the prompt is `inputs_embeds` alone
+    input_ids: Tensor
     config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None
@@ -81,19 +82,24 @@ class Request:
     synced_gpus: bool | None = None
     custom_generate: Any = None
     stopping_criteria: Sequence[Any] = ()  # the caller's own
-    has_own_limit: bool = True  # False: only the model's defaults limit the length
+    # False: only the model's defaults limit the length.
+    has_own_limit: bool = True
 
     def __post_init__(self) -> None:
         kwargs = self.model_kwargs
-        self.mask: Tensor | None = kwargs.get("attention_mask")  # [B, n], 1 at tokens
-        self.embeds: Tensor | None = kwargs.get("inputs_embeds")  # [B, n, hidden], all of them
-        self.tokens = self.input_ids if self.embeds is None else None  # [B, n], from `past` on
+        # [B, n], 1 at tokens
+        self.mask: Tensor | None = kwargs.get("attention_mask")
+        # [B, n, hidden], all of them
+        self.embeds: Tensor | None = kwargs.get("inputs_embeds")
+        # [B, n], from `past` on
+        self.tokens = self.input_ids if self.embeds is None else None
         passed: int = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
         length: int = compat.mask_length(self.config)
         if self.mask is not None:
             length = self.mask.shape[1]
-        self.past = max(0, length - passed)  # tokens before those passed: the mask covers all
+        # Tokens before those passed: the mask covers all.
+        self.past = max(0, length - passed)
         # Whether cached tokens are passed again; `generate` removes them.
         self.is_whole = self.embeds is not None or length == passed
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
@@ -108,7 +114,7 @@ class Request:
 
     @property
     def max_positions(self) -> int:
-        """Positions of a cache that the longest generation writes: not that of its last token."""
+        """Positions that the longest generation writes; its last token has none."""
         # Prompt lookup may propose this many tokens when two are missing, and writes them all.
         proposed = int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
@@ -119,7 +125,7 @@ class Request:
 
 
 def running_request() -> Request | None:
-    """The request of the innermost `generate` of this thread; None if none can be read."""
+    """The request of the innermost `generate` of this thread, if it can be read."""
     if (names := compat.generate_locals()) is None:
         return None
     try:
@@ -154,14 +160,14 @@ def check_request(
 ) -> None:
     """Raise a `ValueError` if a cache of `seq_len` tokens cannot serve the request.
 
-    `known_ids` [B, k] are the first of them. `max_cache_len` is None for a cache that grows.
+    `known_ids` [B, k] are the first of them. `max_cache_len` is None for a
+    cache that grows.
     """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
-            "use_cache=False, and a cache is passed: every pass would compute all tokens and "
-            "write them again. Pass use_cache=True to `generate` (the model's own config may say "
-            "False, for instance after gradient checkpointing), or leave `past_key_values` and "
-            "`custom_generate` out."
+            "use_cache=False, and a cache is passed. Pass use_cache=True to `generate` (the "
+            "model's own config may say False, for instance after gradient checkpointing), or "
+            "leave `past_key_values` and `custom_generate` out."
         )
     if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
         raise ValueError(PAIR_NEEDED)
@@ -175,8 +181,7 @@ def check_request(
         raise ValueError(
             f"The attention mask covers {request.past} tokens before the {new} that are passed, "
             f"and the cache holds {seq_len}. Pass all tokens from position {seq_len} on (the last "
-            "one of a generation is not in the cache) with a mask over the whole sequence, or "
-            "pass the whole sequence."
+            "one of a generation is not in the cache), or the whole sequence."
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError(
@@ -229,7 +234,8 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
     length = min(known_ids.shape[1], ids.shape[1], seq_len)
     differs = ids[:, :length] != known_ids[:, :length]
     if request.mask is not None:
-        differs &= request.mask[:, :length].bool()  # ids under padding do not count
+        # Ids under padding do not count.
+        differs &= request.mask[:, :length].bool()
     if bool(differs.any()):
         row, position = differs.nonzero()[0].tolist()
         raise ValueError(
