@@ -61,9 +61,11 @@ def is_in_use(cache: Cache, thread: int) -> bool:
     for frame in _model_frames(sys._current_frames().get(thread)):
         if frame.f_code.co_name not in ("generate", "forward"):
             continue
-        names = frame.f_locals
-        given = [names, names.get("kwargs"), names.get("model_kwargs")]
-        if any(isinstance(own, dict) and own.get("past_key_values") is cache for own in given):
+        given = [frame.f_locals]
+        for name in ("kwargs", "model_kwargs"):
+            if isinstance(found := given[0].get(name), dict):
+                given.append(found)
+        if any(names.get("past_key_values") is cache for names in given):
             return True
     return False
 
