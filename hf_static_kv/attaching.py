@@ -31,7 +31,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
 from hf_static_kv.cache.pool import CachePool
@@ -146,7 +145,7 @@ class Attachment:
     @property
     def caches(self) -> list[StaticContiguousCache]:
         """The caches of the pool, those in use included."""
-        return [lease.cache for lease in (*self.pool.free, *self.pool.lent)]
+        return [entry.cache for entry in (*self.pool.free, *self.pool.in_use)]
 
     @property
     def memory_bytes(self) -> int:
@@ -275,7 +274,7 @@ class Attachment:
             return output
         self._note(f"there are no graphs on {device}")
         call = Call.of(model, *args, **given)
-        call.lease = self.pool.lease_of(call.cache)
+        call.entry = self.pool.entry_of(call.cache)
         return call.run_eagerly()
 
     def _pays(self, request: Request) -> bool:
@@ -293,7 +292,7 @@ class Attachment:
         is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
         return exact_context(model) if self.settings.exact and not is_exact else nullcontext()
 
-    def _content(self, request: Request) -> Any:
+    def _identity(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None if that is not known.
 
         It is as the last call found it: `Call` looks again while the device computes the prompt. A
@@ -358,10 +357,10 @@ class _Hooks:
         ):
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
-        lease = call.attachment.pool.lease_of(cache)
+        entry = call.attachment.pool.entry_of(cache)
         output = call.attachment.run_loop(model, args, kwargs)
-        if lease is not None and lease.content is not None:
-            call.attachment._state = lease.content
+        if entry is not None and entry.identity is not None:
+            call.attachment._state = entry.identity
         if cache.is_unfinished:  # the loop has gone on with another
             call.attachment.remember_skipping(str(cache.unfinished_pass()))
         return output

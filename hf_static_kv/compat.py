@@ -5,7 +5,7 @@ Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Nam
 when they are used, so the package imports without them. Each function says what happens when its
 name is gone.
 
-One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/sequences.py
+One name is not here: `generate` sets `_is_user_defined` on a user's cache, and cache/cache.py
 checks the call. Without it: as for `generate_locals`.
 """
 

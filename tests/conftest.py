@@ -48,7 +48,7 @@ def _seed() -> None:
 @pytest.fixture
 def small_spare(monkeypatch):
     """Compact layers of the toys have 20 slots, so that short sequences fill them."""
-    monkeypatch.setattr(storage, "SPARE", 2)
+    monkeypatch.setattr(storage, "SLACK", 2)
 
 
 # --- calls of generate

@@ -136,7 +136,7 @@ def test_many_calls(name, reuse_prefix, number):
     for _ in range(number):
         caller.step()
         assert info.pool.num_bytes <= max_bytes  # captured steps hold memory of their own
-        assert info.pool.lent == []
+        assert info.pool.in_use == []
     assert info.hits > number / 4
     assert info.reused_tokens > 0 or not reuse_prefix
     _, num_bytes = live_tensors()

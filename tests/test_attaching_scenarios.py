@@ -494,7 +494,7 @@ def test_a_scenario_of_generate(name, scenario):
     if scenario == "bf16" and DEVICE == "cuda":
         pytest.skip("on a GPU our kernels round differently")
     plain, info = check(lambda: toy_model(name, "eager"), SCENARIOS[scenario], **MODELS[name])
-    assert info.pool.lent == []
+    assert info.pool.in_use == []
     assert plain.error is None or (scenario in NOT_BEFORE_5_22 and not at_least("5.22"))
 
 
@@ -506,7 +506,7 @@ def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
     """What a GPU runs, without the graphs; of a model with dropout."""
     monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu",))
     _, info = check(lambda: toy_model("gpt2"), SCENARIOS[scenario], reuse_prefix=True)
-    assert info.pool.lent == []
+    assert info.pool.in_use == []
 
 
 @pytest.mark.parametrize("scenario", PASSED_ON)
@@ -526,7 +526,7 @@ def test_another_cache_is_left_alone(scenario):
 @pytest.mark.parametrize("name", ["gemma3", "gpt2"])
 def test_misuse_is_refused_as_before(name, scenario):
     _, info = check(lambda: toy_model(name), MISUSE[scenario], reuse_prefix=name == "gemma3")
-    assert info.pool.lent == []
+    assert info.pool.in_use == []
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="on a GPU such an error ends the process's use of it")

@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = {
     "": ["compat"],
     "cache": [
-        "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "allocation",
-        "identity", "fileformat", "filepieces", "files", "hybrid", "sequences", "cache", "prefixes", "pool",
+        "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "passes",
+        "allocation", "identity", "fileidentity", "fileformat", "filepieces", "files", "cache", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",

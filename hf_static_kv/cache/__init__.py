@@ -1,5 +1,6 @@
 """The drop-in cache.
 
-Reading order: debug, storage, ranks, layout, request, slots, layer, indexed, states, allocation,
-identity, fileformat, filepieces, files, hybrid, sequences, cache, prefixes, pool.
+Reading order: debug, storage, ranks, layout, request, slots, layer, indexed,
+states, passes, allocation, identity, fileidentity, fileformat, filepieces,
+files, cache, prefixes, pool.
 """

@@ -24,12 +24,17 @@ def turn_on(layer: int | None = None) -> None:
 
 
 def log_step(start: int, new: int, rows: int, capacity: int) -> None:
-    """One complete step."""
     if logger.isEnabledFor(logging.DEBUG):
         what = f"{new} new token{'s' * (new != 1)} in {rows} row{'s' * (rows != 1)}"
         logger.debug(
             "step at %d: %s, %d of %d positions filled", start, what, start + new, capacity
         )
+
+
+def log_layer(layer_idx: int, start: int, new: int, seen: int) -> None:
+    end = start + new
+    message = "layer %d wrote [%d, %d) and returned [%d, %d)"
+    logger.debug(message, layer_idx, start, end, end - seen, end)
 
 
 if os.environ.get("HF_STATIC_KV_DEBUG") == "1":

@@ -1,12 +1,11 @@
-"""The layers of a cache file in pieces. fileformat.py draws the whole file; one tensor of it has
-this order:
+"""The layers of a cache file in pieces. One tensor of the file that fileformat.py draws:
 
 ```
 keys.0      | layer 0                                 | layer 1 ...       [L, B, H, n, D]
             | row 0             | row 1               |
             | head 0  | head 1  | head 0  | head 1    |
-positions   | 0 .. n-1| 0 .. n-1| ...                                     a piece: some positions of one head,
-                                                                          or several whole heads of one row
+positions   | 0 .. n-1| 0 .. n-1| ...               a piece: some positions of one head,
+                                                    or several whole heads of one row
 ```
 """
 
@@ -17,13 +16,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_static_kv.cache.fileformat import Entry, checksum_weights, position_checksums
+from hf_static_kv.cache.fileformat import FileTensor, checksum_weights, position_checksums
 
-PIECE_BYTES = 16 << 20  # read, copied and summed at a time: each costs some calls from Python
+# Read, copied and summed at a time: each costs some calls from Python.
+PIECE_BYTES = 16 << 20
 
 
 class Piece(NamedTuple):
-    """States that are one stretch of a file."""
+    """States that lie in one stretch of a file."""
 
     row: int  # of the batch
     head: int  # the first head
@@ -34,26 +34,24 @@ class Piece(NamedTuple):
 class LayerStates(NamedTuple):
     """Keys or values of one layer, in a file and in a cache."""
 
-    entry: Entry
+    tensor: FileTensor
     number: int  # of the layer in the tensor of the file
     layer_idx: int
     states: Tensor  # [B, H, n, D], a view of the storage
-    skipped: int = 0  # positions of the file before `states` that the cache does not keep
+    # Positions of the file before `states` that the cache does not keep.
+    skipped: int = 0
 
     def offset(self, piece: Piece) -> int:
         """Where a piece begins, in bytes from the end of the header."""
-        _, rows, heads, length, dim = self.entry.shape
+        _, rows, heads, length, dim = self.tensor.shape
         position = ((self.number * rows + piece.row) * heads + piece.head) * length + piece.first
-        return self.entry.offset + position * dim * self.states.element_size()
+        return self.tensor.offset + position * dim * self.states.element_size()
 
     def checksums(self, pieces: Iterable[Piece]) -> Tensor:
-        """One for each position, int64 [n], on the device of the states.
-
-        `pieces` are those of this layer.
-        """
-        weights = checksum_weights(
-            self.entry.name.partition(".")[0], self.layer_idx, self.states
-        )  # [B, H, W]
+        """One for each position, int64 [n], from the `pieces` of this layer."""
+        name = self.tensor.name.partition(".")[0]
+        # [B, H, W]
+        weights = checksum_weights(name, self.layer_idx, self.states)
         sums = torch.zeros(self._length, dtype=torch.int64, device=self.states.device)
         for row, head, first, states in pieces:
             own = weights[row, head : head + len(states)]
@@ -61,10 +59,7 @@ class LayerStates(NamedTuple):
         return sums
 
     def pieces(self) -> Iterator[Piece]:
-        """In the order of the file.
-
-        What is skipped comes in scratch memory: it is read for the checksums alone.
-        """
+        """In the order of the file; what is skipped in scratch memory, for its checksums."""
         rows, heads, length, dim = self.states.shape
         num_heads, step = self._piece_shape
         scratch = self.states.new_empty(1, min(step, self.skipped), dim)
@@ -77,49 +72,40 @@ class LayerStates(NamedTuple):
 
     @property
     def _length(self) -> int:
-        """Positions that are read."""
         return self.skipped + self.states.shape[2]
 
     @property
     def _piece_shape(self) -> tuple[int, int]:
         """Heads and positions of a piece."""
-        head_bytes = self.states.shape[3] * self.states.dtype.itemsize  # of one position
-        positions = max(1, min(self._length, PIECE_BYTES // head_bytes))
-        is_whole = (
-            self.skipped == 0 and self._length == self.entry.shape[3]
-        )  # else others are between two heads
-        bytes_of_a_head = max(1, self._length) * head_bytes  # a window of 1 may keep no position
-        return max(1, PIECE_BYTES // bytes_of_a_head) if is_whole else 1, positions
+        bytes_of_a_position = self.states.shape[3] * self.states.dtype.itemsize
+        positions = max(1, min(self._length, PIECE_BYTES // bytes_of_a_position))
+        if self.skipped or self._length != self.tensor.shape[3]:
+            return 1, positions  # other positions are between two heads
+        # A window of 1 may keep none.
+        bytes_of_a_head = max(1, self._length) * bytes_of_a_position
+        return max(1, PIECE_BYTES // bytes_of_a_head), positions
 
     @property
     def is_staged(self) -> bool:
-        """Whether pieces are not read and written in place: on a GPU."""
+        """Whether pieces go through a buffer: on a GPU."""
         return not self.states.is_cpu
 
     def on_cpu(self, piece: Piece, buffer: Tensor) -> Tensor:
-        """Where a file's bytes of a piece lie on the CPU:
-
-        in place, or in the memory that `staging` made.
-        """
+        """A piece on the CPU: in place, or in the buffer."""
         states = piece.states
-        return (
-            buffer[: states.nbytes].view(states.dtype).view(states.shape)
-            if self.is_staged
-            else states
-        )
+        if not self.is_staged:
+            return states
+        return buffer[: states.nbytes].view(states.dtype).view(states.shape)
 
 
 def staging(parts: Iterable[LayerStates]) -> Tensor:
-    """Memory for a piece between a file and a GPU, pinned; every piece goes through it."""
+    """Pinned memory for a piece between a file and a GPU."""
     is_needed = any(part.is_staged for part in parts)
     is_pinned = is_needed and torch.cuda.is_available()
     return torch.empty(PIECE_BYTES if is_needed else 0, dtype=torch.uint8, pin_memory=is_pinned)
 
 
 def memories(states: Tensor) -> list[memoryview]:
-    """The memory of a piece on a CPU, in its order:
-
-    one, or that of each head where they are apart.
-    """
+    """The memory of a piece on a CPU: one, or one for each head if they are apart."""
     heads = [states] if states.is_contiguous() else states.unbind()
     return [memoryview(head.detach().view(torch.uint8).numpy()).cast("B") for head in heads]  # type: ignore[arg-type]

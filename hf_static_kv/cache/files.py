@@ -1,9 +1,4 @@
-"""Caches to files and back: checked before anything is changed, written beside the old file and
-renamed.
-
-A file is drawn in fileformat.py. A cache is saved and read layer by layer, in the pieces of
-filepieces.py.
-"""
+"""Caches to files and back, layer by layer in pieces. fileformat.py draws a file."""
 
 import os
 import secrets
@@ -24,18 +19,21 @@ from transformers import PreTrainedModel
 import hf_static_kv
 from hf_static_kv.cache import layout
 from hf_static_kv.cache.allocation import AllocatedCache, Place
-from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, Entry, FileGroup, Header
+from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, FileTensor, Header
+from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.filepieces import LayerStates, Piece, memories, staging
-from hf_static_kv.cache.identity import ModelIdentity
+from hf_static_kv.cache.identity import dtype_name
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
 
-_READERS = 4  # threads: one alone copies less from the page cache than a bus, or the memory, takes
+# Threads: one alone copies less from the page cache than a bus, or the memory, takes.
+_READERS = 4
 
 
 class CacheFile:
-    """A file of `StaticContiguousCache.save`, open, with its header checked; the states are checked
-    as they are read.
+    """A file of `StaticContiguousCache.save`, open, with its header checked.
+
+    The states are checked as they are read.
 
     ```python
     with CacheFile("chat.safetensors") as file:
@@ -54,9 +52,7 @@ class CacheFile:
             self.close()
             if not isinstance(error, ValueError | RecursionError | MemoryError):
                 raise
-            raise ValueError(
-                f"{self.path} cannot be loaded: {str(error) or type(error).__name__}."
-            ) from error
+            raise self._refusal(f"{str(error) or type(error).__name__}.") from error
 
     def __enter__(self) -> "CacheFile":
         return self
@@ -71,7 +67,8 @@ class CacheFile:
     def tokens(self) -> Tensor:
         """The token ids [B, n], left padding included."""
         rows = [torch.frombuffer(array("q", row), dtype=torch.int64) for row in self.header.tokens]
-        return torch.stack(rows)  # ten times as fast as `torch.tensor` of the lists
+        # Ten times as fast as `torch.tensor` of the lists.
+        return torch.stack(rows)
 
     @property
     def attention_mask(self) -> Tensor:
@@ -79,17 +76,20 @@ class CacheFile:
         starts = torch.tensor(self.header.left_padding)
         return (torch.arange(self.header.num_tokens) >= starts[:, None]).long()
 
+    def _refusal(self, reason: str) -> ValueError:
+        return ValueError(f"{self.path} cannot be loaded: {reason}")
+
     def _read_header(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        start = self._read_bytes(0, min(8, size))
-        length = int.from_bytes(start, "little")
+        length = int.from_bytes(self._read_bytes(0, min(8, size)), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
             raise ValueError(
                 f"it has {size} bytes, too few for its header: it is damaged or truncated"
             )
         text = bytes(self._read_bytes(8, length))
         self.header = Header.parse(text)
-        self._start, wanted = 8 + length, 8 + length + self.header.num_bytes
+        self._start = 8 + length
+        wanted = self._start + self.header.num_bytes
         if size != wanted:
             raise ValueError(
                 f"it has {size} bytes and should have {wanted}: it is damaged or truncated"
@@ -97,9 +97,8 @@ class CacheFile:
         checksums = self._read_bytes(self._start, self.header.checksum_bytes)
         if not self.header.is_told_by(text, checksums):
             raise ValueError("its header is damaged")
-        self._checksums = torch.frombuffer(checksums, dtype=torch.int64).view(
-            -1, self.header.num_tokens
-        )
+        sums = torch.frombuffer(checksums, dtype=torch.int64)
+        self._checksums = sums.view(-1, self.header.num_tokens)
 
     def _read_bytes(self, offset: int, num_bytes: int) -> bytearray:
         buffer = bytearray(num_bytes)
@@ -107,7 +106,7 @@ class CacheFile:
         return buffer
 
     def _read(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from this place of the file. Threads may do so at the same time."""
+        """Fill the buffer from this place of the file. Threads may do so together."""
         while buffer:
             if hasattr(os, "preadv"):
                 count = os.preadv(self._file.fileno(), [buffer], offset)
@@ -117,18 +116,18 @@ class CacheFile:
                     count = self._file.readinto(buffer) or 0
             if count == 0:
                 raise ValueError("it ends early: it is truncated")
-            buffer, offset = buffer[count:], offset + count
+            buffer = buffer[count:]
+            offset += count
 
     # --- checks
 
     def check_model(self, identity: ModelIdentity) -> None:
         """Refuse states of another model."""
         if (difference := identity.difference(self.header.model)) is not None:
-            raise ValueError(
-                f"{self.path} cannot be loaded: {difference}. It belongs to the model that "
-                f"computed it (saved with transformers {self.header.transformers_version}, "
-                f"hf_static_kv {self.header.library_version}). Load that model, or read the text "
-                "again and save it."
+            raise self._refusal(
+                f"{difference}. It belongs to the model that computed it (saved with transformers "
+                f"{self.header.transformers_version}, hf_static_kv {self.header.library_version}). "
+                "Load that model, or read the text again and save it."
             )
 
     def check_length(self, tokens: int | None, max_cache_len: int | None) -> int:
@@ -142,9 +141,8 @@ class CacheFile:
             )
         if length < (fewest := self.header.min_tokens):
             raise ValueError(
-                f"tokens={length}: {self.path} was saved from a compact cache, whose layers with "
-                f"a window keep the last positions only. Load at least {fewest} of its {held} "
-                "tokens."
+                f"tokens={length}: {self.path} was saved from a compact cache, which keeps the "
+                f"last positions only. Load at least {fewest} of its {held} tokens."
             )
         if max_cache_len is not None and length > max_cache_len:
             raise ValueError(
@@ -155,106 +153,100 @@ class CacheFile:
         return length
 
     def allocate(self, cache: AllocatedCache, model: PreTrainedModel, batch_size: int) -> None:
-        """Storage for layers that have none, in the dtypes of the file, each where the model
-        computes it.
+        """Allocate layers that have no storage, in the dtypes of the file.
 
-        Layers of another number, window, shape or dtype than those of the file are refused.
+        Layers of another number, window, shape or dtype than those of the file
+        are refused.
         """
         self._check_layers(cache)
         devices = layout.layer_devices(model, len(cache.layers))
         missing: dict[tuple[str, str], dict[int, Place]] = {}  # by dtypes
-        for group in self.header.groups:
-            for layer_idx in group.layers:
-                if not cache.layers[layer_idx].is_initialized:
-                    place = cache.planned_shape(layer_idx, group.shape), devices[layer_idx]
-                    missing.setdefault(group.dtypes, {})[layer_idx] = place
-        for (key_dtype, value_dtype), places in missing.items():
-            cache.allocate_places(
-                dict(sorted(places.items())), batch_size, (_dtype(key_dtype), _dtype(value_dtype))
-            )
+        for group, layer_idx in self._layers():
+            if not cache.layers[layer_idx].is_initialized:
+                place = cache.planned_shape(layer_idx, group.shape), devices[layer_idx]
+                missing.setdefault(group.dtypes, {})[layer_idx] = place
+        for names, places in missing.items():
+            dtypes = getattr(torch, names[0]), getattr(torch, names[1])
+            cache.allocate_places(dict(sorted(places.items())), batch_size, dtypes)
+
+    def _layers(self) -> list[tuple[FileGroup, int]]:
+        return [(group, layer_idx) for group in self.header.groups for layer_idx in group.layers]
 
     def _check_layers(self, cache: AllocatedCache) -> None:
         _check_kinds(cache, "loaded")
         windows = [layer.sliding_window for layer in cache.layers]
         if windows != self.header.sliding_windows:
-            raise ValueError(
-                f"{self.path} cannot be loaded: the sliding windows of its layers are "
-                f"{self.header.sliding_windows}, and those of this model {windows}. Load the "
-                "model that it was saved from."
+            raise self._refusal(
+                f"the sliding windows of its layers are {self.header.sliding_windows}, and those "
+                f"of this model {windows}. Load the model that it was saved from."
             )
-        for group in self.header.groups:
-            for layer_idx in group.layers:
-                planned = cache.planned_shape(layer_idx, group.shape).of_a_token
-                layer = cache.layers[layer_idx]
-                dtypes = (
-                    (_name(layer.dtype), _name(layer.value_dtype))
-                    if layer.is_initialized
-                    else group.dtypes
+        for group, layer_idx in self._layers():
+            layer = cache.layers[layer_idx]
+            planned = cache.planned_shape(layer_idx, group.shape).of_a_token
+            dtypes = group.dtypes
+            if layer.is_initialized:
+                dtypes = dtype_name(layer.dtype), dtype_name(layer.value_dtype)
+            if (planned, dtypes) != (group.shape, group.dtypes):
+                raise self._refusal(
+                    f"its layer {layer_idx} has {group.shape} in {group.dtypes}, and that of this "
+                    f"model {planned} in {dtypes}. Load the model it was saved from."
                 )
-                if (planned, dtypes) != (group.shape, group.dtypes):
-                    raise ValueError(
-                        f"{self.path} cannot be loaded: its layer {layer_idx} has {group.shape} "
-                        f"in {group.dtypes}, and that of this model {planned} in {dtypes}. Load "
-                        "the model it was saved from."
-                    )
 
     # --- states
 
     @torch.no_grad()
     def read_into(self, cache: AllocatedCache, length: int, repeat: int = 1) -> None:
-        """Put the first tokens into an allocated, empty cache; each batch row becomes `repeat` rows
-        in succession.
+        """Put the first tokens into an allocated, empty cache; each row becomes `repeat` rows.
 
-        The lengths move when all checksums are right: until then, and after an error, the cache is
-        empty.
+        The lengths move when all checksums are right. After an error the cache
+        is empty.
         """
         rows = self.header.num_rows * repeat
-        parts = list(self._parts(cache, rows, length, repeat))
-        # Threads begin on the default stream: pass on the one that has filled the storage.
-        jobs = [
-            (p, torch.cuda.current_stream(p.states.device) if p.states.is_cuda else None)
-            for p in parts
-        ]
+        jobs = []
+        for part in self._parts(cache, rows, length, repeat):
+            # Threads begin on the default stream: pass on the one that has filled the storage.
+            on_gpu = part.states.is_cuda
+            stream = torch.cuda.current_stream(part.states.device) if on_gpu else None
+            jobs.append((part, stream))
         with ThreadPoolExecutor(_READERS) as pool:
-            sums = list(
-                chain(*pool.map(self._read_parts, (jobs[i::_READERS] for i in range(_READERS))))
-            )
+            shares = [jobs[i::_READERS] for i in range(_READERS)]
+            sums = list(chain(*pool.map(self._read_parts, shares)))
         self._check_sums(sums, length)
-        kept = [
-            (cache.layers[i], group.first) for group in self.header.groups for i in group.layers
-        ]
-        kept = [(layer, layer.first_loaded(first, length)) for layer, first in kept]
-        for layer, first in kept if repeat > 1 else ():
-            for states in layer.free_views(rows, first, length):
+        for group, layer_idx in self._layers():
+            layer = cache.layers[layer_idx]
+            first = layer.first_loaded(group.first, length)
+            for states in layer.free_views(rows, first, length) if repeat > 1 else ():
                 for row in range(0, rows, repeat):
                     states[row + 1 : row + repeat] = states[row]
-        for layer, first in kept:
-            layer.fill(rows, first, length)
+        for group, layer_idx in self._layers():
+            layer = cache.layers[layer_idx]
+            layer.fill(rows, layer.first_loaded(group.first, length), length)
 
     def _parts(
         self, cache: AllocatedCache, rows: int, length: int, repeat: int
     ) -> Iterator[LayerStates]:
-        for group, entries in zip(self.header.groups, self.header.pairs(), strict=True):
+        for group, pair in zip(self.header.groups, self.header.pairs(), strict=True):
             for i, layer_idx in enumerate(group.layers):
                 layer = cache.layers[layer_idx]
                 first = layer.first_loaded(group.first, length)
-                for entry, states in zip(
-                    entries, layer.free_views(rows, first, length), strict=True
-                ):
-                    yield LayerStates(entry, i, layer_idx, states[::repeat], first - group.first)
+                views = layer.free_views(rows, first, length)
+                for tensor, states in zip(pair, views, strict=True):
+                    yield LayerStates(tensor, i, layer_idx, states[::repeat], first - group.first)
 
-    def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[Entry, Tensor]]:
-        """Read the states of some layers; their checksums [n], on the device."""
-        buffer, sums = staging(part for part, _ in jobs), []
+    def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[FileTensor, Tensor]]:
+        """Read the states of some layers; return their checksums [n]."""
+        buffer = staging(part for part, _ in jobs)
+        sums = []
         for part, stream in jobs:
             with torch.no_grad(), torch.cuda.stream(stream):
-                sums.append((part.entry, part.checksums(self._read_pieces(part, buffer))))
+                sums.append((part.tensor, part.checksums(self._read_pieces(part, buffer))))
         return sums
 
     def _read_pieces(self, part: LayerStates, buffer: Tensor) -> Iterator[Piece]:
         """The pieces of a layer, each when it has been read."""
         for piece in part.pieces():
-            target, offset = part.on_cpu(piece, buffer), self._start + part.offset(piece)
+            target = part.on_cpu(piece, buffer)
+            offset = self._start + part.offset(piece)
             for memory in memories(target):
                 self._read(offset, memory)
                 offset += len(memory)
@@ -262,13 +254,12 @@ class CacheFile:
                 piece.states.copy_(target)
             yield piece
 
-    def _check_sums(self, sums: list[tuple[Entry, Tensor]], length: int) -> None:
-        totals = self.header.add_up(sums, length)
-        if bool((wrong := totals != self._checksums[:, :length]).any()):
+    def _check_sums(self, sums: list[tuple[FileTensor, Tensor]], length: int) -> None:
+        wrong = self.header.add_up(sums, length) != self._checksums[:, :length]
+        if bool(wrong.any()):
             tensor, position = wrong.nonzero()[0].tolist()
-            name = self.header.entries()[1 + tensor].name
-            raise ValueError(
-                f"{self.path} cannot be loaded: {name} does not have its checksum at position "
+            raise self._refusal(
+                f"{self.header.states()[tensor].name} does not have its checksum at position "
                 f"{position}. The file is damaged: copy it again, or read the text again and save "
                 "it."
             )
@@ -280,30 +271,31 @@ class CacheFile:
 def header_of(
     cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None
 ) -> Header:
-    """The header of a file with the first positions of a cache, as many as there are tokens [B, n]."""
-    groups, padding = _file_groups(cache, tokens.shape[1]), _left_padding(tokens, mask)
-    windows = [layer.sliding_window for layer in cache.layers]
-    versions = hf_static_kv.__version__, transformers.__version__
-    return Header(tokens.tolist(), padding, windows, groups, ModelIdentity.of(model), *versions)
+    """The header of a file with the tokens [B, n] of a cache."""
+    return Header(
+        tokens.tolist(),
+        _left_padding(tokens, mask),
+        [layer.sliding_window for layer in cache.layers],
+        _file_groups(cache, tokens.shape[1]),
+        ModelIdentity.of(model),
+        hf_static_kv.__version__,
+        transformers.__version__,
+    )
 
 
 @torch.no_grad()
 def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Header) -> None:
-    """Write the positions of a cache that the header tells of, in the place of `path`."""
+    """Write the positions of a cache that the header tells of."""
     path = Path(path)
     _check_place(path)
-    parts = [
-        LayerStates(
-            entry, i, layer_idx, getattr(cache.layers[layer_idx], name)[:, :, : entry.shape[3]]
-        )
-        for group, entries in zip(header.groups, header.pairs(), strict=True)
-        for entry, name in zip(entries, ("keys", "values"), strict=True)
-        for i, layer_idx in enumerate(group.layers)
-    ]
-    sums = header.add_up(
-        [(part.entry, part.checksums(part.pieces())) for part in parts], header.num_tokens
-    )
-    checksums = sums.numpy().tobytes()
+    parts = []
+    for group, pair in zip(header.groups, header.pairs(), strict=True):
+        for tensor, name in zip(pair, ("keys", "values"), strict=True):
+            for i, layer_idx in enumerate(group.layers):
+                states = getattr(cache.layers[layer_idx], name)[:, :, : tensor.shape[3]]
+                parts.append(LayerStates(tensor, i, layer_idx, states))
+    sums = [(part.tensor, part.checksums(part.pieces())) for part in parts]
+    checksums = header.add_up(sums, header.num_tokens).numpy().tobytes()
     start = header.encode(checksums)
     with atomic_writer(path) as file:
         file.write(start)
@@ -314,9 +306,10 @@ def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Head
 
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
-    """The ids [B, n] of the first positions, from the caller or as `generate` has told them."""
+    """The ids [B, n] of the first positions, from the caller or as they are known."""
     _check_kinds(cache, "saved")
-    length, rows = min(layer.length for layer in cache.layers), cache.layers[0].batch_size
+    length = min(layer.length for layer in cache.layers)
+    rows = cache.layers[0].batch_size
     if any(layer.was_assigned for layer in cache.layers):
         known = None
     if (ids := known if tokens is None else tokens) is None:
@@ -337,19 +330,15 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
         row, position = (ids < 0).nonzero()[0].tolist()
         raise ValueError(
             f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. "
-            "Ids are 0 or more: pass those of a tokenizer. Left padding has any of them, and "
-            "attention_mask tells where it is."
+            "Ids are 0 or more: under left padding pass any, and tell it by attention_mask."
         )
-    common = 0 if known is None else min(known.shape[1], ids.shape[1])
-    if (
-        known is not None
-        and len(known) == rows
-        and not torch.equal(ids[:, :common], known[:, :common].cpu())
-    ):
-        raise ValueError(
-            "The tokens are not those that the cache was computed from. Pass what `generate` "
-            "returned."
-        )
+    if known is not None and len(known) == rows:
+        common = min(known.shape[1], ids.shape[1])
+        if not torch.equal(ids[:, :common], known[:, :common].cpu()):
+            raise ValueError(
+                "The tokens are not those that the cache was computed from. Pass what `generate` "
+                "returned."
+            )
     return ids
 
 
@@ -362,16 +351,13 @@ def _check_kinds(cache: AllocatedCache, what: str) -> None:
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """The positions before the first token of each batch row, from a mask [B, m] of the prompt or
-    of all tokens.
-    """
+    """The positions before the first token of each row."""
     if mask is None:
         return [0] * len(tokens)
     mask = mask[:, : tokens.shape[1]].cpu().bool()
     starts = (~mask).sum(1)
-    is_left = len(mask) == len(tokens) and torch.equal(
-        mask, torch.arange(mask.shape[1]) >= starts[:, None]
-    )
+    expected = torch.arange(mask.shape[1]) >= starts[:, None]
+    is_left = len(mask) == len(tokens) and torch.equal(mask, expected)
     if not is_left or int(starts.max()) == tokens.shape[1]:
         raise ValueError(
             f"attention_mask is {list(mask.shape)}, and the tokens are {list(tokens.shape)}: it "
@@ -381,12 +367,11 @@ def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
 
 
 def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
-    """The groups of the cache as a file describes them, or a `ValueError` for what cannot be saved."""
+    """The groups of a cache as a file describes them."""
     found: dict[tuple[int, int], tuple[StorageGroup, list[int]]] = {}
+    used = [(cache.layers[0].batch_size, cache.layers[0].length)]
     for layer_idx, layer in enumerate(cache.layers):
-        if layer.group is None or layer.used() != [
-            (cache.layers[0].batch_size, cache.layers[0].length)
-        ]:
+        if layer.group is None or layer.used() != used:
             raise ValueError(
                 f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be "
                 "saved."
@@ -399,7 +384,7 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
         found.setdefault((id(layer.group), layer.oldest), (layer.group, []))[1].append(layer_idx)
     groups = []
     for (_, first), (storage, layers) in found.items():
-        dtypes = _name(storage.keys.dtype), _name(storage.values.dtype)
+        dtypes = dtype_name(storage.keys.dtype), dtype_name(storage.values.dtype)
         if unknown := [name for name in dtypes if name not in DTYPES]:
             raise ValueError(
                 f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}."
@@ -429,13 +414,9 @@ def _check_place(path: Path) -> None:
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the place of `path` when the block is done:
-
-    at every moment there is the old one or the new.
-    """
-    temporary = path.with_name(
-        f".hf_static_kv.{secrets.token_hex(8)}.tmp"
-    )  # a longer one may not fit
+    """A file that takes the place of `path` when the block is done."""
+    # A longer name may not fit.
+    temporary = path.with_name(f".hf_static_kv.{secrets.token_hex(8)}.tmp")
     try:
         opened = open(temporary, "xb")  # noqa: SIM115
     except OSError as error:
@@ -445,24 +426,16 @@ def atomic_writer(path: Path) -> Iterator[BinaryIO]:
         with opened as file:
             yield file
             file.flush()
-            os.fsync(
-                file.fileno()
-            )  # before the name is there: a power cut would leave a name without its bytes
+            # First: a power cut would leave a name without its bytes.
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    if hasattr(os, "O_DIRECTORY"):  # Windows has none, and keeps the name by itself
+    # Windows has none, and keeps the name by itself.
+    if hasattr(os, "O_DIRECTORY"):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)  # type: ignore[no-any-return]  # one of DTYPES
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

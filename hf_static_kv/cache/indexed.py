@@ -1,7 +1,4 @@
-"""Layers of sparse attention:
-
-keys and values, and the keys of an index that selects the tokens to attend to.
-"""
+"""Layers of sparse attention: an index of keys selects the tokens to attend to."""
 
 import copy
 from typing import Any
@@ -12,17 +9,17 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 
 
 class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values, and the index keys of the same tokens in a layer of its own: of one head,
-    without values.
+    """Keys and values, and the index keys of the same tokens in a layer of their own.
 
-    `StaticContiguousCache` treats both alike; a pass writes them in any order. Names as in
-    transformers' own layer.
+    That layer has one head and no values. A pass writes both, in any order.
+    Names as in transformers' own layer.
     """
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
         super().__init__(max_cache_len, sliding_window)
         self.index_layer = StaticContiguousLayer(max_cache_len)
-        self._positions: Tensor | None = None  # [P, B, n], of a pass that has failed as well
+        # [P, B, n], of a pass that has failed as well
+        self._positions: Tensor | None = None
 
     def __copy__(self) -> "IndexedLayer":
         copied = type(self).__new__(type(self))
@@ -37,14 +34,10 @@ class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # i
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Positions [P, B, length] that a model keeps here for its index (Qwen4); None where there
-        are none.
-        """
-        return (
-            self._positions[..., : self.length]
-            if self._positions is not None and self.length
-            else None
-        )
+        """Positions [P, B, length] that a model keeps here for its index (Qwen4)."""
+        if self._positions is None or not self.length:
+            return None
+        return self._positions[..., : self.length]
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:

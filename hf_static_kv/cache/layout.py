@@ -1,7 +1,4 @@
-"""What a model's config and modules say:
-
-which models are served; windows, shapes, bytes, devices, positions.
-"""
+"""What a model's config and modules say of its layers."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -16,46 +13,51 @@ from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 
 logger = logging.getLogger(__name__)
+PerLayer = int | Sequence[int]  # one number for all layers, or one for each
 
-# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys. The mask
-# says where it begins.
+# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys.
 WINDOW_FIELDS = {
-    "sliding_attention": "sliding_window", "hybrid_sliding": "sliding_window",
+    "sliding_attention": "sliding_window",
+    "hybrid_sliding": "sliding_window",
     "chunked_attention": "attention_chunk_size",
-}  # fmt: skip
-_EMPTY_LAYER_TYPES = {"mlp", "moe"}  # which keep nothing from token to token
+}
+# These keep nothing from token to token.
+_EMPTY_LAYER_TYPES = {"mlp", "moe"}
 
 _OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
 _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
 _RECURRENT = f"keeps a recurrent state, which a KV cache cannot hold. {_OWN_CACHE}"
-# Model types whose config does not tell what they keep: the end of a message that begins with the
-# type's name.
+# Model types whose config does not tell what they keep.
 _UNSERVED_TYPES = {
-    "blt": f"keeps the keys of its byte encoder and of its byte decoder in two caches. {_OWN_CACHE}",
-    "glm5_next_text": f"asks a layer for its length in the middle of a pass, when no step is complete. {_OWN_CACHE}",
-    "mistral_large4_text": f"has layers that keep index keys alone and read the keys of others. {_OWN_CACHE}",
-    "reformer": f"keeps hash buckets and hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
-    "xlnet": f"keeps hidden states, which a KV cache cannot hold. {_OWN_CACHE}",
+    "blt": (
+        f"keeps the keys of its byte encoder and of its byte decoder in two caches. {_OWN_CACHE}"
+    ),
+    "glm5_next_text": f"asks a layer for its length in the middle of a pass. {_OWN_CACHE}",
+    "mistral_large4_text": (
+        f"has layers that keep index keys alone and read the keys of others. {_OWN_CACHE}"
+    ),
+    "reformer": f"keeps hash buckets and hidden states. {_OWN_CACHE}",
+    "xlnet": f"keeps hidden states. {_OWN_CACHE}",
     **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
     "minimax": f"takes a cache of its own kind only. {_OWN_CACHE}",
-    "cpmant": f"prepends tokens of its own at every step, so a cache does not hold the sequence alone. {_NO_CACHE}",
+    "cpmant": f"prepends tokens of its own at every step. {_NO_CACHE}",
     **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), f"takes no cache. {_NO_CACHE}"),
     "prophetnet": f"computes other logits with a cache than without one. {_NO_CACHE}",
 }
-# Encoders, unless their config has `is_decoder=True`. By name: configs of decoders have
-# `is_decoder=False` too.
+# Encoders, unless their config has `is_decoder=True`. By name: decoders may have False too.
 _ENCODER_TYPES = {
-    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert", "rembert",
-    "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie",
+    "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
+    "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
-# Models with a table of positions, or of attention biases by position: its length is the longest
-# sequence.
+# Models with a table of positions, or of attention biases: it is as long as a sequence can be.
 _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
-    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git", "gpt2",
-    "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus", "plbart", "trocr", "whisper",
+    "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git",
+    "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus",
+    "plbart", "trocr", "whisper",
 }  # fmt: skip
-# Tensor parallelism: the modules whose output is cached, some with queries and values as well, and
-# the styles of a plan that give every rank all of that output.
+# Tensor parallelism: the modules whose output is cached, and the styles that give every rank all
+# of it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
 _WHOLE_STYLES = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj", "replicate"}
 
@@ -64,31 +66,32 @@ _WHOLE_STYLES = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj", "repli
 class LayerPlan:
     """One layer as the config describes it."""
 
-    shape: LayerShape | None  # None: the config does not tell, or there are no keys
-    sliding_window: int | None  # keys that a query may see, its own included; None: full attention
+    # None: the config does not tell, or there are no keys.
+    shape: LayerShape | None
+    # Keys that a query may see, its own included; None: all.
+    sliding_window: int | None
     has_keys: bool = True  # and values
     num_states: int = 0  # recurrent ones
-    is_chunked: bool = False  # the sequence is cut into windows: a query sees its own only
-    index_shape: LayerShape | None = (
-        None  # of index keys: one head, no values. None: there is no index
-    )
-    compact_window: int | None = None  # `sliding_window` where the layer is compact
+    # The sequence is cut into windows: a query sees its own only.
+    is_chunked: bool = False
+    # Of index keys: one head, no values.
+    index_shape: LayerShape | None = None
+    # `sliding_window` if the layer is compact.
+    compact_window: int | None = None
 
     def stored(self, shape: LayerShape) -> LayerShape:
-        """A shape of states as this layer stores them."""
+        """A shape as this layer stores it."""
         return replace(shape, window=self.compact_window)
 
     def stores_like(self, other: "LayerPlan") -> bool:
-        """Whether both may share one pair of tensors, as far as the config tells."""
+        """Whether both may share one pair of tensors."""
         return (self.shape, self.compact_window) == (other.shape, other.compact_window)
 
 
 def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
-    """One plan for each layer that caches keys and values, or a `ValueError` naming what cannot be
-    served.
+    """One plan for each layer that keeps something; a `ValueError` names what cannot be served.
 
-    Of an encoder-decoder these are the self-attention layers of the decoder. `sliding` as in
-    `with_sliding`.
+    Of an encoder-decoder these are the self-attention layers of the decoder.
     """
     if isinstance(config, torch.nn.Module):
         raise TypeError(
@@ -103,73 +106,69 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
     if (reason := _why_unserved(config)) is not None:
         raise ValueError(reason)
     config = config.get_text_config(decoder=True)
-    # Configs whose layers differ (Gemma 4) list them; reading such a field from the whole config
-    # would raise.
-    layer_configs = list(
-        getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    )
-    if num_layers := getattr(
-        config, "num_decoder_layers", None
-    ):  # in T5 the other number is that of the encoder
+    # Configs whose layers differ (Gemma 4) list them: the whole config has no such field.
+    layer_configs = list(getattr(config, "per_layer_config", None) or ())
+    if not layer_configs:
+        layer_configs = [config] * config.num_hidden_layers
+    if num_layers := getattr(config, "num_decoder_layers", None):
+        # In T5 the other number is that of the encoder.
         layer_configs = [config] * num_layers
     if (layer_types := getattr(config, "layer_types", None)) is None:
-        layer_types = [_implied_type(layer_config) for layer_config in layer_configs]
-    # The last layers of some models (Gemma 3n) read an earlier layer's keys and values and store
-    # none.
+        layer_types = list(map(_implied_type, layer_configs))
+    # The last layers of some models (Gemma 3n) read an earlier layer's keys and store none.
     num_stored = len(layer_types) - (getattr(config, "num_kv_shared_layers", None) or 0)
     # Some layers use the selection of an earlier layer's index and store no index keys.
     index_types = getattr(config, "indexer_types", None) or ["full"] * num_stored
     columns = (column[:num_stored] for column in (layer_configs, layer_types, index_types))
-    layers = list(zip(*columns, strict=True))
-    kinds = [
-        (id(layer_config), *rest) for layer_config, *rest in layers
-    ]  # few differ, and reading a config is slow
-    plans = [_plan_layer(*layer) for layer in dict(zip(kinds, layers, strict=True)).values()]
-    planned = dict(zip(dict.fromkeys(kinds), with_sliding(plans, sliding), strict=True))
-    return [planned[kind] for kind in kinds]
+    # Few differ, and reading a config is slow.
+    planned: dict[Any, LayerPlan] = {}
+    plans = []
+    for layer_config, layer_type, index_type in zip(*columns, strict=True):
+        kind = id(layer_config), layer_type, index_type
+        if kind not in planned:
+            planned[kind] = _plan_layer(layer_config, layer_type, index_type)
+        plans.append(planned[kind])
+    return with_sliding(plans, sliding)
 
 
 def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
-    """The same plans, with layers that have a window "compact" or "full"; those with an index stay
-    full.
-    """
+    """The same plans, with layers that have a window "compact" or "full"."""
     if sliding not in ("full", "compact"):
         raise ValueError(
-            f'sliding={sliding!r}: choose "full" (layers with a window store every position) or "compact" (about two '
-            "windows of them)."
+            f'sliding={sliding!r}: choose "full" (layers with a window store every position) or '
+            '"compact" (about two windows of them).'
         )
-    compact = [
-        plan.sliding_window if sliding == "compact" and plan.index_shape is None else None
-        for plan in plans
-    ]
-    plans = [
-        replace(plan, compact_window=window) for plan, window in zip(plans, compact, strict=True)
-    ]
-    return [
-        plan if plan.shape is None else replace(plan, shape=plan.stored(plan.shape))
-        for plan in plans
-    ]
+    if sliding == "full":
+        return list(plans)
+    return list(map(_compact, plans))
+
+
+def _compact(plan: LayerPlan) -> LayerPlan:
+    if plan.sliding_window is None or plan.index_shape is not None:
+        return plan  # a layer with an index stays full
+    plan = replace(plan, compact_window=plan.sliding_window)
+    if plan.shape is None:
+        return plan
+    return replace(plan, shape=plan.stored(plan.shape))
 
 
 def _plan_layer(layer_config: Any, layer_type: str, index_type: str) -> LayerPlan:
-    window = (
-        getattr(layer_config, WINDOW_FIELDS[layer_type]) if layer_type in WINDOW_FIELDS else None
-    )
+    window = None
+    if layer_type in WINDOW_FIELDS:
+        window = getattr(layer_config, WINDOW_FIELDS[layer_type])
     has_keys, has_state = compat.kept_by(layer_type)
     shape = _layer_shape(layer_config, layer_type) if has_keys else None
-    is_empty = layer_type in _EMPTY_LAYER_TYPES or not has_state
-    num_states = (
-        0 if is_empty else getattr(layer_config, "number_of_conv_states", 1)
-    )  # transformers' name for it
+    num_states = 0
+    if has_state and layer_type not in _EMPTY_LAYER_TYPES:
+        # The field is transformers' own.
+        num_states = getattr(layer_config, "number_of_conv_states", 1)
     index_shape = None
     if index_type != "shared" and compat.has_index(layer_type):
-        index_dim = (
-            getattr(layer_config, "index_head_dim", None) or layer_config.indexer_head_dim
-        )  # DeepSeek, Qwen
-        index_shape = LayerShape(1, index_dim, 0)
-    return LayerPlan(
-        shape, window, has_keys, num_states, layer_type == "chunked_attention", index_shape
-    )
+        # The names of DeepSeek and of Qwen.
+        dim = getattr(layer_config, "index_head_dim", None)
+        index_shape = LayerShape(1, dim or layer_config.indexer_head_dim, 0)
+    is_chunked = layer_type == "chunked_attention"
+    return LayerPlan(shape, window, has_keys, num_states, is_chunked, index_shape)
 
 
 def cache_bytes(
@@ -182,29 +181,33 @@ def cache_bytes(
     tp: int = 1,
     tp_plan: Mapping[str, str] | None = None,
 ) -> int:
-    """Bytes that a `StaticContiguousCache` for this config will take; `dtype` defaults to the
-    config's own.
+    """Bytes that a `StaticContiguousCache` for this config will take.
 
-    `sliding` as for the cache. With `tp` ranks: on each of them, under `tp_plan` or else the plan
-    of the config.
+    `dtype` defaults to the config's own. With `tp` ranks: on each of them,
+    under `tp_plan` or else the plan of the config.
 
     >>> from transformers import LlamaConfig
-    >>> config = LlamaConfig(num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8, head_dim=64)
-    >>> cache_bytes(config, 1024, dtype=torch.bfloat16), cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
-    (33554432, 16777216)
+    >>> config = LlamaConfig(num_hidden_layers=16, num_key_value_heads=8, head_dim=64)
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
+    33554432
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
+    16777216
     """
     shapes = known_shapes(plan_layers(config, sliding), config)
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
     text_config = config.get_text_config(decoder=True)
-    plan = getattr(text_config, "base_model_tp_plan", None) if tp_plan is None else tp_plan
-    if (local := split_heads(shapes, plan or {}, tp)) is None:
+    if tp_plan is None:
+        tp_plan = getattr(text_config, "base_model_tp_plan", None)
+    if (local := split_heads(shapes, tp_plan or {}, tp)) is None:
         raise ValueError(
             f"The plan of {config.model_type!r} does not tell how tp={tp} ranks share the KV "
             "heads. Build `StaticContiguousCache(config, max_cache_len)`: its `memory_bytes` "
             "tells after the first forward pass."
         )
     own_dtype = text_config.dtype or config.dtype or torch.get_default_dtype()
-    dtype = dtype or (getattr(torch, own_dtype) if isinstance(own_dtype, str) else own_dtype)
+    if isinstance(own_dtype, str):
+        own_dtype = getattr(torch, own_dtype)
+    dtype = dtype or own_dtype
     indexes = [shape for plan in plan_layers(config) if (shape := plan.index_shape) is not None]
     return sum(
         [shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in (*local, *indexes)]
@@ -212,7 +215,7 @@ def cache_bytes(
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
-    """The shapes of layers that have keys, or a `ValueError` where the config does not tell them."""
+    """The shapes of layers that have keys; a `ValueError` if the config does not tell them."""
     shapes = [plan.shape for plan in plans if plan.shape is not None]
     if len(shapes) < sum(plan.has_keys for plan in plans):
         raise ValueError(
@@ -224,9 +227,7 @@ def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[L
 
 
 def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[LayerShape] | None:
-    """The shapes on this rank; None, and a warning, where tensor parallelism splits KV heads in an
-    unknown way.
-    """
+    """The shapes on this rank; None, and a warning, if they are not known."""
     ranks = num_ranks(model)
     if (local := split_heads(shapes, getattr(model, "tp_plan", None) or {}, ranks)) is None:
         logger.warning(
@@ -239,9 +240,7 @@ def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[L
 def split_heads(
     shapes: Sequence[LayerShape], plan: Mapping[str, str], ranks: int
 ) -> list[LayerShape] | None:
-    """The shapes on one of `ranks` ranks under a tensor-parallel plan; None where the plan does not
-    tell.
-    """
+    """The shapes on one of `ranks` ranks; None if the plan does not tell them."""
     styles = {style for name, style in plan.items() if name.rsplit(".", 1)[-1] in _KEY_PROJECTIONS}
     if ranks == 1 or not plan or (styles and styles <= _WHOLE_STYLES):
         return list(shapes)
@@ -256,18 +255,52 @@ def split_heads(
     return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
 
 
+def plain_plans(
+    num_layers: int,
+    num_kv_heads: PerLayer,
+    key_head_dim: PerLayer,
+    value_head_dim: PerLayer,
+    windows: Sequence[int | None] | None,
+    sliding: str,
+) -> list[LayerPlan]:
+    """Plans from plain numbers."""
+    heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
+    key_dims = for_each_layer("head_dim", key_head_dim, num_layers)
+    value_dims = for_each_layer("value_head_dim", value_head_dim, num_layers)
+    windows = [None] * num_layers if windows is None else list(windows)
+    if len(windows) != num_layers:
+        raise ValueError(
+            f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for "
+            "each."
+        )
+    check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
+    shapes = map(LayerShape, heads, key_dims, value_dims)
+    return with_sliding(list(map(LayerPlan, shapes, windows)), sliding)
+
+
+def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:
+    """One positive number for each layer."""
+    if isinstance(number, int):
+        check_positive(**{name: number})
+        return [number] * num_layers
+    numbers = list(number)
+    if len(numbers) != num_layers:
+        raise ValueError(
+            f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each."
+        )
+    check_positive(**{f"{name}[{i}]": n for i, n in enumerate(numbers)})
+    return numbers
+
+
 def check_positive(**sizes: int) -> None:
-    """Raise a `ValueError` naming the first of `sizes` that is not a positive int."""
+    """Raise a `ValueError` naming the first size that is not a positive int."""
     for name, size in sizes.items():
         if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
             raise ValueError(f"{name} must be a positive int, got {size!r}.")
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:
-    """The device on which the model computes.
-
-    A model whose weights are all offloaded is on none itself ("meta").
-    """
+    """The device on which the model computes, also if all weights are offloaded."""
     if model.device.type != "meta":
         return model.device
     planned = filter(None, map(compat.planned_device, compat.all_modules(model)))
@@ -275,9 +308,7 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 
 
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
-    """The device on which each layer computes, also when accelerate has spread or offloaded the
-    model.
-    """
+    """The device on which each layer computes."""
     refuse_missing_layers(model, num_layers)
     devices: dict[int, torch.device] = {}
     for layer_idx, module in _numbered_modules(model):
@@ -289,37 +320,31 @@ def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]
 
 
 def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
-    """The layers of a cache of `num_layers` that the model does not have or, by its config, does
-    not run.
-    """
+    """The layers of a cache that the model lacks or, by its config, does not run."""
     modules = [(layer_idx, type(module)) for layer_idx, module in _numbered_modules(model)]
     if not modules or len(set(modules)) < len(modules):
-        return []  # they do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM)
+        # They do not tell: none has a `layer_idx`, or several stacks count from 0 (HRM).
+        return []
     numbers = {layer_idx for layer_idx, _ in modules}
-    stated = (
-        getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None) or num_layers
-    )
+    config = model.config.get_text_config(decoder=True)
+    stated = getattr(config, "num_hidden_layers", None) or num_layers
     return [i for i in range(num_layers) if i not in numbers or i >= stated]
 
 
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
-    """The modules of the text decoder that have a `layer_idx`; a vision tower numbers its own
-    layers.
-    """
+    """The modules of the text decoder that have a `layer_idx`."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
-    numbered = (
-        (module.__dict__.get("layer_idx"), module) for module in compat.all_modules(decoder)
-    )
+    modules = compat.all_modules(decoder)
+    numbered = [(module.__dict__.get("layer_idx"), module) for module in modules]
     return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
 
 
 def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
-    """Raise a `ValueError` where a cache of `num_layers` has layers that no module of the model
-    writes.
-    """
+    """Raise a `ValueError` if a cache has layers that no module of the model writes."""
     if not (missing := missing_layers(model, num_layers)):
         return
-    config, left = model.config.get_text_config(decoder=True), num_layers - len(missing)
+    config = model.config.get_text_config(decoder=True)
+    left = num_layers - len(missing)
     counts = f"Counting those that store keys, the model has {left} layers and its config says"
     if len(plan_layers(model.config)) != num_layers:
         counts = f"{type(model).__name__} has {left} layers that store keys and the cache has"
@@ -328,62 +353,60 @@ def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
         remedy = "Build the model from a config that describes the layers it has."
     else:
         place = "model.config" if config is model.config else "model.config.get_text_config()"
-        edit = f"Set `{place}.num_hidden_layers = {left}`"
+        remedy = f"Set `{place}.num_hidden_layers = {left}`"
         if getattr(config, "layer_types", None):
-            edit += " and keep the types of these layers in its `layer_types`"
+            remedy += " and keep the types of these layers in its `layer_types`"
+        remedy += "."
         if missing[0] < left:  # layers were taken from the middle
-            edit = f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of a layer). {edit}"
-        remedy = f"{edit}."
-    missing_words = ", ".join(map(str, missing))
+            remedy = (
+                f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of "
+                f"a layer). {remedy}"
+            )
     raise ValueError(
-        f"{counts} {num_layers}: no step would be complete without layer {missing_words}. {remedy}"
+        f"{counts} {num_layers}: no step would be complete without layer "
+        f"{', '.join(map(str, missing))}. {remedy}"
     )
 
 
 def _implied_type(layer_config: Any) -> str:
     if getattr(layer_config, "model_type", None) == "moshi":
-        return "full_attention"  # its config has a window that its attention mask ignores
-    implied = (
-        name
-        for name, field in WINDOW_FIELDS.items()
-        if getattr(layer_config, field, None) is not None
-    )
-    return next(implied, "full_attention")
+        # Its config has a window that its attention mask ignores.
+        return "full_attention"
+    for name, field in WINDOW_FIELDS.items():
+        if getattr(layer_config, field, None) is not None:
+            return name
+    return "full_attention"
 
 
 def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
-    if latent_dim := getattr(layer_config, "kv_lora_rank", None):
-        # Multi-head latent attention (DeepSeek) caches the latent as keys and the shared rotary
+    def read(name: str) -> Any:
+        return getattr(layer_config, name, None)
+
+    if latent_dim := read("kv_lora_rank"):
+        # Multi-head latent attention (DeepSeek): the latent is cached as keys, the shared rotary
         # part as values.
         if compat.keeps_latents(layer_type):
             return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
         key_dim = layer_config.qk_nope_head_dim + layer_config.qk_rope_head_dim
         return LayerShape(layer_config.num_attention_heads, key_dim, layer_config.v_head_dim)
-    has_own = "sliding" in layer_type and hasattr(
-        layer_config, "swa_head_dim"
-    )  # Inkling has both in one config
-    prefix, names = (
-        "swa_" if has_own else "",
-        ("num_attention_heads", "num_key_value_heads", "head_dim"),
-    )
-    num_heads, num_kv_heads, head_dim = (
-        getattr(layer_config, f"{prefix}{name}", None) for name in names
-    )
-    if getattr(layer_config, "new_decoder_architecture", False):
-        num_kv_heads = num_heads  # Falcon caches its KV heads repeated for every query head
+    # Inkling has the sizes of both types of layer in one config.
+    has_own = "sliding" in layer_type and hasattr(layer_config, "swa_head_dim")
+    prefix = "swa_" if has_own else ""
+    num_heads = read(f"{prefix}num_attention_heads")
+    num_kv_heads = read(f"{prefix}num_key_value_heads")
+    head_dim = read(f"{prefix}head_dim") or read("d_kv")  # T5's name for it
+    if read("new_decoder_architecture"):
+        # Falcon caches its KV heads repeated for every query head.
+        num_kv_heads = num_heads
     elif num_kv_heads is None:
-        num_kv_heads = 1 if getattr(layer_config, "multi_query", False) else num_heads
-    elif (
-        getattr(layer_config, "model_type", None) == "mimo_v2_flash"
-        and layer_type == "sliding_attention"
-    ):
+        num_kv_heads = 1 if read("multi_query") else num_heads
+    elif read("model_type") == "mimo_v2_flash" and layer_type == "sliding_attention":
         num_kv_heads *= 2
-    head_dim = head_dim or getattr(layer_config, "d_kv", None)  # T5's name for it
     if head_dim is None and num_heads:
         head_dim = layer_config.hidden_size // num_heads
     if not num_kv_heads or not head_dim:
         return None
-    return LayerShape(num_kv_heads, head_dim, getattr(layer_config, "v_head_dim", None) or head_dim)
+    return LayerShape(num_kv_heads, head_dim, read("v_head_dim") or head_dim)
 
 
 def _why_unserved(config: PreTrainedConfig) -> str | None:
@@ -399,7 +422,10 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
     if not (num_layers := getattr(text_config, "num_hidden_layers", None)):
         return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
-        return f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. {_OWN_CACHE}"
+        return (
+            f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. "
+            f"{_OWN_CACHE}"
+        )
     if getattr(text_config, "indexer_compress_ratio", None) and not compat.index_keeps_positions():
         return (
             f"{name!r} keeps positions outside of its layers before transformers 5.21. {_OWN_CACHE}"
@@ -424,15 +450,11 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
 
 
 def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
-    """Refuse a capacity beyond a table of positions; log a warning for one beyond the trained
-    positions.
-    """
+    """Refuse a capacity beyond a table of positions; warn of one beyond the trained positions."""
     text_config = config.get_text_config(decoder=True)
-    name, names = (
-        text_config.model_type,
-        ("max_position_embeddings", "max_seq_len", "max_target_positions"),
-    )
-    positions = next(filter(None, (getattr(text_config, field, None) for field in names)), None)
+    name = text_config.model_type
+    fields = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    positions = next(filter(None, (getattr(text_config, field, None) for field in fields)), None)
     if not positions or max_cache_len <= positions:
         return
     if name in _POSITION_TABLE_TYPES:
@@ -443,17 +465,13 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     rope = getattr(text_config, "rope_parameters", None)
     if not rope or getattr(text_config, "alibi", False):
         return
-    scalings = [part for part in rope.values() if isinstance(part, dict)] or [
-        rope
-    ]  # of each type of layer, or of all
-    # With these scalings `max_position_embeddings` may still be the length before the scaling.
-    reached = [
-        (scaling.get("original_max_position_embeddings") or positions)
-        * (scaling.get("factor") or 1)
-        for scaling in scalings
-        if scaling.get("rope_type") in ("linear", "dynamic", "yarn")
-    ]
-    trained = int(max([positions, *reached]))
+    trained = positions
+    # One scaling for each type of layer, or one for all.
+    for scaling in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+        if scaling.get("rope_type") in ("linear", "dynamic", "yarn"):
+            # `max_position_embeddings` may still be the length before the scaling.
+            original = scaling.get("original_max_position_embeddings") or positions
+            trained = max(trained, int(original * (scaling.get("factor") or 1)))
     if max_cache_len > trained:
         logger.warning(
             f"max_cache_len={max_cache_len} is more than the {trained} positions that {name!r} "
@@ -463,14 +481,14 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
 
 
 def warn_use_cache_off(config: PreTrainedConfig, generation_config: object = None) -> None:
-    """Log a warning where the config says `use_cache=False`, or, if it is given, the generation
-    config alone does.
-    """
+    """Warn if the config says `use_cache=False`, or the generation config alone if it is given."""
     parts = (config, config.get_text_config(decoder=True))
-    in_config = any(getattr(part, "use_cache", None) is False for part in parts)
-    in_generation_config = getattr(generation_config, "use_cache", None) is False
-    if in_config if generation_config is None else in_generation_config and not in_config:
-        where = "config" if in_config else "generation config"
+    where = "config"
+    is_off = any(getattr(part, "use_cache", None) is False for part in parts)
+    if generation_config is not None:
+        where = "generation config"
+        is_off = not is_off and getattr(generation_config, "use_cache", None) is False
+    if is_off:
         logger.warning(
-            "This model's %s has use_cache=False: call generate with use_cache=True.", where
+            f"This model's {where} has use_cache=False: call generate with use_cache=True."
         )

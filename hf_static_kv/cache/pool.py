@@ -1,7 +1,4 @@
-"""Caches that calls of `generate` take and give back:
-
-sized by the call, kept between calls, bounded in bytes.
-"""
+"""Caches that calls of `generate` take and give back, bounded in bytes."""
 
 import os
 import sys
@@ -27,76 +24,70 @@ from hf_static_kv.cache.layout import (
     plan_layers,
     refuse_missing_layers,
 )
-from hf_static_kv.cache.prefixes import PrefixStore
+from hf_static_kv.cache.prefixes import PrefixStore, common_length
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request
 from hf_static_kv.cache.storage import free_bytes
 
 _MIN_CAPACITY = 256
 _MAX_FREE = 4  # caches that wait for a call
-_SHARE_OF_GPU, _SHARE_OF_HOST = (
-    0.5,
-    0.25,
-)  # of the free memory of the GPU, of the physical memory of the host
+_SHARE_OF_GPU = 0.5  # of its free memory
+_SHARE_OF_HOST = 0.25  # of its physical memory
 
 
 @dataclass(eq=False)
-class Lease:
+class Entry:
     """A cache of the pool."""
 
     cache: StaticContiguousCache
     kind: Any  # equal for two calls whose states one cache can hold
     planned_bytes: int
-    # what its states depend on beside the tokens; None: it holds none that another call may use
-    content: Any = None
-    num_reused: int = 0  # tokens of the present call that are not computed again
-    own_users: list[int | None] | None = (
-        None  # of the storage, without its caller's; None: no caller was given it
-    )
+    # Of the model that computed its tokens; None: no other call may use them.
+    identity: Any = None
+    # Tokens of the present call that are not computed again.
+    num_reused: int = 0
+    # `storage_users` before a caller was given the cache.
+    own_users: list[int | None] | None = None
 
     @property
     def storage_users(self) -> list[int | None]:
         """How many tensors share each tensor of the storage."""
         groups = self.cache.storage_groups
-        return [
-            compat.storage_users(tensor)
-            for group in groups
-            for tensor in (group.keys, group.values)
-        ]
+        tensors = [tensor for group in groups for tensor in (group.keys, group.values)]
+        return [compat.storage_users(tensor) for tensor in tensors]
 
     @property
     def num_bytes(self) -> int:
         return self.cache.memory_bytes or self.planned_bytes
 
     def common_prefix(self, request: Request) -> int:
-        """How many tokens of the prompt the cache can keep; at least one is left to compute."""
+        """How many tokens of the prompt the cache can keep: not the last one."""
         if request.tokens is None:
             return 0
         length = min(self.num_held(request.tokens), request.tokens.shape[1] - 1)
         return length if self.cache.can_crop_to(length) else 0
 
     def num_held(self, ids: Tensor) -> int:
-        """How many of the tokens [B, n] the cache holds, from the first on."""
+        """How many of the tokens [B, n] the cache holds."""
         known = self.cache.known_ids
         if known is None or len(known) != len(ids) or known.device != ids.device:
             return 0
-        length = min(known.shape[1], ids.shape[1], self.cache.seq_len)
-        is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
-        return int(is_common.cumprod(dim=0).sum())
+        return common_length(known[:, : self.cache.seq_len], ids)
 
 
 class CachePool:
     """Caches that calls take and give back.
 
-    A capacity is rounded up to a power of two, so that calls of like size share storage and
-    captured steps; `max_cache_len` is the least capacity. `max_bytes` bounds free and lent caches
-    together; by default it is half of the free memory of a GPU, or a quarter of the memory of the
-    host. A call that may need more begins with less, and its cache grows as the tokens come. The
-    least recently used of the free caches goes first. `store` has prefixes of earlier processes.
+    A capacity is rounded up to a power of two, so that calls of like size share
+    storage and captured steps; `max_cache_len` is the least. `max_bytes` bounds
+    all caches, free and in use; by default it is half of the free memory of a
+    GPU, or a quarter of the memory of the host. A call that may need more
+    begins with less, and its cache grows. The least recently used of the free
+    caches goes first. `store` has prefixes of earlier processes.
 
-    The ranks of a tensor-parallel model must decide alike: a rank that falls back alone keeps the
-    others waiting. So they agree once on the least of their bounds. All else follows from numbers
-    that they share.
+    The ranks of a tensor-parallel model must decide alike: a rank that falls
+    back alone keeps the others waiting. So they agree once on the least of
+    their bounds. All else follows from numbers that they share.
     """
 
     def __init__(
@@ -105,75 +96,75 @@ class CachePool:
         max_bytes: int | None = None,
         store: PrefixStore | None = None,
     ) -> None:
-        self.max_cache_len, self.max_bytes, self.store = max_cache_len, max_bytes, store
-        self.free: list[Lease] = []  # least recently used first
-        self.lent: list[Lease] = []
-        self.taken: list[Lease] = []  # whose storage the callers of earlier calls may still use
-        self.hits = self.reused_tokens = 0
-        self.last: weakref.ref[Lease] | None = (
-            None  # what the last call has kept, unless it was evicted
-        )
+        self.max_cache_len = max_cache_len
+        self.max_bytes = max_bytes
+        self.store = store
+        self.free: list[Entry] = []  # least recently used first
+        self.in_use: list[Entry] = []
+        # The callers of earlier calls may still use their storage.
+        self.taken: list[Entry] = []
+        self.hits = 0
+        self.reused_tokens = 0
+        # What the last call has kept.
+        self.last: weakref.ref[Entry] | None = None
         self._lock = Lock()
 
     @property
     def num_bytes(self) -> int:
-        return sum(lease.num_bytes for lease in (*self.free, *self.lent, *self.taken))
+        return _sum_of_bytes([*self.free, *self.in_use, *self.taken])
 
     @contextmanager
-    def cache_for(self, request: Request, content: Any = None) -> Iterator[StaticContiguousCache]:
-        """A cache for one call: empty, or with a prefix of its prompt where a free cache has the
-        same `content`.
+    def cache_for(self, request: Request, identity: Any = None) -> Iterator[StaticContiguousCache]:
+        """A cache for one call: empty, or with a prefix of its prompt by the same `identity`.
 
         It goes back to the pool, after `hand_over` once its caller has dropped it. A call that
         returns its cache in any other way keeps it. Raises `Fallback`.
         """
         self.last = None
-        lease = self._take(request, content)
+        entry = self._take(request, identity)
         is_callers = False
         try:
-            self._load_prefix(lease, request)
-            yield lease.cache
+            self._load_prefix(entry, request)
+            yield entry.cache
             is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
-            lease.content = None
+            entry.identity = None
             raise
         finally:
             with self._lock:
-                self.lent.remove(lease)
-                self.reused_tokens += lease.num_reused
-                lease.num_reused = 0
-                if lease.own_users is not None or not is_callers:
-                    self._keep(lease)
+                self.in_use.remove(entry)
+                self.reused_tokens += entry.num_reused
+                entry.num_reused = 0
+                if entry.own_users is not None or not is_callers:
+                    self._keep(entry)
 
     def hand_over(self, output: Any) -> Any:
-        """What a call returns, with a cache for the caller in the place of a lent one: on the same
-        storage.
+        """What a call returns, with a cache for the caller on the storage of the one in use.
 
-        The lent one stays, with its captured steps. It serves another call when nobody else uses
+        The one in use stays, with its captured steps, until nobody else uses
         its storage.
         """
-        cache = getattr(output, "past_key_values", None)
-        lease = self.lease_of(cache)
-        if lease is not None and None not in (users := lease.storage_users):
-            lease.own_users, lease.content = users, None
-            output.past_key_values = lease.cache.shared()
+        entry = self.entry_of(getattr(output, "past_key_values", None))
+        if entry is not None and None not in (users := entry.storage_users):
+            entry.own_users = users
+            entry.identity = None
+            output.past_key_values = entry.cache.shared()
         return output
 
-    def lease_of(self, cache: Any) -> Lease | None:
-        """The lease of a cache that is in the hands of a call; None if it is not of this pool."""
+    def entry_of(self, cache: Any) -> Entry | None:
+        """The entry of a cache that is in use in this pool."""
         with self._lock:
-            return next((lease for lease in self.lent if lease.cache is cache), None)
+            return next((entry for entry in self.in_use if entry.cache is cache), None)
 
-    def _load_prefix(self, lease: Lease, request: Request) -> None:
-        if self.store is not None and lease.content is not None and request.tokens is not None:
-            before = lease.cache.seq_len
-            self.store.fill(lease.cache, request.model, request.tokens, lease.content)
-            lease.num_reused += lease.cache.seq_len - before
+    def _load_prefix(self, entry: Entry, request: Request) -> None:
+        if self.store is None or entry.identity is None or request.tokens is None:
+            return
+        before = entry.cache.seq_len
+        self.store.fill(entry.cache, request.model, request.tokens, entry.identity)
+        entry.num_reused += entry.cache.seq_len - before
 
-    def save(self, model: PreTrainedModel, content: Any, input_ids: Tensor | None) -> Path:
-        """Write the tokens of the last call, or what a free cache has of the `input_ids` [B, n], to
-        the store.
-        """
+    def save(self, model: PreTrainedModel, identity: Any, input_ids: Tensor | None) -> Path:
+        """Write the tokens of the last call, or what is kept of `input_ids`, to the store."""
         if self.store is None:
             raise ValueError(
                 "There is no folder to save to: call attach(model, reuse_prefix=folder)."
@@ -189,22 +180,22 @@ class CachePool:
                     "padding, no beams, no return_dict_in_generate, within max_bytes), or name "
                     "tokens of an earlier call: save(input_ids)."
                 )
-            kept = [lease for lease in self.free if lease.content == content]
-            held = {lease: lease.num_held(ids) for lease in kept}
-            lease = max(kept, key=lambda lease: held[lease], default=None)
-            if lease is None or not held[lease]:
+            kept = [entry for entry in self.free if entry.identity == identity]
+            held = {entry: entry.num_held(ids) for entry in kept}
+            entry = max(kept, key=lambda entry: held[entry], default=None)
+            if entry is None or not held[entry]:
                 raise ValueError(
                     "No cache holds these tokens: call generate with them, on the model as it is "
                     "now."
                 )
-            self.free.remove(lease)
-            self.lent.append(lease)
+            self.free.remove(entry)
+            self.in_use.append(entry)
         try:
-            return self.store.add(lease.cache, model, ids[:, : held[lease]])
+            return self.store.add(entry.cache, model, ids[:, : held[entry]])
         finally:
             with self._lock:
-                self.lent.remove(lease)
-                self.free.append(lease)
+                self.in_use.remove(entry)
+                self.free.append(entry)
 
     def clear(self) -> None:
         """Drop the caches that no call uses."""
@@ -212,94 +203,84 @@ class CachePool:
             self.free.clear()
             self.taken.clear()
 
-    def _take(self, request: Request, content: Any) -> Lease:
+    def _take(self, request: Request, identity: Any) -> Entry:
         with self._lock:
             self._take_back()
             kind = _kind(request)
-            lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
-            if lease is not None:
-                self.free.remove(lease)
+            entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
+            if entry is not None:
+                self.free.remove(entry)
                 self.hits += 1
             else:
-                lease = self._new_lease(request, kind)
-            lease.content = content
-            self.lent.append(lease)
-            return lease
+                entry = self._new_entry(request, kind)
+            entry.identity = identity
+            self.in_use.append(entry)
+            return entry
 
     def _take_back(self) -> None:
-        """The caches whose callers have dropped them, and all views of them, are free."""
-        for lease in [lease for lease in self.taken if lease.storage_users == lease.own_users]:
-            self.taken.remove(lease)
-            lease.own_users = None
-            self.free.append(lease)
+        """Free the caches whose callers have dropped them."""
+        for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
+            self.taken.remove(entry)
+            entry.own_users = None
+            self.free.append(entry)
 
-    def _with_prefix(self, request: Request, content: Any, kind: Any) -> Lease | None:
-        """The free cache with the longest prefix of the prompt, if that is half of the prompt or
-        half of its tokens.
-        """
-        if content is None:
+    def _with_prefix(self, request: Request, identity: Any, kind: Any) -> Entry | None:
+        """The free cache with the longest prefix, of half of the prompt or of its tokens."""
+        if identity is None:
             return None
-        alike = [lease for lease in self.free if lease.content == content and lease.kind == kind]
-        lengths = {lease: lease.common_prefix(request) for lease in alike}
-        lease = max(alike, key=lambda lease: lengths[lease], default=None)
-        length = 0 if lease is None else lengths[lease]
+        alike = [entry for entry in self.free if (entry.identity, entry.kind) == (identity, kind)]
+        lengths = {entry: entry.common_prefix(request) for entry in alike}
+        entry = max(alike, key=lambda entry: lengths[entry], default=None)
+        length = 0 if entry is None else lengths[entry]
         if num_ranks(request.model) > 1:
             length = least(request.model, length)
-        if (
-            lease is None
-            or length == 0
-            or 2 * length < min(lease.cache.seq_len, request.prompt_length - 1)
-        ):
-            return None  # two chats with the same beginning keep a cache each
-        lease.cache.crop(length - lease.cache.seq_len)
-        lease.num_reused = length
-        return lease
+        if entry is None or length == 0:
+            return None
+        if 2 * length < min(entry.cache.seq_len, request.prompt_length - 1):
+            # Two chats with the same beginning keep a cache each.
+            return None
+        entry.cache.crop(length - entry.cache.seq_len)
+        entry.num_reused = length
+        return entry
 
-    def _free_lease(self, request: Request, kind: Any) -> Lease | None:
-        """The smallest free cache that serves the call.
+    def _free_entry(self, request: Request, kind: Any) -> Entry | None:
+        """The smallest free cache that serves the call, without tokens if possible."""
 
-        Kept tokens are given up only when there are enough caches.
-        """
-        rows, length = len(request.input_ids), request.max_positions
-        serving = [
-            lease
-            for lease in self.free
-            if lease.kind == kind
-            and rows <= lease.cache.kv_layers[0].max_batch_size
-            and length <= lease.cache.max_cache_len
-            and (lease.content is None or len(self.free) >= _MAX_FREE)
-        ]
-        lease = min(
-            serving, key=lambda lease: (lease.content is not None, lease.num_bytes), default=None
-        )
-        if lease is not None:
-            lease.cache.reset()
-        return lease
+        def serves(entry: Entry) -> bool:
+            is_large = entry.cache.max_cache_len >= request.max_positions
+            has_rows = entry.cache.kv_layers[0].max_batch_size >= len(request.input_ids)
+            may_reset = entry.identity is None or len(self.free) >= _MAX_FREE
+            return entry.kind == kind and is_large and has_rows and may_reset
 
-    def _new_lease(self, request: Request, kind: Any) -> Lease:
-        model, rows = request.model, len(request.input_ids)
+        serving = [entry for entry in self.free if serves(entry)]
+        serving.sort(key=lambda entry: (entry.identity is not None, entry.num_bytes))
+        if not serving:
+            return None
+        serving[0].cache.reset()
+        return serving[0]
+
+    def _new_entry(self, request: Request, kind: Any) -> Entry:
+        model = request.model
+        rows = len(request.input_ids)
+        ranks = num_ranks(model)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = 1 << (needed - 1).bit_length()
-        config, dtype, ranks = model.config, model.dtype, num_ranks(model)
 
         def num_bytes(length: int) -> int:
-            return cache_bytes(
-                config, length, rows, dtype, sliding=sliding, tp=ranks, tp_plan=model.tp_plan
-            )
+            parts = {"sliding": sliding, "tp": ranks, "tp_plan": model.tp_plan}
+            return cache_bytes(model.config, length, rows, model.dtype, **parts)
 
         try:
             sliding = _sliding(model, capacity)
             wanted_bytes = num_bytes(capacity)
-            refuse_missing_layers(model, len(plan_layers(config)))
+            refuse_missing_layers(model, len(plan_layers(model.config)))
         except ValueError as unserved:
             raise Fallback(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(compute_device(model)))
-        bound = self._bound(compute_device(model)) - sum(lease.num_bytes for lease in self.lent)
-        if wanted_bytes > bound:
-            capacity = bisect_right(
-                range(1, capacity), bound, key=num_bytes
-            )  # the longest that fits
+        bound = self._bound(compute_device(model)) - _sum_of_bytes(self.in_use)
+        if wanted_bytes > bound:  # take the longest that fits
+            capacity = bisect_right(range(1, capacity), bound, key=num_bytes)
         if capacity < request.prompt_length:
             raise Fallback(
                 f"a prompt of {request.prompt_length} tokens in {rows} rows takes "
@@ -309,37 +290,35 @@ class CachePool:
         planned_bytes = num_bytes(capacity)
         self._evict(bound - planned_bytes, _MAX_FREE - 1)
         cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
-        return Lease(cache, kind, planned_bytes)
+        return Entry(cache, kind, planned_bytes)
 
-    def _keep(self, lease: Lease) -> None:
-        """Put a cache beside the free ones, clean or with tokens that a later call may use."""
-        if lease.cache.is_unfinished:
-            lease.content = None  # the model skips layers
-        if lease.content is None:
-            lease.cache.reset()
+    def _keep(self, entry: Entry) -> None:
+        """Put a cache beside the free ones."""
+        cache = entry.cache
+        if cache.is_unfinished:
+            entry.identity = None  # the model skips layers
+        if entry.identity is None:
+            cache.reset()
         else:
-            self.last = weakref.ref(lease)
-        if (
-            not lease.cache.is_allocated
-        ):  # its first pass failed; the rest would have the rows of another call
+            self.last = weakref.ref(entry)
+        if not cache.is_allocated:
+            # Its first pass failed; the rest would have the rows of another call.
             return
-        (self.free if lease.own_users is None else self.taken).append(lease)
-        has_grown = lease.num_bytes > lease.planned_bytes
-        bound = (
-            self._bound(lease.cache.kv_layers[0].device)
-            if self.max_bytes is not None or has_grown
-            else sys.maxsize
-        )
-        self._evict(bound - sum(other.num_bytes for other in self.lent), _MAX_FREE)
+        (self.free if entry.own_users is None else self.taken).append(entry)
+        bound = sys.maxsize
+        if self.max_bytes is not None or entry.num_bytes > entry.planned_bytes:
+            bound = self._bound(cache.kv_layers[0].device)
+        self._evict(bound - _sum_of_bytes(self.in_use), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:
-        for leases in (self.taken, self.free):  # those of callers first: they serve no call now
-            while leases and (len(leases) > max_number or self._unlent_bytes > max_bytes):
-                del leases[0]
+        # Those of callers first: they serve no call now.
+        for entries in (self.taken, self.free):
+            while len(entries) > max_number or (entries and self._idle_bytes > max_bytes):
+                del entries[0]
 
     @property
-    def _unlent_bytes(self) -> int:
-        return sum(lease.num_bytes for lease in (*self.free, *self.taken))
+    def _idle_bytes(self) -> int:
+        return _sum_of_bytes([*self.free, *self.taken])
 
     def _bound(self, device: torch.device) -> int:
         if self.max_bytes is not None:
@@ -349,14 +328,20 @@ class CachePool:
         return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))
 
 
+def _sum_of_bytes(entries: list[Entry]) -> int:
+    return sum(entry.num_bytes for entry in entries)
+
+
 def _sliding(model: PreTrainedModel, capacity: int) -> str:
-    """Compact layers where the capacity is more than four windows: with less they save little."""
+    """Compact if the capacity is more than four windows."""
     windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
-    return "compact" if windows and capacity > 4 * max(windows) else "full"
+    if windows and capacity > 4 * max(windows):
+        return "compact"
+    return "full"
 
 
 def host_bytes() -> int:
-    """The physical memory of this machine; 8 GiB where the system does not tell."""
+    """The physical memory of this machine; 8 GiB if it is not known."""
     names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
     if any(name not in getattr(os, "sysconf_names", {}) for name in names):
         return 8 << 30
@@ -364,9 +349,12 @@ def host_bytes() -> int:
 
 
 def _kind(request: Request) -> Any:
-    """Equal for two calls whose states have the same layers, shapes, dtype and devices."""
-    model, device = request.model, compute_device(request.model).type
-    autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    """Equal for two calls whose states one cache can hold."""
+    model = request.model
+    device = compute_device(model).type
+    autocast = None
+    if torch.is_autocast_enabled(device):
+        autocast = torch.get_autocast_dtype(device)
     try:
         plans = plan_layers(model.config)
     except ValueError as unserved:

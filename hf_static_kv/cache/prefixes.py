@@ -1,4 +1,4 @@
-"""Prefixes of prompts in a folder: saved once, found by their tokens, in other processes too."""
+"""Prefixes of prompts in a folder, for this and other processes."""
 
 import logging
 import os
@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
-from hf_static_kv.cache.identity import ModelIdentity
 from hf_static_kv.cache.layout import check_positive
 from hf_static_kv.cache.storage import is_out_of_memory
 
@@ -35,19 +35,21 @@ _SHARE_OF_DISK = 0.25
 class _Prefix(NamedTuple):
     """What the index keeps of a file."""
 
-    file: tuple[int, int]  # inode and size: another file of the same name has others
+    # Inode and size: another file of the same name has others.
+    file: tuple[int, int]
     tokens: Tensor  # [B, n]
-    model: ModelIdentity | None  # None: the file cannot be read, or has left padding
+    # None: the file cannot be read, or has left padding.
+    model: ModelIdentity | None
     min_tokens: int = 1  # that can be loaded
 
 
 class PrefixStore:
-    """A folder of cache files for `attach(model, reuse_prefix=...)`. Processes and models may share
-    it.
+    """A folder of cache files for `attach(model, reuse_prefix=...)`.
 
-    `max_bytes` bounds the files that `add` has written, by default a quarter of the disk's free
-    space; the least recently used go first. Other files of the folder are read, and never removed
-    or touched.
+    Processes and models may share it. `max_bytes` bounds the files that `add`
+    has written, by default a quarter of the disk's free space; the least
+    recently used go first. Other files of the folder are read, and never
+    removed or touched.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
@@ -57,35 +59,33 @@ class PrefixStore:
             )
         if max_bytes is not None:
             check_positive(max_bytes=max_bytes)
-        self.folder, self.max_bytes = Path(folder), max_bytes
+        self.folder = Path(folder)
+        self.max_bytes = max_bytes
         if self.folder.is_file():
             raise NotADirectoryError(f"{self.folder} is a file: give the path of a folder.")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._index: dict[str, _Prefix] = {}  # by name
-        self._unusable: set[str] = set()  # names of files whose states are damaged
+        # Names of files whose states are damaged.
+        self._unusable: set[str] = set()
         self._told: set[str] = set()  # reasons that have been logged
         self._lock = Lock()
         self._identity: tuple[Any, ModelIdentity] | None = None
 
     def fill(
-        self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, content: Any
+        self, cache: StaticContiguousCache, model: PreTrainedModel, ids: Tensor, identity: Any
     ) -> None:
-        """Put the longest saved prefix of the prompt [B, n] into the cache, if it holds less than
-        half of that.
+        """Put the longest saved prefix of the prompt [B, n] into a cache that has less than half.
 
-        `content` is equal for two calls of a model that has not changed. At least one token is left
-        to compute.
+        `identity` is equal for two calls of a model that has not changed.
         """
-        if torch.is_autocast_enabled(
-            model.device.type
-        ):  # the states have another dtype than the model
-            return
+        if torch.is_autocast_enabled(model.device.type):
+            return  # the states have another dtype than the model
         with self._lock:
-            if self._identity is None or self._identity[0] != content:
-                self._identity = content, ModelIdentity.of(model)
-            identity = self._identity[1]
+            if self._identity is None or self._identity[0] != identity:
+                self._identity = identity, ModelIdentity.of(model)
+            own = self._identity[1]
             try:
-                path, length = self._longest(identity, ids)
+                path, length = self._longest(own, ids)
             except OSError as reason:  # the folder is gone
                 logger.warning("Saved prefixes are not used. %s", reason)
                 return
@@ -93,7 +93,7 @@ class PrefixStore:
             return
         try:
             with CacheFile(path) as file:
-                file.check_model(identity)
+                file.check_model(own)
                 if not cache.is_allocated and not file.header.is_in(model.dtype):
                     return  # only a pass can tell the dtype of its states
                 if not cache.grows:
@@ -102,11 +102,8 @@ class PrefixStore:
                     return
                 cache.fill(file, model, length, len(ids) // file.header.num_rows)
             _touch(path)
-        except (
-            OSError,
-            ValueError,
-            RuntimeError,
-        ) as reason:  # removed by another process, damaged, out of memory
+        except (OSError, ValueError, RuntimeError) as reason:
+            # Removed by another process, damaged, or out of memory.
             cache.reset()
             if isinstance(reason, RuntimeError) and not is_out_of_memory(reason):
                 raise
@@ -115,11 +112,10 @@ class PrefixStore:
                 self._warn(str(reason))
 
     def add(self, cache: StaticContiguousCache, model: PreTrainedModel, tokens: Tensor) -> Path:
-        """Save the first positions of a cache, those of the tokens [B, n]."""
+        """Save the tokens [B, n] of a cache."""
         header = header_of(cache, model, tokens_to_save(cache, cache.known_ids, tokens))
         size = len(header.encode(b"")) + header.num_bytes
-        own = self._own_files()
-        bound = self._bound(own)
+        bound = self._bound(self._own_files())
         if size > bound:  # before others are removed in its favour
             raise ValueError(
                 f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not "
@@ -139,35 +135,29 @@ class PrefixStore:
         return path
 
     def _longest(self, identity: ModelIdentity, ids: Tensor) -> tuple[Path | None, int]:
-        """The file with the most tokens of the prompt, and how many.
-
-        A file of one row serves every number of rows.
-        """
+        """The file with the most tokens of the prompt, and how many. One row serves any number."""
         self._refresh()
-        ids, best, longest = ids.cpu(), None, 0
+        ids = ids.cpu()
+        best = None
+        longest = 0
         for name, prefix in self._index.items():
-            if (
-                prefix.model is None
-                or name in self._unusable
-                or len(prefix.tokens) not in (1, len(ids))
-            ):
+            if prefix.model is None or name in self._unusable:
                 continue
-            length = min(prefix.tokens.shape[1], ids.shape[1] - 1)
-            is_common = (prefix.tokens[:, :length] == ids[:, :length]).all(dim=0)
-            common = int(is_common.cumprod(dim=0).sum())
-            if (
-                common <= longest
-                or common < prefix.min_tokens
-                or prefix.model.attention != identity.attention
-            ):
+            if len(prefix.tokens) not in (1, len(ids)):
                 continue
-            if identity.difference(prefix.model) is None:
-                best, longest = self.folder / name, common
+            common = common_length(prefix.tokens, ids[:, :-1])
+            if common <= longest or common < prefix.min_tokens:
+                continue
+            is_alike = prefix.model.attention == identity.attention
+            if is_alike and identity.difference(prefix.model) is None:
+                best = self.folder / name
+                longest = common
         return best, longest
 
     def _refresh(self) -> None:
         """Read the headers of new files, forget files that are gone."""
-        known, self._index = self._index, {}
+        known = self._index
+        self._index = {}
         for path, status in self._files(_ANY_NAME):
             file = (status.st_ino, status.st_size)
             prefix = known.get(path.name)
@@ -181,10 +171,8 @@ class PrefixStore:
         try:
             with CacheFile(path) as opened:
                 header = opened.header
-                is_padded = any(header.left_padding)
-                return _Prefix(
-                    file, opened.tokens, None if is_padded else header.model, header.min_tokens
-                )
+                model = None if any(header.left_padding) else header.model
+                return _Prefix(file, opened.tokens, model, header.min_tokens)
         except FileNotFoundError:  # another process has removed it
             return None
         except OSError as reason:  # not ours to read, for now
@@ -200,7 +188,6 @@ class PrefixStore:
             logger.warning("A saved prefix is not used. %s", reason)
 
     def _files(self, names: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
-        """The files of the folder that have one of these names."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 if names.fullmatch(entry.name) is None:
@@ -217,14 +204,14 @@ class PrefixStore:
         return dict(self._files(_OWN_NAME))
 
     def _bound(self, own: dict[Path, os.stat_result]) -> int:
-        """The bytes that `own`, all files that `add` has written, may have together."""
-        total = sum(status.st_size for status in own.values())
-        return self.max_bytes or int(_SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + total))
+        if self.max_bytes:
+            return self.max_bytes
+        return int(_SHARE_OF_DISK * (shutil.disk_usage(self.folder).free + _total(own)))
 
     def _remove_unused(self, newest: Path) -> None:
         own = self._own_files()
         bound = self._bound(own)
-        total = sum(status.st_size for status in own.values())
+        total = _total(own)
         for path in sorted(own.keys() - {newest}, key=lambda path: own[path].st_mtime_ns):
             if total <= bound:
                 break
@@ -237,11 +224,19 @@ class PrefixStore:
                     path.unlink(missing_ok=True)  # its writer was killed
 
 
-def _touch(path: Path) -> None:
-    """Mark a file of `add` as used now.
+def common_length(known: Tensor, ids: Tensor) -> int:
+    """How many tokens [B, n] and [B, m] have in common."""
+    length = min(known.shape[1], ids.shape[1])
+    is_common = (known[:, :length] == ids[:, :length]).all(dim=0)
+    return int(is_common.cumprod(dim=0).sum())
 
-    One that may be read and not touched is used all the same.
-    """
+
+def _total(files: dict[Path, os.stat_result]) -> int:
+    return sum(status.st_size for status in files.values())
+
+
+def _touch(path: Path) -> None:
+    """Mark a file of `add` as used now, if it may be touched."""
     if _OWN_NAME.fullmatch(path.name):
         with suppress(OSError):
             os.utime(path)

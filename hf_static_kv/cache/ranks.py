@@ -1,9 +1,8 @@
-"""The ranks of a tensor-parallel model. Where one of them decides alone, the others wait for it for
-ever.
+"""The ranks of a tensor-parallel model, which must decide alike.
 
-Every pass of such a model sums parts over all ranks. So what a rank alone can know (its free
-memory, an allocation that failed) is made known to all before any of them goes on. `least` and
-`on_all_ranks` must be reached by every rank.
+Every pass sums parts over all ranks: if one decides alone, the others wait for
+ever. So what a rank alone can know (its free memory, a failed allocation) is
+told to all. Every rank must reach `least` and `on_all_ranks`.
 """
 
 from collections.abc import Callable
@@ -27,12 +26,12 @@ def are_connected() -> bool:
 
 
 def num_ranks(model: Any) -> int:
-    """The processes that share the heads of this model, by tensor parallelism; 1 without it."""
+    """The processes that share the heads of this model, by tensor parallelism."""
     return getattr(model, "tp_size", None) or 1
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether several processes hold this weight together, as a DTensor (tensor parallelism, FSDP)."""
+    """Whether this weight is a DTensor of several processes (tensor parallelism, FSDP)."""
     return hasattr(type(parameter), "device_mesh")
 
 
@@ -46,14 +45,14 @@ def least(model: Any, number: int) -> int:
 
 
 def on_all_ranks(model: Any, allocate: Callable[[], _Result]) -> _Result:
-    """What `allocate()` returns. Where one rank is out of memory, all raise
-    `OutOfMemoryOnAllRanks`.
+    """What `allocate()` returns. If one rank is out of memory, all raise `OutOfMemoryOnAllRanks`.
 
-    `model` may be the part of a model that runs, or None where none does.
+    `model` may be a part of a model, or None.
     """
     if model is None or _group(model) is None:
         return allocate()
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = allocate()
     except RuntimeError as failure:
@@ -63,19 +62,15 @@ def on_all_ranks(model: Any, allocate: Callable[[], _Result]) -> _Result:
     if least(model, int(error is None)):
         return result  # type: ignore[return-value]
     del result  # the traceback keeps this frame alive
-    raise OutOfMemoryOnAllRanks(
-        str(error or "Another rank is out of memory for the cache.")
-    ) from error
+    message = str(error or "Another rank is out of memory for the cache.")
+    raise OutOfMemoryOnAllRanks(message) from error
 
 
 def _group(model: Any) -> Any:
     """The processes that share its heads; None without tensor parallelism."""
-    # By the weights: only a whole model has `tp_size`, and in a forward pass it is a part that is
-    # known to run.
-    mesh = next(
-        (parameter.device_mesh for parameter in model.parameters() if is_part(parameter)), None
-    )
-    if mesh is None:
+    # By the weights: only a whole model has `tp_size`.
+    meshes = (weight.device_mesh for weight in model.parameters() if is_part(weight))
+    if (mesh := next(meshes, None)) is None:
         return None
     names = mesh.mesh_dim_names
     if names is None:  # the mesh of tensor parallelism in transformers 5.17

@@ -1,9 +1,8 @@
-"""Who uses a cache, what a call of `generate` asks for, and what a cache refuses before the first
-token.
+"""What a call of `generate` asks for, who uses a cache, and what a cache refuses.
 
-`generate` passes a cache nothing but states, and a custom loop neither streamer nor assistant. All
-of it is read from the frames of the stack. Where that cannot be read, a call is checked later, pass
-by pass.
+`generate` gives a cache nothing but states, and a custom loop neither streamer
+nor assistant. So all of it is read from the frames of the stack. If that fails,
+a call is checked pass by pass.
 """
 
 import sys
@@ -26,11 +25,25 @@ PAIR_NEEDED = (
     "The model is an encoder-decoder, which caches the keys of its encoder as well: pass "
     "past_key_values=EncoderDecoderCache(cache, DynamicCache(config=model.config))."
 )
-CONTINUE_OR_RESET = "Call reset() before another sequence; to continue this one, pass the old tokens plus the new ones."
+CONTINUE_OR_RESET = (
+    "Call reset() before another sequence; to continue this one, pass the old tokens plus the new "
+    "ones."
+)
+
+
+def cache_is_full(length: int, max_cache_len: int, tokens: int = 1) -> ValueError:
+    """The error for `tokens` more than a cache has positions for."""
+    return ValueError(
+        f"The cache is full: it holds {length} of at most {max_cache_len} tokens and cannot take "
+        f"{tokens} more. Build it with max_cache_len >= {length + tokens}, limit the generation "
+        "with max_new_tokens, or free positions with crop or reset. A generation writes prompt + "
+        "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + "
+        f"prompt_lookup_num_tokens - 2. The cache still holds its {length} tokens."
+    )
 
 
 def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """The frames of a stack that run a model's own methods, innermost first."""
+    """The frames that run a model's own methods, innermost first."""
     while frame is not None:
         if isinstance(frame.f_locals.get("self"), PreTrainedModel):
             yield frame
@@ -38,22 +51,21 @@ def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def running_model() -> PreTrainedModel | None:
-    """The innermost model whose forward pass this is called from; None where there is none."""
+    """The innermost model whose forward pass this is called from."""
     frame = next(_model_frames(sys._getframe(1)), None)
     return None if frame is None else frame.f_locals["self"]
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread is inside `generate` or a forward pass of a model that was given the
-    cache.
-    """
+    """Whether this thread runs a model that was given the cache."""
     for frame in _model_frames(sys._current_frames().get(thread)):
-        names, is_call = frame.f_locals, frame.f_code.co_name in ("generate", "forward")
-        given = [
-            names,
-            *(names[key] for key in ("kwargs", "model_kwargs") if isinstance(names.get(key), dict)),
-        ]
-        if is_call and any(arguments.get("past_key_values") is cache for arguments in given):
+        if frame.f_code.co_name not in ("generate", "forward"):
+            continue
+        given = [frame.f_locals]
+        for name in ("kwargs", "model_kwargs"):
+            if isinstance(found := given[0].get(name), dict):
+                given.append(found)
+        if any(names.get("past_key_values") is cache for names in given):
             return True
     return False
 
@@ -71,7 +83,8 @@ class Request:
     """One call of `generate`: its prompt and its settings."""
 
     model: Any
-    input_ids: Tensor  # [B, n]; n = 0 where the prompt is `inputs_embeds` alone
+    # [B, n]; n = 0 if the prompt is `inputs_embeds` alone
+    input_ids: Tensor
     config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None
@@ -79,50 +92,40 @@ class Request:
     synced_gpus: bool | None = None
     custom_generate: Any = None
     stopping_criteria: Sequence[Any] = ()  # the caller's own
-    has_own_limit: bool = True  # False: only the model's defaults limit the length
+    # False: only the model's defaults limit the length.
+    has_own_limit: bool = True
 
     def __post_init__(self) -> None:
-        self.mask: Tensor | None = self.model_kwargs.get(
-            "attention_mask"
-        )  # [B, n], 1 where there is a token
-        self.embeds: Tensor | None = self.model_kwargs.get(
-            "inputs_embeds"
-        )  # [B, n, hidden], always the whole prompt
-        self.tokens = (
-            self.input_ids if self.embeds is None else None
-        )  # [B, n], of positions from `past` on
-        passed = self.input_ids.shape[1]
+        kwargs = self.model_kwargs
+        # [B, n], 1 at tokens
+        self.mask: Tensor | None = kwargs.get("attention_mask")
+        # [B, n, hidden], all of them
+        self.embeds: Tensor | None = kwargs.get("inputs_embeds")
+        # [B, n], from `past` on
+        self.tokens = self.input_ids if self.embeds is None else None
+        passed: int = self.input_ids.shape[1]
         # Newer versions of transformers leave out a mask of ones and record its length.
-        mask_length: int = (
-            compat.mask_length(self.config) if self.mask is None else self.mask.shape[1]
-        )
-        self.past = max(
-            0, mask_length - passed
-        )  # tokens before those that are passed: the mask covers all
-        self.is_whole = (
-            self.embeds is not None or mask_length == passed
-        )  # with cached tokens, which `generate` removes
-        self.prompt_length = (
-            self.past + passed if self.embeds is None else self.embeds.shape[1]
-        )  # with cached tokens
+        length: int = compat.mask_length(self.config)
+        if self.mask is not None:
+            length = self.mask.shape[1]
+        # Tokens before those passed: the mask covers all.
+        self.past = max(0, length - passed)
+        # Whether cached tokens are passed again; `generate` removes them.
+        self.is_whole = self.embeds is not None or length == passed
+        self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
 
     @property
     def max_new_tokens(self) -> int:
         own = [
-            criterion.max_length
-            for criterion in self.stopping_criteria
-            if type(criterion) is MaxLengthCriteria
+            rule.max_length for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria
         ]
-        return max(0, min([int(self.config.max_length), *own]) - self.input_ids.shape[1])
+        longest = min([int(self.config.max_length), *own])
+        return max(0, longest - self.input_ids.shape[1])
 
     @property
     def max_positions(self) -> int:
-        """Positions of a cache that the longest generation writes.
-
-        Its last token is never written.
-        """
-        # Prompt lookup may propose this many tokens when two are missing, and all of them are
-        # written.
+        """Positions that the longest generation writes; its last token has none."""
+        # Prompt lookup may propose this many tokens when two are missing, and writes them all.
         proposed = int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
 
@@ -132,31 +135,29 @@ class Request:
 
 
 def running_request() -> Request | None:
-    """The request of the innermost `generate` of this thread; None where none can be read."""
+    """The request of the innermost `generate` of this thread, if it can be read."""
     if (names := compat.generate_locals()) is None:
         return None
-    same_names = (
-        "input_ids",
-        "model_kwargs",
-        "streamer",
-        "assistant_model",
-        "synced_gpus",
-        "custom_generate",
-    )
     try:
-        fields = {name: names[name] for name in same_names}
-        fields |= {
-            "model": names["self"],
-            "config": names["generation_config"],
-            "has_own_limit": _has_own_limit(names),
-        }
-        return Request(**fields, stopping_criteria=tuple(names["stopping_criteria"] or ()))
+        return Request(
+            names["self"],
+            names["input_ids"],
+            names["generation_config"],
+            names["model_kwargs"],
+            names["streamer"],
+            names["assistant_model"],
+            names["synced_gpus"],
+            names["custom_generate"],
+            tuple(names["stopping_criteria"] or ()),
+            _has_own_limit(names),
+        )
     except KeyError:  # a version of transformers with other variable names
         return None
 
 
 def _has_own_limit(names: dict[str, Any]) -> bool:
-    config, default = names["generation_config"], names["self"].generation_config
+    config = names["generation_config"]
+    default = names["self"].generation_config
     if any(names["kwargs"].get(name) is not None for name in ("max_new_tokens", "max_length")):
         return True
     if config.max_new_tokens is not None:
@@ -167,17 +168,16 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
 def check_request(
     request: Request, seq_len: int, max_cache_len: int | None, known_ids: Tensor | None
 ) -> None:
-    """Raise a `ValueError` where a cache of `seq_len` tokens, the first of them `known_ids` [B, k],
-    cannot serve it.
+    """Raise a `ValueError` if a cache of `seq_len` tokens cannot serve the request.
 
-    `max_cache_len` is None for a cache that grows.
+    `known_ids` [B, k] are the first of them. `max_cache_len` is None for a
+    cache that grows.
     """
     if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
-            "use_cache=False, and a cache is passed: every pass would compute all tokens and "
-            "write them again. Pass use_cache=True to `generate` (the model's own config may say "
-            "False, for instance after gradient checkpointing), or leave `past_key_values` and "
-            "`custom_generate` out."
+            "use_cache=False, and a cache is passed. Pass use_cache=True to `generate` (the "
+            "model's own config may say False, for instance after gradient checkpointing), or "
+            "leave `past_key_values` and `custom_generate` out."
         )
     if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
         raise ValueError(PAIR_NEEDED)
@@ -191,8 +191,7 @@ def check_request(
         raise ValueError(
             f"The attention mask covers {request.past} tokens before the {new} that are passed, "
             f"and the cache holds {seq_len}. Pass all tokens from position {seq_len} on (the last "
-            "one of a generation is not in the cache) with a mask over the whole sequence, or "
-            "pass the whole sequence."
+            "one of a generation is not in the cache), or the whole sequence."
         )
     if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
         raise ValueError(
@@ -201,24 +200,23 @@ def check_request(
         )
     if seq_len:
         _check_continuation(request, seq_len, known_ids)
-    if (
-        max_cache_len is not None
-        and request.has_own_limit
-        and request.max_positions > max_cache_len
-    ):
-        fitting = max(0, request.max_new_tokens - (request.max_positions - max_cache_len))
-        proposed = request.config.prompt_lookup_num_tokens
-        lookup = (
-            f", and prompt lookup may write {proposed - 1} beyond its end"
-            if proposed and proposed > 1
-            else ""
-        )
-        raise ValueError(
-            f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take "
-            f"{request.max_positions} positions (the last token is not written{lookup}), and the "
-            f"cache has {max_cache_len}. Build it with max_cache_len >= {request.max_positions}, "
-            f"or ask for at most {fitting} new tokens."
-        )
+    if max_cache_len is not None and request.has_own_limit:
+        _check_length(request, max_cache_len)
+
+
+def _check_length(request: Request, max_cache_len: int) -> None:
+    positions = request.max_positions
+    if positions <= max_cache_len:
+        return
+    fitting = max(0, request.max_new_tokens - (positions - max_cache_len))
+    proposed = request.config.prompt_lookup_num_tokens or 1
+    lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed > 1 else ""
+    raise ValueError(
+        f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take "
+        f"{positions} positions (the last token is not written{lookup}), and the cache has "
+        f"{max_cache_len}. Build it with max_cache_len >= {positions}, or ask for at most "
+        f"{fitting} new tokens."
+    )
 
 
 def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
@@ -233,10 +231,10 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
             f"and the cache already holds {seq_len} tokens. Omit prefill_chunk_size, call reset() "
             "first, or install transformers 5.22."
         )
-    if request.is_whole and (n := request.prompt_length) <= seq_len:
+    if request.is_whole and request.prompt_length <= seq_len:
         raise ValueError(
-            f"A prompt of {n} has no new tokens: the cache already holds {seq_len}. "
-            f"{CONTINUE_OR_RESET}"
+            f"A prompt of {request.prompt_length} has no new tokens: the cache already holds "
+            f"{seq_len}. {CONTINUE_OR_RESET}"
         )
     ids = request.tokens
     if ids is None or known_ids is None or not request.is_whole:
@@ -246,7 +244,8 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
     length = min(known_ids.shape[1], ids.shape[1], seq_len)
     differs = ids[:, :length] != known_ids[:, :length]
     if request.mask is not None:
-        differs &= request.mask[:, :length].bool()  # ids under padding do not count
+        # Ids under padding do not count.
+        differs &= request.mask[:, :length].bool()
     if bool(differs.any()):
         row, position = differs.nonzero()[0].tolist()
         raise ValueError(

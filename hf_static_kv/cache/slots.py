@@ -1,7 +1,4 @@
-"""The positions that one layer keeps, and the slots of the storage that hold them.
-
-Knows no transformers.
-"""
+"""The positions that one layer keeps, and the slots of the storage that hold them."""
 
 from collections.abc import Sequence
 
@@ -14,12 +11,13 @@ from hf_static_kv.cache.storage import StorageGroup
 class LayerSlots:
     """Keeps the positions from `oldest` to `length` - 1, with position p in slot p - `offset`.
 
-    A full layer has a slot for every position: `oldest` and `offset` are 0. A compact layer has
-    fewer. What the next token may see is always kept, and at least `SPARE` positions before that.
-    When the slots are full, the newest positions move to slot 0:
+    A full layer has a slot for every position: `oldest` and `offset` are 0. A
+    compact layer has 2 * (window + SLACK) at most. When they are full, the
+    newest positions move to slot 0. What the next token may see is always kept,
+    and at least SLACK positions before that:
 
     ```
-    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SPARE = 2
+    slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SLACK = 2
     before       [2] [3] [4] [5] [6] [7] [8] [9]       offset = oldest = 2
     after        [7] [8] [9] [ ] [ ] [ ] [ ] [ ]       offset = oldest = 7
     ```
@@ -27,32 +25,30 @@ class LayerSlots:
 
     def __init__(self, max_cache_len: int, sliding_window: int | None, is_compact: bool) -> None:
         self.max_cache_len = max_cache_len
-        self.sliding_window, self.is_sliding = sliding_window, sliding_window is not None
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
         self.is_compact = is_compact and self.is_sliding
-        self.num_slots = max_cache_len  # positions that the storage holds at the same time
+        self.num_slots = max_cache_len
         self.length = self.offset = self.oldest = 0
-        self.batch_size = -1  # batch rows in use; -1 before allocation, as in transformers
+        # Batch rows in use; -1 before allocation, as in transformers.
+        self.batch_size = -1
         self.group: StorageGroup | None = None
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         """Keep this layer's states in layer `index` of the group."""
-        self.group, self._index, self.shape, self.num_slots = (
-            group,
-            index,
-            group.shape,
-            group.keys.shape[3],
-        )
-        self.dtype, self.value_dtype, self.device = (
-            group.keys.dtype,
-            group.values.dtype,
-            group.keys.device,
-        )
+        self.group = group
+        self._index = index
+        self.shape = group.shape
+        self.num_slots = group.keys.shape[3]
+        self.dtype = group.keys.dtype
+        self.value_dtype = group.values.dtype
+        self.device = group.keys.device
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
-        """All slots of this layer: keys and values [B, H, S, D] of all batch rows."""
+        """All slots: keys and values [B, H, S, D]."""
         assert self.group is not None, "the layer has no storage"
         return self.group.keys[self._index], self.group.values[self._index]
 
@@ -64,36 +60,40 @@ class LayerSlots:
 
     def _first_visible(self) -> int:
         """The oldest position that the next token may see."""
-        return 0 if self.sliding_window is None else max(0, self.length - self.sliding_window + 1)
+        if self.sliding_window is None:
+            return 0
+        return max(0, self.length - self.sliding_window + 1)
 
     def _first_to_keep(self) -> int:
-        """The oldest position that stays when slots are needed: of the newest window + SPARE - 1,
-        which fill a half.
+        """The oldest position that stays when slots are needed: half of them are freed.
 
-        A capacity of fewer slots than that holds all positions: then none is dropped that the next
-        token may see.
+        With very few slots all that the next token may see stays.
         """
-        return max(
-            self.oldest, self.length - max(self.num_slots // 2 - 1, self.sliding_window or 0)
-        )
+        kept = max(self.num_slots // 2 - 1, self.sliding_window or 0)
+        return max(self.oldest, self.length - kept)
 
     @property
     def num_croppable(self) -> int:
         """The most tokens that `crop` can remove, beside all of them."""
-        return self._first_visible() - self.oldest if self.oldest else self.length
+        if self.oldest:
+            return self._first_visible() - self.oldest
+        return self.length
 
-    def make_room(self, tokens: int) -> bool:
-        """Whether so many tokens can be appended in the storage; the newest positions move to slot
-        0 if need be.
-        """
+    @property
+    def num_free(self) -> int:
+        """Tokens that can be appended without moving any state."""
+        return min(self.max_cache_len, self.offset + self.num_slots) - self.length
+
+    def reserve(self, tokens: int) -> bool:
+        """Whether the storage can take so many tokens; compacts if need be."""
         if self.length - self.offset + tokens > self.num_slots:
             first = self._first_to_keep()
             if self.length - first + tokens > self.num_slots:
                 return False
-            self.move_together(first)
+            self.compact(first)
         return True
 
-    def move_together(self, first: int) -> None:
+    def compact(self, first: int) -> None:
         """Move the positions from `first` on to slot 0, and drop those before."""
         newest = self._views(first, self.length)
         if first - self.offset < self.length - first:  # from and to overlap
@@ -101,47 +101,36 @@ class LayerSlots:
         self._replace(newest)
 
     def _replace(self, newest: Sequence[Tensor]) -> None:
-        """Keep nothing but these keys and values [B, H, n, D] of the newest positions, from slot 0
-        on.
-        """
+        """Keep these keys and values [B, H, n, D] of the newest positions alone, from slot 0 on."""
         kept = newest[0].shape[2]
-        self.oldest = self.length - kept  # first: what is overwritten no longer counts
-        for target, states in zip(
-            self._views(self.offset, self.offset + kept), newest, strict=True
-        ):
+        # First: what is overwritten no longer counts.
+        self.oldest = self.length - kept
+        targets = self._views(self.offset, self.offset + kept)
+        for target, states in zip(targets, newest, strict=True):
             target.copy_(states)
         self.offset = self.oldest
 
     def first_loaded(self, first: int, length: int) -> int:
-        """The oldest position that an empty layer can take from a file that has the positions
-        [first, length).
-        """
+        """The oldest position that an empty layer takes from a file of [first, length)."""
         return max(first, length - self.num_slots)
 
     def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of an empty layer for the positions [first, length).
-
-        `fill` makes them count.
-        """
+        """Keys and values [B, H, n, D] of an empty layer, to be written before `fill`."""
         slot = 0 if self.is_compact else first
         return self._views(slot, slot + length - first, batch_size)
 
     def fill(self, batch_size: int, first: int, length: int) -> None:
-        """The layer holds what was written to `free_views`."""
-        self.batch_size, self.length, self.oldest = batch_size, length, first
+        """Count the positions [first, length) that were written to `free_views`."""
+        self.batch_size = batch_size
+        self.length = length
+        self.oldest = first
         self.offset = first if self.is_compact else 0
 
     def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
-        """Batch row i becomes what row `indices[i]` is now.
-
-        Allocates nothing: states go through `scratch`, a pair.
-        """
+        """Batch row i becomes what row `indices[i]` is now, by way of `scratch`."""
         before = self._views(self.oldest, self.length)
         self.batch_size = len(indices)
         after = self._views(self.oldest, self.length)
         for states, target, buffer in zip(before, after, scratch, strict=True):
-            target.copy_(
-                torch.index_select(
-                    states, 0, indices, out=buffer[:, :, : self.length - self.oldest]
-                )
-            )
+            rows = buffer[:, :, : self.length - self.oldest]
+            target.copy_(torch.index_select(states, 0, indices, out=rows))

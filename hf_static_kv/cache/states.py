@@ -1,7 +1,6 @@
-"""Layers with a recurrent state (Mamba, convolutions, linear attention): transformers' own layer
-objects.
+"""Layers with a recurrent state (Mamba, convolutions, linear attention), in transformers' objects.
 
-A state is what the layer keeps of all tokens so far. It has one size, and it cannot go back to an
+A state is what a layer keeps of all tokens so far. It cannot go back to an
 earlier token.
 """
 
@@ -21,22 +20,18 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import compute_device
 
 logger = logging.getLogger(__name__)
-States = list[tuple[Any, dict[str, dict[int, Any]]]]  # layers, and what each had
+# Layers, and what each had.
+States = list[tuple[Any, dict[str, dict[int, Any]]]]
 _CONTINUATIONS: WeakKeyDictionary[PreTrainedModel, "Continuation | None"] = WeakKeyDictionary()
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 _TENSORS = ("conv_states", "recurrent_states")
-_FIELDS = (
-    *_TENSORS,
-    "is_conv_states_initialized",
-    "is_recurrent_states_initialized",
-    "has_previous_state",
-)
+_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 
 
 class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignore[misc,override]  # as transformers' own
-    """Keys and values, and beside them the recurrent state of the same layer (Falcon-H1, Zamba)."""
+    """Keys and values, and the recurrent state of the same layer (Falcon-H1, Zamba)."""
 
-    # as keys and values are: else `generate` compiles the model, and prepares masks itself
+    # As in `StaticContiguousLayer`: else `generate` compiles the model and prepares masks itself.
     is_compileable = False
 
     def __init__(
@@ -53,13 +48,12 @@ class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignor
     get_max_length = StaticContiguousLayer.get_max_length
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, which come by position, or of a state, which comes by name."""
-        (StaticContiguousLayer if args else LinearAttentionLayer).lazy_initialization(
-            self, *args, **kwargs
-        )
+        """Keys and values come by position, a state comes by name."""
+        kind = StaticContiguousLayer if args else LinearAttentionLayer
+        kind.lazy_initialization(self, *args, **kwargs)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Of keys and values alone: `StaticContiguousCache.crop` sees to the states."""
+        """Of keys and values alone: `crop_states` sees to the states."""
         StaticContiguousLayer.crop(self, tokens_to_remove)
 
     def reset(self) -> None:
@@ -71,18 +65,21 @@ class Continuation(NamedTuple):
     """Whether tokens after a kept state are computed as in one pass over the whole sequence."""
 
     by_token: bool  # one token in a pass
-    by_chunk: bool  # several; Jamba and Zamba read the state for one token only
+    # Several; Jamba and Zamba read the state for one token only.
+    by_chunk: bool
 
 
 def continuation_of(model: PreTrainedModel) -> Continuation | None:
-    """What a trial on a few tokens tells, once for a model; None if it cannot be made."""
+    """What a trial on a few tokens tells, once for a model."""
     config = model.config.get_text_config(decoder=True)
     is_traced = str(compat.attention_name(config)).endswith("_traced")
     if model.training or is_traced or compat.has_hooks(compat.all_modules(model)):
-        return None  # it draws random numbers, or someone watches its passes
+        # It draws random numbers, or someone watches its passes.
+        return None
     if model not in _CONTINUATIONS:
         _CONTINUATIONS[model] = None
-        with suppress(Exception):  # such as a model that needs more than ids
+        # Such as a model that needs more than ids.
+        with suppress(Exception):
             _CONTINUATIONS[model] = _trial(model)
     return _CONTINUATIONS[model]
 
@@ -100,66 +97,63 @@ def _trial(model: PreTrainedModel) -> Continuation:
 
 
 def _attempt(model: PreTrainedModel, ids: Tensor) -> Continuation:
-    """Seven tokens in one pass without a cache, and on a state: by token, and with three at the
-    end.
+    """Compute seven tokens in one pass without a cache, and on a state by token and by chunk.
 
-    Right by token: within half of the digits. Right by chunk: at most twice as far from the one
-    pass as by token, and two units of rounding. 15 families of toys are up to 1.5 times as far;
-    Jamba and Zamba 4 to 200,000 times.
+    Right by token: within half of the digits. Right by chunk: at most twice as
+    far from the one pass as by token, and two units of rounding. 15 families of
+    toys are up to 1.5 times as far; Jamba and Zamba 4 to 200,000 times.
     """
     whole = _last_logits(model, ids, [7], None)
-    seen = whole > -1e4  # a lower logit marks a token that is never selected
-    size, eps = whole[seen].norm(), torch.finfo(model.dtype).eps
-    by_token, by_chunk = (
-        (_last_logits(model, ids, parts, DynamicCache(config=model.config)) - whole)[seen].norm()
-        for parts in ([3, 1, 1, 1, 1], [3, 1, 3])
-    )
-    return Continuation(
-        bool(by_token <= eps**0.5 * size), bool(by_chunk <= 2 * by_token + 2 * eps * size)
-    )
+    # A lower logit marks a token that is never selected.
+    seen = whole > -1e4
+    size = whole[seen].norm()
+    eps = torch.finfo(model.dtype).eps
+
+    def distance(parts: list[int]) -> Any:
+        logits = _last_logits(model, ids, parts, DynamicCache(config=model.config))
+        return (logits - whole)[seen].norm()
+
+    by_token = distance([3, 1, 1, 1, 1])
+    by_chunk = distance([3, 1, 3])
+    is_right = bool(by_token <= eps**0.5 * size)
+    return Continuation(is_right, bool(by_chunk <= 2 * by_token + 2 * eps * size))
 
 
 def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache | None) -> Tensor:
-    """The logits [V] after the last token, with the tokens in passes of these sizes."""
-    end, takes_positions = 0, "position_ids" in inspect.signature(model.forward).parameters
+    """The logits [V] after the last token, in passes of these sizes."""
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
+    end = 0
     for size in parts:
         start, end = end, end + size
-        inputs = {"attention_mask": torch.ones_like(ids[:, :end])}
+        inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         if takes_positions:
             inputs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
-        outputs = model(
-            input_ids=ids[:, start:end],
-            past_key_values=cache,
-            use_cache=cache is not None,
-            **inputs,
-        )
+        outputs = model(input_ids=ids[:, start:end], **inputs)
     return outputs.logits[0, -1].float()  # type: ignore[no-any-return]
 
 
 def warn_of_continuation(model: PreTrainedModel, num_tokens: int) -> None:
-    """Log once for a model that several tokens after a kept state are not those of one pass, if so."""
+    """Log once if several tokens after a kept state are not those of one pass."""
     continuation = continuation_of(model)
     if continuation is None or continuation.by_chunk or model in _WARNED:
         return
     _WARNED.add(model)
     logger.warning(
         f"{type(model).__name__} computes {num_tokens} tokens after a kept recurrent state "
-        "otherwise than in one pass, with transformers' own cache as well: the new tokens may be "
-        "wrong. Call reset() and pass the whole sequence, or feed the new tokens one by one."
+        "otherwise than in one pass, with any cache: the new tokens may be wrong. Call reset() "
+        "and pass the whole sequence, or feed the new tokens one by one."
     )
 
 
 def state_tensors(layer: Any) -> list[Tensor]:
-    """The tensors of a layer's states; none before its first pass, or where it has no state."""
+    """The tensors of a layer's states, if there are any."""
     states = (tensor for name in _TENSORS for tensor in getattr(layer, name, {}).values())
     return [tensor for tensor in states if tensor is not None]
 
 
 def forget_other_shapes(layer: Any, state_idx: int, conv_states: Tensor) -> None:
-    """An empty layer takes any batch size and dtype:
-
-    give up the tensors of others. A convolution is updated first.
-    """
+    """Drop the tensors of an empty layer if the new states are of another kind."""
     own = layer.conv_states[state_idx]
     if own is None or layer.has_previous_state[state_idx]:
         return
@@ -176,23 +170,34 @@ def select_states(layer: Any, indices: Tensor) -> None:
         LinearAttentionLayer.reorder_cache(layer, indices)  # type: ignore[arg-type]  # a LongTensor, which none is
 
 
+def crop_states(layers: list[Any], tokens_to_remove: int, num_layers: int) -> None:
+    """Crop convolutions that keep their past (assisted decoding); refuse other states."""
+    moved = [layer for layer in layers if any(layer.has_previous_state.values())]
+    if tokens_to_remove < 0 and not all(own.record_past and own.is_croppable for own in moved):
+        raise ValueError(
+            f"crop({tokens_to_remove}): {len(moved)} of {num_layers} layers keep a recurrent "
+            "state, which cannot go back to an earlier token. Call reset() and compute the "
+            "shorter sequence."
+        )
+    for layer in moved:
+        if layer.record_past:
+            LinearAttentionLayer.crop(layer, tokens_to_remove)
+
+
 def copies_of(layers: list[Any]) -> States:
-    """Copies of all states."""
-    return [(layer, {name: _copies(getattr(layer, name)) for name in _FIELDS}) for layer in layers]
+    """Copies of all states, for `put_back`."""
+    names = _TENSORS + _FLAGS
+    return [(layer, {name: _copies(getattr(layer, name)) for name in names}) for layer in layers]
 
 
 def separate(layer: Any) -> None:
     """Give a shallow copy of a layer states of its own."""
-    layer.__dict__.update(
-        {name: _copies(own) for name, own in layer.__dict__.items() if isinstance(own, dict)}
-    )
+    own = {name: value for name, value in vars(layer).items() if isinstance(value, dict)}
+    vars(layer).update({name: _copies(values) for name, values in own.items()})
 
 
 def put_back(states: States) -> None:
-    """The states as they were.
-
-    A tensor that still exists keeps its address: a captured step writes there.
-    """
+    """Make the states what they were. A tensor keeps its address: a captured step writes there."""
     for layer, fields in states:
         for name, before in fields.items():
             now = getattr(layer, name)

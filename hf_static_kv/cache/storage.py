@@ -12,27 +12,23 @@ import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
-Members = tuple[
-    "LayerShape", torch.device, Sequence[int]
-]  # of one group: what layers store, where, their indices
-# positions that a compact layer keeps beyond its window at least, so that `crop` can go back to
-# them
-SPARE = 64
+# Of a group: shape, device, layers.
+Members = tuple["LayerShape", torch.device, Sequence[int]]
+# Positions that a compact layer keeps beyond its window, so that `crop` can go back.
+SLACK = 64
 _LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
 _ALIGNMENT = 64  # bytes; of all that torch allocates on a CPU
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one layer stores for one token:
-
-    `num_kv_heads` keys and values, whose head dims may differ.
-    """
+    """What one layer stores for one token."""
 
     num_kv_heads: int
     key_head_dim: int
     value_head_dim: int
-    window: int | None = None  # of a compact layer; None: every position is stored
+    # Of a compact layer; None: every position is stored.
+    window: int | None = None
 
     @classmethod
     def of(
@@ -43,14 +39,14 @@ class LayerShape:
 
     @property
     def of_a_token(self) -> "LayerShape":
-        """The same without the window: what a compact layer and a full one have in common."""
+        """Without the window."""
         return replace(self, window=None)
 
     def num_slots(self, max_cache_len: int) -> int:
         """How many positions one layer stores at the same time."""
-        return (
-            max_cache_len if self.window is None else min(max_cache_len, 2 * (self.window + SPARE))
-        )
+        if self.window is None:
+            return max_cache_len
+        return min(max_cache_len, 2 * (self.window + SLACK))
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
         """Bytes of one layer's keys and values at full capacity."""
@@ -58,13 +54,12 @@ class LayerShape:
         return batch_size * self.num_slots(max_cache_len) * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
-        values = (
-            ""
-            if self.value_head_dim == self.key_head_dim
-            else f" (keys) and {self.value_head_dim} (values)"
-        )
-        window = "" if self.window is None else f", compact with a window of {self.window}"
-        return f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}{values}{window}"
+        text = f"{self.num_kv_heads} KV heads of dim {self.key_head_dim}"
+        if self.value_head_dim != self.key_head_dim:
+            text += f" (keys) and {self.value_head_dim} (values)"
+        if self.window is not None:
+            text += f", compact with a window of {self.window}"
+        return text
 
 
 class StorageGroup:
@@ -75,16 +70,13 @@ class StorageGroup:
     values  [L, B, H, S, Dv]      S positions (max_cache_len), D head dim
 
              position  0   1   2   3   4   5  ...  S-1
-    layer 0, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     seq_len = 3: three positions written, the rest free
+    layer 0, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     seq_len = 3: the rest is free
     layer 1, row 0    [k] [k] [k] [ ] [ ] [ ] ...  [ ]     every layer fills the same positions
     ```
 
-    Attention reads a slice of one layer along S, never a copy. Zero-filled: a kernel that loads
-    free positions and masks them must not read NaN.
-
-    A compact group has S = 2 * (window + SPARE) slots at most. A layer counts them from a position
-    of its own, `offset`, and moves its newest positions to slot 0 when the slots are full
-    (`LayerSlots.make_room`).
+    Attention reads a slice of one layer along S, never a copy. Zero-filled: a
+    kernel that loads free positions and masks them must not read NaN. A compact
+    group has fewer slots (`LayerSlots`).
     """
 
     def __init__(
@@ -92,17 +84,10 @@ class StorageGroup:
     ) -> None:
         self.shape, device, layers = members
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        self._pickled: tuple[int, int] | None = (
-            None  # (batch rows, positions) that a pickle keeps; None: all
-        )
-        head = (
-            len(layers),
-            batch_size,
-            self.shape.num_kv_heads,
-            self.shape.num_slots(max_cache_len),
-        )
-        # Tensors made in inference mode cannot be written outside of it, and a cache outlives such
-        # blocks.
+        # (rows, positions) of a pickle; None: all.
+        self._pickled: tuple[int, int] | None = None
+        slots = self.shape.num_slots(max_cache_len)
+        head = (len(layers), batch_size, self.shape.num_kv_heads, slots)
         with torch.inference_mode(False):
             self.keys = _zeros((*head, self.shape.key_head_dim), dtypes[0], device)
             try:
@@ -112,78 +97,55 @@ class StorageGroup:
                 raise
 
     def views(self, index: int, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of one layer at slots [first, first + length) of the first
-        batch rows.
-        """
+        """Keys and values [B, H, n, D] of one layer at the slots [first, first + length)."""
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
         # Made once for all layers of a step: every torch call costs the host several microseconds.
         key = (batch_size, first, length)
         if (found := self._recent.get(key)) is None:
-            if (
-                len(self._recent) >= 4
-            ):  # a step asks for three: where to write, what full and sliding layers see
+            # A step asks for three: where to write, what full and what sliding layers see.
+            if len(self._recent) >= 4:
                 del self._recent[next(iter(self._recent))]
-            # Kept beyond a block of inference mode, as the storage is.
-            with (
-                torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
-            ):
-                found = self._recent[key] = (
-                    self._slices(self.keys, *key),
-                    self._slices(self.values, *key),
-                )
+            with outside_inference_mode():
+                found = _slices(self.keys, *key), _slices(self.values, *key)
+            self._recent[key] = found
         return found[0][index], found[1][index]
 
-    @staticmethod
-    def _slices(storage: Tensor, batch_size: int, first: int, length: int) -> tuple[Tensor, ...]:
-        rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
-        return rows.narrow(3, first, length).unbind(0)
-
     def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
-        """The same states in larger storage, or this group where it is large enough; no fewer rows
-        and positions.
-        """
+        """The same states in larger storage, or this group if it is large enough."""
         layers, rows, _, length, _ = self.keys.shape
-        members = self.shape, self.keys.device, range(layers)
         larger = max(rows, batch_size)
         if (rows, length) == (larger, self.shape.num_slots(max_cache_len)):
             return self
-        (group,) = allocate_groups(
-            [members], max_cache_len, larger, (self.keys.dtype, self.values.dtype)
-        )
+        members = self.shape, self.keys.device, range(layers)
+        dtypes = self.keys.dtype, self.values.dtype
+        (group,) = allocate_groups([members], max_cache_len, larger, dtypes)
         group.keys[:, :rows, :, :length] = self.keys
         group.values[:, :rows, :, :length] = self.values
         return group
 
-    def shared(self) -> "StorageGroup":
-        """The same memory in tensors of their own:
-
-        as long as one of them or of their views lives, it is in use.
-        """
+    def _with(self, **changes: Any) -> "StorageGroup":
         group = type(self).__new__(type(self))
-        with torch.inference_mode(False):
-            own = {"keys": self.keys.detach(), "values": self.values.detach(), "_recent": {}}
-        group.__dict__.update(self.__dict__, **own)
+        group.__dict__.update(self.__dict__, _recent={}, **changes)
         return group
+
+    def shared(self) -> "StorageGroup":
+        """The same memory in tensors of their own, whose users can be counted."""
+        with torch.inference_mode(False):
+            return self._with(keys=self.keys.detach(), values=self.values.detach())
 
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
-        """The same storage, of which a pickle keeps `rows` batch rows and `length` positions;
-        loaded, it is whole.
-        """
-        group = type(self).__new__(type(self))
-        group.__dict__.update(self.__dict__, _recent={}, _pickled=(rows, length))
-        return group
+        """The same storage, of which a pickle keeps `rows` and `length`; loaded, it is whole."""
+        return self._with(_pickled=(rows, length))
 
     def __getstate__(self) -> dict[str, Any]:
         # Views do not survive pickling as views: a loaded cache would write into copies.
         state = {**self.__dict__, "_recent": {}, "_pickled": None}
         if self._pickled is not None:
             rows, length = self._pickled
-            for name in (
-                "keys",
-                "values",
-            ):  # a clone: a view would be saved with all of its storage
+            for name in ("keys", "values"):
+                # A clone: a view would be saved with all of its storage.
                 state[name] = state[name][:, :rows, :, :length].clone(), state[name].shape
         return state
 
@@ -197,15 +159,9 @@ class StorageGroup:
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StorageGroup":
-        copied = memo[id(self)] = type(self).__new__(type(self))
         with torch.inference_mode(False):
-            own = {
-                "keys": self.keys.clone(),
-                "values": self.values.clone(),
-                "_recent": {},
-                "_pickled": None,
-            }
-        copied.__dict__.update(self.__dict__, **own)
+            own = {"keys": self.keys.clone(), "values": self.values.clone()}
+        copied = memo[id(self)] = self._with(**own, _pickled=None)
         return copied
 
     @property
@@ -213,11 +169,13 @@ class StorageGroup:
         return self.keys.nbytes + self.values.nbytes
 
 
-def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros.
+def _slices(storage: Tensor, batch_size: int, first: int, length: int) -> tuple[Tensor, ...]:
+    rows = storage if batch_size == storage.shape[1] else storage.narrow(1, 0, batch_size)
+    return rows.narrow(3, first, length).unbind(0)
 
-    A large tensor on a CPU is zeroed by the system, page by page, when it is first touched.
-    """
+
+def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On a CPU the system zeroes a large tensor page by page, when it is first touched."""
     num_bytes = math.prod(size) * dtype.itemsize
     if device.type == "cpu" and not torch.compiler.is_compiling() and num_bytes >= _LARGE:
         with suppress(MemoryError):  # torch has an error of its own
@@ -228,12 +186,9 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def allocate_groups(
-    members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
 ) -> list[StorageGroup]:
-    """One group for each of `members`.
-
-    Out of memory: an error that says what would fit, and nothing is allocated.
-    """
+    """One group for each of `members`. Out of memory: the error says what would fit."""
     try:
         return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
@@ -242,47 +197,53 @@ def allocate_groups(
         raise type(error)(_what_fits(members, max_cache_len, batch_size, dtypes)) from error
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device ran out of memory, or the host:
+def outside_inference_mode() -> Any:
+    """For tensors that are kept: those made in inference mode cannot be written outside of it."""
+    if torch.is_inference_mode_enabled():
+        return torch.inference_mode(False)
+    return nullcontext()
 
-    torch's allocator has no exception of its own, numpy has.
-    """
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(
-        error
-    ):
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host ran out of memory, at once or as the cause of this error."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return error.__cause__ is not None and is_out_of_memory(
-        error.__cause__
-    )  # `allocate_groups` says what would fit
+    # Torch has no exception of its own for the host.
+    if "DefaultCPUAllocator" in str(error):
+        return True
+    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, with what torch's allocator has reserved and does not use."""
+    """Free memory of a GPU, with what torch has reserved and does not use."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def _what_fits(members: list[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes) -> str:
-    wanted, fixed = Counter[torch.device](), Counter[torch.device]()
+def _what_fits(
+    members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
+) -> str:
+    wanted = Counter[torch.device]()
+    fixed = Counter[torch.device]()  # of compact layers
     for shape, device, layers in members:
         num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
         wanted[device] += num_bytes
         fixed[device] += 0 if shape.window is None else num_bytes
-    places, lengths, fits = [], [], ""
+    places = []
+    lengths = []
     for device, num_bytes in wanted.items():
-        places.append(f"{num_bytes:,} bytes on {device}")
+        place = f"{num_bytes:,} bytes on {device}"
         if device.type == "cuda":
             free = free_bytes(device)
-            places[-1] += f", where {free:,} are free"
-            lengths.append(
-                max_cache_len * max(0, free - fixed[device]) // max(1, num_bytes - fixed[device])
-            )
+            place += f", where {free:,} are free"
+            left = max(0, free - fixed[device])
+            lengths.append(max_cache_len * left // max(1, num_bytes - fixed[device]))
+        places.append(place)
+    fits = ""
     if lengths:
-        fits = (
-            f"About max_cache_len={min(lengths)} would fit. "
-            if min(lengths)
-            else "Not one token would fit. "
-        )
+        fits = f"About max_cache_len={min(lengths)} would fit. "
+        if not min(lengths):
+            fits = "Not one token would fit. "
     return (
         f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in "
         f"{dtypes[0]} takes {'; '.join(places)}. {fits}Use a shorter max_cache_len, a smaller "

@@ -23,10 +23,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.hybrid import UnfinishedPass
 from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
-from hf_static_kv.cache.pool import Lease
+from hf_static_kv.cache.passes import UnfinishedPass
+from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import state_tensors
@@ -275,11 +275,11 @@ class Call:
 
         A model that skips layers does so with transformers' own cache, if ours is of a pool.
         """
-        before = None if self.lease is None else random_state(self.device)
+        before = None if self.entry is None else random_state(self.device)
         try:
             self._compute_prompt()
-            has_content = self.lease is not None and self.lease.content is not None
-            self.is_prefix_assumed = has_content and not self.is_prefix_confirmed
+            has_identity = self.entry is not None and self.entry.identity is not None
+            self.is_prefix_assumed = has_identity and not self.is_prefix_confirmed
             if self.is_prefix_assumed and not self.is_device_idle and not self._is_prefix_valid():
                 self.forget_prefix()
                 self._compute_prompt()
@@ -304,14 +304,14 @@ class Call:
         state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass
-        is_valid = state == self.lease.content or not self.lease.num_reused
-        self.lease.content = state
+        is_valid = state == self.entry.identity or not self.entry.num_reused
+        self.entry.identity = state
         return bool(least(self.model, int(is_valid))) if num_ranks(self.model) > 1 else is_valid
 
     def forget_prefix(self) -> None:
         """Begin the call again with an empty cache."""
-        assert self.lease is not None
-        self.lease.num_reused = 0
+        assert self.entry is not None
+        self.entry.num_reused = 0
         self.cache.reset()
         self.cache.begin_call(self.request)
 

@@ -172,7 +172,7 @@ class GraphDecoder:
         Raises `Fallback` before its first token if there is no step for it.
         """
         drawn = (
-            random_state(call.device) if call.lease is not None and call.lease.num_reused else None
+            random_state(call.device) if call.entry is not None and call.entry.num_reused else None
         )
         try:
             return self._decode_on(call)
@@ -324,7 +324,7 @@ class GraphDecoder:
         step = (
             DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
         )
-        before = call.cache.moment()
+        before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
@@ -341,7 +341,7 @@ class GraphDecoder:
                     if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                         step.capture(*at)
             finally:  # passes without kernels leave anything in a recurrent state, nan too
-                call.cache.return_to(before)
+                call.cache.restore(before)
             with without_side_effects(shadow):
                 verify(step, call)
         return step

@@ -15,6 +15,7 @@ from hf_static_kv import compat
 from hf_static_kv.attention import TRACED_ATTENTION_NAME
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.request import cache_is_full
 from hf_static_kv.decoding.call import Call
 
 MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
@@ -114,7 +115,7 @@ class Tokens:
         """
         is_last = self.length + 1 >= self.max_length
         return (
-            self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SPARE)
+            self.finished.is_deferred and not is_last and num_tokens < min(MAX_AHEAD, storage.SLACK)
         )
 
     def restart(self, length: int) -> None:
@@ -148,11 +149,7 @@ class Tokens:
         Raises where the cache is full and nothing ended the sequences; it keeps them.
         """
         if self.is_cut_short():
-            raise ValueError(
-                f"The cache is full: it holds {cache.seq_len} of at most {cache.max_cache_len} "
-                "tokens, and no end token has come. Build it with a larger max_cache_len, or "
-                "limit the generation with max_new_tokens."
-            )
+            raise cache_is_full(cache.seq_len, cache.max_cache_len)
         if self.streamer is not None:
             self.streamer.end()
         sequences = self.ids[:, : self.length - self.overrun].clone()

@@ -71,7 +71,7 @@ def verify(step: DecodeStep, call: Call) -> None:
             _verify(step, call, case, num_tokens=2 if number == 0 else 1)
     finally:
         IS_VERIFICATION.reset(before)
-        call.cache.return_to(here)
+        call.cache.restore(here)
 
 
 @contextmanager
@@ -171,12 +171,12 @@ def _difference_and_bound(
     step: DecodeStep, call: Call, case: Case, tokens: Tensor
 ) -> tuple[float, float]:
     """How far the logits are apart and how far they may be, in the worst batch row."""
-    here = call.cache.moment()
+    here = call.cache.snapshot()
     step.set_position(case.position, case.seq_start, call.position_ids(case.position))
     got = step.run(
         tokens
     )  # before the ordinary pass, which would write the keys that this one must write
-    call.cache.return_to(here)
+    call.cache.restore(here)
     expected = _ordinary_logits(step, call, case, tokens)
     difference = _difference(got, expected)
     largest = expected.masked_fill(expected < _MASKED, 0.0).abs().max()
@@ -224,7 +224,7 @@ def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -
         _unread(call),
     ):
         outputs = model(input_ids=tokens[:, None], **inputs)
-    cache.return_to(here)  # `verify` does so after an exception
+    cache.restore(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
 
 

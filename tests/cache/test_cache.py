@@ -197,7 +197,10 @@ def resident_bytes() -> int:
 class TestNoMemory:
     """The allocator fails: what was wanted and what helps is said, and nothing stays allocated."""
 
-    WANTED = r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu.*shorter max_cache_len, a smaller"
+    WANTED = (
+        r"max_cache_len=8 with batch_size=3 in torch.float32 takes 1,536 bytes on cpu"
+        r".*shorter max_cache_len, a smaller"
+    )
 
     def failing_zeros(self, monkeypatch, at_call, error):
         alive, real = [], torch.zeros

@@ -54,7 +54,7 @@ def sliding_layers(cache):
 
 def test_the_memory_of_gemma(monkeypatch):
     """4 full layers at 32 MiB, 22 compact ones with 1,152 positions of 1 KiB each."""
-    monkeypatch.setattr(storage, "SPARE", 64)
+    monkeypatch.setattr(storage, "SLACK", 64)
     sizes = {"max_cache_len": 32_768, "dtype": torch.bfloat16}
     assert cache_bytes(dev_config("gemma-3-1b"), **sizes) == 832 * MIB
     compact_bytes = cache_bytes(dev_config("gemma-3-1b"), **sizes, sliding="compact")
@@ -333,7 +333,7 @@ def test_a_full_cache_of_few_slots_keeps_what_the_next_token_sees():
     cache = compact(model, max_cache_len=WINDOW + 4)
     with torch.no_grad():
         model(ids, past_key_values=cache)
-        assert cache.make_room() == 0
+        assert cache.reserve() == 0
         cache.grow(40)
         logits = model(LONG[:, WINDOW + 4 : WINDOW + 5], past_key_values=cache).logits[:, -1]
         expected = model(LONG[:, : WINDOW + 5], use_cache=False).logits[:, -1]
@@ -428,7 +428,7 @@ def test_a_file_of_a_compact_cache_is_short_and_says_what_it_has(tmp_path):
             ([0, 1], first),
             ([2], 0),
         ]
-        shapes = {entry.name: entry.shape for entry in file.header.entries()}
+        shapes = {tensor.name: tensor.shape for tensor in file.header.states()}
         assert shapes["keys.0"][3] == cache.seq_len - first
         fewest = file.header.min_tokens
     assert fewest == first + WINDOW - 1 <= cache.seq_len
@@ -475,7 +475,7 @@ def test_damage_to_skipped_positions_is_found(tmp_path):
     tokens = generate(model, LONG, cache)
     cache.save(path, model=model, tokens=tokens)
     with CacheFile(tmp_path / "a.safetensors") as file:
-        place = file._start + file.header.entries()[1].offset
+        place = file._start + file.header.states()[0].offset
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
@@ -497,7 +497,7 @@ def test_a_folder_of_prefixes(tmp_path):
         prompt = torch.cat([LONG[:, :length], torch.tensor([[1, 2]])], dim=1)
         for sliding in ("full", "compact"):
             other = StaticContiguousCache.from_model(model, 128, sliding=sliding)
-            store.fill(other, model, prompt, content="same")
+            store.fill(other, model, prompt, identity="same")
             assert other.seq_len == found
             assert torch.equal(generate(model, prompt, other), generate(model, prompt))
 

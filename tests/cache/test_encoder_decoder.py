@@ -139,7 +139,10 @@ def test_a_decoder_that_is_longer_than_its_encoder():
 def test_our_cache_without_one_for_cross_attention_is_refused():
     model, inputs = MODELS["bart"]().to(DEVICE), _inputs("bart")
     cache = StaticContiguousCache(model.config, 16)
-    remedy = r"encoder-decoder, which caches.*past_key_values=EncoderDecoderCache\(cache, DynamicCache\(config="
+    remedy = (
+        r"encoder-decoder, which caches"
+        r".*past_key_values=EncoderDecoderCache\(cache, DynamicCache\(config="
+    )
     with pytest.raises(ValueError, match=remedy):
         model.generate(**inputs, past_key_values=cache, **COMMON)
     with pytest.raises(ValueError, match=remedy), torch.no_grad():

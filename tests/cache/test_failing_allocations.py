@@ -157,7 +157,7 @@ def test_a_call_of_an_attached_model(name, reuse_prefix, loop, monkeypatch):
         tokens, count = outcome(call, number)
         assert tokens is None or torch.equal(tokens, expected)
         pool = attachment(model).pool
-        assert pool.lent == []
+        assert pool.in_use == []
         assert torch.equal(call(), expected)
         attaching.detach(model)
         return count

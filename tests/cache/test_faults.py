@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_static_kv import StaticContiguousCache
-from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.cache.passes import UnfinishedPass
 from tests.cache.conftest import PROMPT, OutOfMemory, assert_same, fail_once, generate, snapshot
 from tests.conftest import toy_model
 

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from hf_static_kv import CacheFile, GraphDecoder, StaticContiguousCache
 from hf_static_kv.cache import fileformat, filepieces, files
 from hf_static_kv.cache.fileformat import MAX_HEADER_BYTES, checksum_weights, position_checksums
-from hf_static_kv.cache.identity import ModelIdentity, weights_digest
+from hf_static_kv.cache.fileidentity import ModelIdentity, weights_digest
 from hf_static_kv.testing import MINIATURES, load_model
 from tests.cache.conftest import assert_same, snapshot
 from tests.conftest import BATCH, COMMON, PROMPT, given, settings, shared_toy_model, st, toy_model

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, attachment, cache_bytes
-from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.states import Continuation, continuation_of, state_tensors
 from hf_static_kv.program.step import DecodeStep
 from tests.cache.conftest import check_attached, seeded_tokens

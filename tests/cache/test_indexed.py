@@ -153,17 +153,17 @@ def test_bytes(family, models):
     assert index.num_bytes == number * 2 * CAPACITY * INDEX_DIM * 4
 
 
-@pytest.mark.parametrize("act", ["crop", "select", "repeat", "grow", "pickle", "copy", "return_to"])
+@pytest.mark.parametrize("act", ["crop", "select", "repeat", "grow", "pickle", "copy", "restore"])
 def test_the_sequence_goes_on_after(model, act):
     """The logits of the next token are those of a whole pass, whatever became of the cache before."""
     cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=4)
     ids, address = BATCH, cache.storage_groups[-1].keys.data_ptr()
     with torch.no_grad():
         model(ids[:, :-1], past_key_values=cache)
-        moment = cache.moment()
-        if act in ("crop", "return_to"):
+        snapshot = cache.snapshot()
+        if act in ("crop", "restore"):
             model(ids[:, -4:-1], past_key_values=cache)
-            cache.crop(-3) if act == "crop" else cache.return_to(moment)
+            cache.crop(-3) if act == "crop" else cache.restore(snapshot)
         elif act == "select":
             cache.batch_select_indices(torch.tensor([1, 1, 0]))
             ids = ids[[1, 1, 0]]

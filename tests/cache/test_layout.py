@@ -374,7 +374,8 @@ def test_layers_of_the_cache_that_no_module_has(build, num_layers, missing):
         ),
         (
             lambda: cut(vision_language_model(), slice(3)),
-            r"has 3 layers .* layer 3\. Set `model.config.get_text_config\(\).num_hidden_layers = 3` and .*layer_types",
+            r"has 3 layers .* layer 3\. Set `model.config.get_text_config\(\).num_hidden_layers = 3`"
+            r" and .*layer_types",
         ),
         (
             lambda: cut(toy_model("llama", num_hidden_layers=4), slice(0, 4, 2)),

@@ -22,9 +22,9 @@ def request(model, length=10, rows=1, new_tokens=20, ids=None, **config):
     return Request(model, ids, settings, {"attention_mask": torch.ones_like(ids)})
 
 
-def use(pool, asked, content=None, error=None):
+def use(pool, asked, identity=None, error=None):
     """One call that reads its prompt; the cache it was given, and how many tokens that held."""
-    with pool.cache_for(asked, content) as cache:
+    with pool.cache_for(asked, identity) as cache:
         before = cache.seq_len
         with torch.no_grad():
             asked.model(asked.input_ids[:, before:], past_key_values=cache)
@@ -52,7 +52,7 @@ def test_calls_of_like_size_are_given_the_same_cache(model):
     assert use(pool, request(model, rows=2))[0] is not first
     assert use(pool, request(model, length=300))[0] is not first
     assert use(pool, request(model))[0] is first  # the smallest that serves
-    assert all(lease.cache.seq_len == 0 for lease in pool.free)
+    assert all(entry.cache.seq_len == 0 for entry in pool.free)
 
 
 def test_a_lent_cache_is_given_to_nobody_else(model):
@@ -60,28 +60,28 @@ def test_a_lent_cache_is_given_to_nobody_else(model):
     use(pool, request(model))
     with pool.cache_for(request(model)) as one, pool.cache_for(request(model)) as other:
         assert one is not other
-        assert len(pool.lent) == 2
-    assert len(pool.lent) == 0
+        assert len(pool.in_use) == 2
+    assert len(pool.in_use) == 0
 
 
 def test_a_cache_that_the_call_returns_leaves_the_pool(model):
     pool = CachePool()
     cache, _ = use(pool, request(model, return_dict_in_generate=True))
-    assert (pool.free, pool.lent, cache.seq_len) == ([], [], 10)
+    assert (pool.free, pool.in_use, cache.seq_len) == ([], [], 10)
 
 
 def test_after_an_error_the_cache_is_clean(model):
     pool = CachePool()
     with pytest.raises(KeyboardInterrupt):
-        use(pool, request(model), content="a", error=KeyboardInterrupt())
-    assert [lease.cache.seq_len for lease in pool.free] == [0]
-    assert use(pool, request(model, length=12), content="a")[1] == 0
+        use(pool, request(model), identity="a", error=KeyboardInterrupt())
+    assert [entry.cache.seq_len for entry in pool.free] == [0]
+    assert use(pool, request(model, length=12), identity="a")[1] == 0
 
 
 def test_the_least_recently_used_goes_first(model):
     pool = CachePool()
     caches = [use(pool, request(model, length=length))[0] for length in (100, 300, 600, 1100, 2200)]
-    assert [lease.cache for lease in pool.free] == caches[1:]
+    assert [entry.cache for entry in pool.free] == caches[1:]
 
 
 def test_the_bound_holds_for_free_and_lent_caches(model):
@@ -129,23 +129,23 @@ def test_another_dtype_or_autocast_needs_another_cache():
 
 def test_a_prefix_is_kept_for_the_same_content(model):
     pool, ids = CachePool(), torch.arange(1, 31)[None]
-    use(pool, request(model, ids=ids), content="a")
+    use(pool, request(model, ids=ids), identity="a")
     longer = torch.cat([ids, ids], dim=1)
-    assert use(pool, request(model, ids=longer), content="b")[1] == 0
-    assert use(pool, request(model, ids=longer), content="a")[1] == 30
+    assert use(pool, request(model, ids=longer), identity="b")[1] == 0
+    assert use(pool, request(model, ids=longer), identity="a")[1] == 30
     assert (
-        use(pool, request(model, ids=longer), content="a")[1] == 59
+        use(pool, request(model, ids=longer), identity="a")[1] == 59
     )  # one token is left to compute
     assert use(pool, request(model, ids=longer))[1] == 0
     other = longer.clone()
     other[0, 40] += 1
-    assert use(pool, request(model, ids=other), content="a")[1] == 40
+    assert use(pool, request(model, ids=other), identity="a")[1] == 40
     other[0, 5] += 1
     assert (
-        use(pool, request(model, ids=other), content="a")[1] == 0
+        use(pool, request(model, ids=other), identity="a")[1] == 0
     )  # most of the tokens on both sides differ
     assert (
-        use(pool, request(model, ids=longer[:, :8]), content="a")[1] == 7
+        use(pool, request(model, ids=longer[:, :8]), identity="a")[1] == 7
     )  # most of the prompt is there
     assert pool.reused_tokens == 30 + 59 + 40 + 7
 

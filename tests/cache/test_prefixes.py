@@ -172,7 +172,7 @@ def test_a_cache_of_fixed_capacity_takes_what_fits(tmp_path, small_spare, slidin
     ask(model, TEXT, past_key_values=large)
     large.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT)
     cache = StaticContiguousCache.from_model(model, 64, sliding=sliding)
-    PrefixStore(tmp_path).fill(cache, model, torch.cat([TEXT, QUESTION], dim=1), "content")
+    PrefixStore(tmp_path).fill(cache, model, torch.cat([TEXT, QUESTION], dim=1), "identity")
     assert cache.seq_len == 64
     assert torch.equal(cache.known_ids, TEXT[:, :64])
 
@@ -185,7 +185,7 @@ def test_a_file_of_a_compact_cache_is_not_taken_by_a_capacity_below_its_least(
     ask(model, TEXT, past_key_values=cache)
     cache.save(tmp_path / "mine.safetensors", model=model, tokens=TEXT)
     small = StaticContiguousCache.from_model(model, 64)
-    PrefixStore(tmp_path).fill(small, model, TEXT, "content")
+    PrefixStore(tmp_path).fill(small, model, TEXT, "identity")
     assert small.seq_len == 0
     assert caplog.text == ""
 

@@ -13,7 +13,8 @@ REFUSED = {
     "all layers share": (
         lambda: CONFIG_MAPPING["gemma4_unified_assistant"](),
         # transformers 5.17 has no number of layers in this config.
-        r"All \d+ layers of 'gemma4_unified_text' read the keys.*to that model|'gemma4_unified_assistant' does not say",
+        r"All \d+ layers of 'gemma4_unified_text' read the keys.*to that model"
+        r"|'gemma4_unified_assistant' does not say",
     ),
     "openai-gpt": (
         lambda: CONFIG_MAPPING["openai-gpt"](),
@@ -37,7 +38,8 @@ REFUSED = {
     ),
     "deepseek_v4": (
         lambda: CONFIG_MAPPING["deepseek_v4"](),
-        r"'deepseek_v4' has layers of type compressed_sparse_attention, heavily_compressed_attention, whose state",
+        r"'deepseek_v4' has layers of type compressed_sparse_attention, "
+        r"heavily_compressed_attention, whose state",
     ),
     "minimax_m3": (
         lambda: CONFIG_MAPPING["minimax_m3_vl_text"](
@@ -51,7 +53,8 @@ REFUSED = {
     ),
     "mllama": (
         lambda: CONFIG_MAPPING["mllama"](),
-        r"Layers \[3, .*\] of 'mllama_text_model' are cross-attention.*Leave `past_key_values` out: `generate`",
+        r"Layers \[3, .*\] of 'mllama_text_model' are cross-attention"
+        r".*Leave `past_key_values` out: `generate`",
     ),
     "an encoder-decoder that is refused": (
         lambda: CONFIG_MAPPING["prophetnet"](),

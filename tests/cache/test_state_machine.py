@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 LAYERS, HEADS, DIM, ROWS = 3, 2, 2, 4
 WINDOWS = [None, 2, 4]
-SPARE = 1  # of compact layers: they have 6 and 10 slots
+SLACK = 1  # of compact layers: they have 6 and 10 slots
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -34,12 +34,12 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, order):
         self.order = order  # in which the layers of this model run
         self.seen = [0] * LAYERS
-        before, storage.SPARE = storage.SPARE, SPARE
+        before, storage.SLACK = storage.SLACK, SLACK
         self.cache = StaticContiguousCache.allocate(
             LAYERS, HEADS, DIM, self.ROOM, batch_size=ROWS, dtype=torch.float32, device="cpu",
             sliding_windows=WINDOWS, sliding=self.SLIDING,
         )  # fmt: skip
-        storage.SPARE = before
+        storage.SLACK = before
         self.address = self.addresses()
         self.text = [[] for _ in range(LAYERS)]
         self.batch = None
@@ -189,7 +189,7 @@ class CompactMachine(CacheMachine):
     def replay(self):
         """A captured step: room is made between the steps, and the device writes to slots."""
         self.cache.crop(0)  # a step that failed is discarded
-        self.cache.make_room()
+        self.cache.reserve()
         keys, values = self.new_states(1)
         for layer in self.cache.layers:
             slot = layer.length - layer.offset
@@ -203,12 +203,12 @@ class CompactMachine(CacheMachine):
     def undo(self, data):
         """Any number of steps, undone, where `crop` could not."""
         self.cache.crop(0)
-        moment, text = self.cache.moment(), self.text
+        snapshot, text = self.cache.snapshot(), self.text
         self.text = list(text)
         for _ in range(data.draw(st.integers(1, 3))):
             if self.has_room(tokens := data.draw(st.integers(1, self.MAX_STEP))):
                 self.text = [self.write(layer_idx, tokens) for layer_idx in range(LAYERS)]
-        self.cache.return_to(moment)
+        self.cache.restore(snapshot)
         self.text = text
 
     @rule()
@@ -236,9 +236,9 @@ class CompactMachine(CacheMachine):
             for seen, text in zip(self.seen, self.text, strict=True)
         ]
         for layer, seen, window in zip(self.cache.layers, self.seen, WINDOWS, strict=True):
-            assert layer.num_slots == (self.ROOM if window is None else 2 * (window + SPARE))
+            assert layer.num_slots == (self.ROOM if window is None else 2 * (window + SLACK))
             assert layer.oldest <= (0 if window is None else max(0, layer.length - window + 1))
-            assert layer.oldest <= max(0, seen - (window or seen) + 1 - SPARE)
+            assert layer.oldest <= max(0, seen - (window or seen) + 1 - SLACK)
 
 
 TestCacheMachine = CacheMachine.TestCase

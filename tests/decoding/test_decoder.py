@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, StoppingCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attached, cache_bytes
-from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep

@@ -36,7 +36,7 @@ from hf_static_kv import (
     attachment,
 )
 from hf_static_kv.cache import storage
-from hf_static_kv.cache.hybrid import UnfinishedPass
+from hf_static_kv.cache.passes import UnfinishedPass
 from tests.fuzz.cases import (
     MAX_ROWS,
     ROOMY,
@@ -306,8 +306,8 @@ class WithPool(Contender):
                 output = self._generate(text, call)
             except InjectedError:
                 output = self._generate(text, call)
-        if self.pool.lent:
-            raise AssertionError(f"{len(self.pool.lent)} caches were not given back")
+        if self.pool.in_use:
+            raise AssertionError(f"{len(self.pool.in_use)} caches were not given back")
         if call.keeps_cache and output is not None:
             self.kept = output.cache
         return output
@@ -336,8 +336,8 @@ class WithPool(Contender):
         ]
         with served_on_cpu():
             outputs = at_once(acts)
-        if self.pool.lent:
-            raise AssertionError(f"{len(self.pool.lent)} caches were not given back")
+        if self.pool.in_use:
+            raise AssertionError(f"{len(self.pool.in_use)} caches were not given back")
         return outputs
 
 
@@ -1137,7 +1137,7 @@ def run_case(case: Case, device: str, contenders: tuple[str, ...], tally: Tally)
     tally.cases += 1
     tally.architectures.add(case.architecture)
     tally.moves.update(case.moves)
-    with patch.object(storage, "SPARE", 2):  # so that short texts fill the slots of compact layers
+    with patch.object(storage, "SLACK", 2):  # so that short texts fill the slots of compact layers
         runner = Runner(case, device, contenders, tally)
         try:
             runner.run()

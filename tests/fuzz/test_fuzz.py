@@ -7,7 +7,8 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
 from hf_static_kv.cache.identity import State
-from hf_static_kv.cache.pool import CachePool, Lease
+from hf_static_kv.cache.passes import OpenPass
+from hf_static_kv.cache.pool import CachePool, Entry
 from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import (
     FAMILIES,
@@ -164,9 +165,9 @@ def lend_a_cache_that_is_in_use(monkeypatch):
     take = CachePool._take
 
     def broken(pool, *args):
-        lease = take(pool, *args)
-        pool.free.append(lease)
-        return lease
+        entry = take(pool, *args)
+        pool.free.append(entry)
+        return entry
 
     monkeypatch.setattr(CachePool, "_take", broken)
 
@@ -217,12 +218,7 @@ def keep_the_rows_in_their_order(monkeypatch):
 
 
 def count_what_a_failed_pass_wrote(monkeypatch):
-    end_step = StaticContiguousCache._end_step
-
-    def broken(cache, end=StaticContiguousLayer.commit):
-        end_step(cache, end)
-
-    monkeypatch.setattr(StaticContiguousCache, "_end_step", broken)
+    monkeypatch.setattr(OpenPass, "discard", OpenPass.commit)
 
 
 def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
@@ -249,7 +245,7 @@ def forget_the_streamer(monkeypatch):
 
 
 def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
-    keep, free_lease = CachePool._keep, CachePool._free_lease
+    keep, free_entry = CachePool._keep, CachePool._free_entry
 
     def without_reset(method):
         def broken(*args):
@@ -260,22 +256,22 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
         return broken
 
     monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
-    monkeypatch.setattr(CachePool, "_free_lease", without_reset(free_lease))
+    monkeypatch.setattr(CachePool, "_free_entry", without_reset(free_entry))
     monkeypatch.setattr(
-        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+        "hf_static_kv.cache.cache.check_request", lambda *args: None
     )  # it would refuse the cache
 
 
 def reuse_a_prefix_that_is_one_too_long(monkeypatch):
-    common_prefix = Lease.common_prefix
+    common_prefix = Entry.common_prefix
 
-    def broken(lease, request):
-        longest = min(lease.cache.seq_len, request.input_ids.shape[1] - 1)
-        return min(common_prefix(lease, request) + 1, longest)
+    def broken(entry, request):
+        longest = min(entry.cache.seq_len, request.input_ids.shape[1] - 1)
+        return min(common_prefix(entry, request) + 1, longest)
 
-    monkeypatch.setattr(Lease, "common_prefix", broken)
+    monkeypatch.setattr(Entry, "common_prefix", broken)
     monkeypatch.setattr(
-        "hf_static_kv.cache.sequences.check_request", lambda *args: None
+        "hf_static_kv.cache.cache.check_request", lambda *args: None
     )  # it would refuse the cache
 
 
