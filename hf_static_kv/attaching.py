@@ -33,6 +33,7 @@ from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
+from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.prefixes import PrefixStore
 from hf_static_kv.cache.ranks import OutOfMemoryOnAllRanks, num_ranks
@@ -230,7 +231,7 @@ class Attachment:
         self.pool.last = None
         try:
             self._check(request, made)
-            identity = self._content(request)
+            identity = self._identity(request)
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
             cache.begin_call(request)
         except (Fallback, ValueError) as reason:

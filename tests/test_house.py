@@ -13,7 +13,8 @@ READING_ORDER = {
     "": ["compat"],
     "cache": [
         "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "passes",
-        "allocation", "identity", "fileidentity", "fileformat", "filepieces", "files", "cache", "prefixes", "pool",
+        "allocation", "identity", "fileidentity", "fileformat", "filepieces", "files", "cache", "prefixes",
+        "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",

@@ -564,7 +564,9 @@ class StaticContiguousCache(AllocatedCache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """(keys, values, window) of each layer as `DynamicCache` gives them."""
         for layer in self.layers:
-            keys, values, window = layer.keys, layer.values, layer.sliding_window
+            keys = layer.keys
+            values = layer.values
+            window = layer.sliding_window
             if keys is None or window is None:
                 yield keys, values, None if window is None else torch.tensor(window)
             else:

@@ -66,7 +66,8 @@ class ModelIdentity:
 
         Only one may have a field: transformers adds some over time.
         """
-        own, others = json.loads(self.config), json.loads(other.config)
+        own = json.loads(self.config)
+        others = json.loads(other.config)
         for name in own:
             if name in others and own[name] != others[name]:
                 return f"{name} of its config is {others[name]}, and this model has {own[name]}"
@@ -76,7 +77,8 @@ class ModelIdentity:
             return "its weights are others"
         if self.settings == other.settings:
             return None
-        own, others = json.loads(self.settings), json.loads(other.settings)
+        own = json.loads(self.settings)
+        others = json.loads(other.settings)
         for name in (*own, *others):
             mine, theirs = (found.get(name, found.get(_common(name))) for found in (own, others))
             if mine is not None and theirs is not None and mine != theirs:

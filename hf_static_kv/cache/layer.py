@@ -75,7 +75,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def check(self, key_states: Tensor, value_states: Tensor, has_storage: bool = True) -> None:
         """Refuse states that cannot be written."""
-        size, value_size = key_states.shape, value_states.shape
+        size = key_states.shape
+        value_size = value_states.shape
         if len(size) != 4 or len(value_size) != 4 or size[:3] != value_size[:3]:
             raise ValueError(
                 f"key_states {list(size)} and value_states {list(value_size)} must both be "
@@ -286,7 +287,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             return
         self.was_assigned = True
         own = self._assignable(name, states)
-        batch_size, length = states.shape[0], states.shape[2]
+        batch_size = states.shape[0]
+        length = states.shape[2]
         is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
         if not is_prefix:
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
@@ -313,7 +315,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
                 "with `from_model`."
             )
         own = self.storage[0 if name == "keys" else 1][:, :, self.oldest - self.offset :]
-        kind, own_kind = (states.dtype, states.device), (own.dtype, own.device)
+        kind = (states.dtype, states.device)
+        own_kind = (own.dtype, own.device)
         fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2] and kind == own_kind
         if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2]:
             raise ValueError(

@@ -125,7 +125,8 @@ def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache 
     inputs: dict[str, Any] = {"past_key_values": cache, "use_cache": cache is not None}
     end = 0
     for size in parts:
-        start, end = end, end + size
+        start = end
+        end = end + size
         inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         if takes_positions:
             inputs["position_ids"] = torch.arange(start, end, device=ids.device)[None]

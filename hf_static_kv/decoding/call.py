@@ -92,7 +92,7 @@ class Call:
         self.cache: Any = self.model_kwargs.get(
             "past_key_values"
         )  # eligibility.py looks whether it is ours
-        self.lease: Lease | None = None  # of a cache of a pool: another can take its place
+        self.entry: Entry | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
         self.assumed: State | None = (
@@ -300,7 +300,7 @@ class Call:
         """
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = True
-        assert self.lease is not None
+        assert self.entry is not None
         state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass

@@ -127,7 +127,7 @@ class GraphDecoder:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
                 except Fallback as fallback:
                     refused = fallback
-            call.lease = self.pool.lease_of(call.cache)
+            call.entry = self.pool.entry_of(call.cache)
             return self.pool.hand_over(self._generate(call, refused))  # type: ignore[no-any-return]
 
     def _generate(self, call: Call, refused: Fallback | None) -> _Output:
@@ -152,12 +152,12 @@ class GraphDecoder:
                 raise refused
             check(call)
             self._check_failures(call)
-            before = call.cache.moment()
+            before = call.cache.snapshot()
             return self._decode(call)
         except Fallback as fallback:
             self._note(fallback, "This call falls back to the loop of `generate`")
         if before is not None and call.outputs is None:
-            call.cache.return_to(before)  # the prompt is computed again
+            call.cache.restore(before)  # the prompt is computed again
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output
@@ -239,7 +239,7 @@ class GraphDecoder:
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        call.cache.make_room()  # a new step is tried at the next position
+        call.cache.reserve()  # a new step is tried at the next position
         steps = self._steps.setdefault(call.cache, {})
         selection = selection_of(call)
         state = (
@@ -504,7 +504,7 @@ def _room(step: DecodeStep, call: Call, room: int) -> int:
     """
     if room > 1:
         return room - 1
-    room = call.cache.make_room()
+    room = call.cache.reserve()
     step.sync()
     return room
 

@@ -64,7 +64,7 @@ def verify(step: DecodeStep, call: Call) -> None:
 
     The cache is left as it was in any case.
     """
-    here = call.cache.moment()
+    here = call.cache.snapshot()
     before = IS_VERIFICATION.set(True)
     try:
         for number, case in enumerate(_cases(call, call.cache.seq_len)):
@@ -202,7 +202,7 @@ def _difference(logits: Tensor, expected: Tensor) -> Tensor:
 def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -> Tensor:
     """The logits [B, V] of an ordinary pass, with the user's own attention and none of our kernels."""
     cache = call.cache
-    here = call.cache.moment()
+    here = call.cache.snapshot()
     seq_start = case.seq_start[:, None]
     mask = torch.arange(case.position + 1, device=tokens.device) >= seq_start
     inputs: dict[str, Any] = {

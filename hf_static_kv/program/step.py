@@ -29,6 +29,7 @@ from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
+from hf_static_kv.cache.request import cache_is_full
 from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
@@ -174,9 +175,7 @@ class DecodeStep:
         from the beginning.
         """
         if isinstance(lengths, int) and lengths >= self.max_cache_len:
-            raise ValueError(
-                f"The cache is full: it holds {lengths} of {self.max_cache_len} tokens."
-            )
+            raise cache_is_full(lengths, self.max_cache_len)
         self.positions.set(lengths, seq_start, position_ids)
         self.sync()
 
