@@ -48,6 +48,7 @@ class Lease:
     content: Any = None  # what its states depend on beside the tokens; None: it holds none that another call may use
     num_reused: int = 0  # tokens of the present call that are not computed again
     own_users: list[int | None] | None = None  # of the storage, without its caller's; None: no caller was given it
+    pool: Any = None  # the `CachePool` that has lent it
 
     @property
     def storage_users(self) -> list[int | None]:
@@ -141,6 +142,28 @@ class CachePool:
             output.past_key_values = lease.cache.shared()
         return output
 
+    def exchange(self, lease: Lease, request: Request, content: Any) -> None:
+        """Give the call of `lease` another cache: the model has the state `content`, and the prefix is of another.
+
+        That prefix stays, for calls of the model as it was. Where memory is short it is given up instead.
+        """
+        with self._lock:
+            kept = Lease(lease.cache, lease.kind, lease.planned_bytes, lease.content)
+            if kept.cache.can_crop_to(lease.num_reused):
+                kept.cache.crop(lease.num_reused - kept.cache.seq_len)
+            else:
+                kept.content = None
+            lease.content, lease.num_reused = content, 0
+            self.hits -= 1
+            try:
+                other = self._find(request, content, lease.kind)
+            except NotPooled:
+                lease.cache.reset()
+                return
+            lease.cache, lease.planned_bytes, lease.num_reused = other.cache, other.planned_bytes, other.num_reused
+            self._keep(kept)
+        self._load_prefix(lease, request)
+
     def lease_of(self, cache: Any) -> Lease | None:
         """The lease of a cache that is in the hands of a call; None if it is not of this pool."""
         with self._lock:
@@ -189,16 +212,18 @@ class CachePool:
     def _take(self, request: Request, content: Any) -> Lease:
         with self._lock:
             self._take_back()
-            kind = _kind(request)
-            lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
-            if lease is not None:
-                self.free.remove(lease)
-                self.hits += 1
-            else:
-                lease = self._new_lease(request, kind)
-            lease.content = content
+            lease = self._find(request, content, _kind(request))
+            lease.content, lease.pool = content, self
             self.lent.append(lease)
             return lease
+
+    def _find(self, request: Request, content: Any, kind: Any) -> Lease:
+        lease = self._with_prefix(request, content, kind) or self._free_lease(request, kind)
+        if lease is None:
+            return self._new_lease(request, kind)
+        self.free.remove(lease)
+        self.hits += 1
+        return lease
 
     def _take_back(self) -> None:
         """The caches whose callers have dropped them, and all views of them, are free."""

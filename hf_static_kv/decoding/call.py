@@ -79,6 +79,7 @@ class Call:
         self.lease: Lease | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
+        self.content: State | None = None  # of the model, where the prefix is not of this one
         self.assumed: State | None = None  # of the model: a known step runs before its state is compared
         self.is_prefix_assumed = self.is_prefix_confirmed = False  # to be that of the model as it is
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
@@ -240,19 +241,28 @@ class Call:
         """Whether the model is as it was when a prefix in the cache was computed. The device computes meanwhile."""
         self.is_prefix_assumed, self.is_prefix_confirmed = False, True
         assert self.lease is not None
-        state = repeatable_state(self.model)
+        self.content = state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass
         is_valid = state == self.lease.content or not self.lease.num_reused
-        self.lease.content = state
-        return bool(least(self.model, int(is_valid))) if num_ranks(self.model) > 1 else is_valid
+        if num_ranks(self.model) > 1:
+            is_valid = bool(least(self.model, int(is_valid)))
+        if is_valid:
+            self.lease.content = state
+        return is_valid
 
     def forget_prefix(self) -> None:
-        """Begin the call again with an empty cache."""
+        """Begin the call again with another cache: empty, or with a prefix of the model as it is."""
         assert self.lease is not None
-        self.lease.num_reused = 0
-        self.cache.reset()
+        self.lease.pool.exchange(self.lease, self.request, self.content)
+        self.use_cache(self.lease.cache)
+        self.__dict__.pop("fingerprint", None)
+        self.begin()
+
+    def begin(self) -> None:
+        """Tell the cache of the call, and note where it stands."""
         self.cache.begin_call(self.request)
+        self.start = self.cache.moment()
 
     def _compute_prompt(self) -> None:
         prefill: Any = compat.prefill(self.model)  # not None: eligibility.py or `run_eagerly` has looked

@@ -101,7 +101,7 @@ class GraphDecoder:
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave `custom_generate` out."
             )
         if isinstance(call.cache, StaticContiguousCache):
-            call.cache.begin_call(call.request)
+            call.begin()
         if call.device.type == "cuda" and not self._steps:
             load(TRITON)
         if call.streamer is None and self.streamer is not None:  # `generate` has given the prompt to its own streamer
@@ -109,13 +109,12 @@ class GraphDecoder:
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = fallback_reason(call) or self._known_failure(call)
         if self.fallback_reason is None:
-            before = call.cache.moment()
             try:
                 return self._decode(call)
             except NotCaptured as reason:
                 self.fallback_reason = str(reason)
                 if call.outputs is None:
-                    call.cache.return_to(before)  # the prompt is computed again
+                    call.cache.return_to(call.start)  # the prompt is computed again
         self._warn_once(f"{str(self.fallback_reason).rstrip('.')}. This call falls back to the loop of `generate`")
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
