@@ -48,6 +48,8 @@ class Entry:
     num_reused: int = 0
     # `storage_users` before a caller was given the cache.
     own_users: list[int | None] | None = None
+    # That has it in use.
+    pool: "CachePool | None" = None
 
     @property
     def storage_users(self) -> list[int | None]:
@@ -151,6 +153,32 @@ class CachePool:
             output.past_key_values = entry.cache.shared()
         return output
 
+    def exchange(self, entry: Entry, request: Request, identity: Any) -> None:
+        """Give the call of `entry` another cache: its prefix is of the model in another state.
+
+        That prefix stays, for calls of the model as it was. Where memory is short it is given up
+        instead.
+        """
+        with self._lock:
+            kept = Entry(entry.cache, entry.kind, entry.planned_bytes, entry.identity)
+            if kept.cache.can_crop_to(entry.num_reused):
+                kept.cache.crop(entry.num_reused - kept.cache.seq_len)
+            else:
+                kept.identity = None
+            entry.identity = identity
+            entry.num_reused = 0
+            self.hits -= 1
+            try:
+                other = self._find(request, identity, entry.kind)
+            except Fallback:
+                entry.cache.reset()
+                return
+            entry.cache = other.cache
+            entry.planned_bytes = other.planned_bytes
+            entry.num_reused = other.num_reused
+            self._keep(kept)
+        self._load_prefix(entry, request)
+
     def entry_of(self, cache: Any) -> Entry | None:
         """The entry of a cache that is in use in this pool."""
         with self._lock:
@@ -206,16 +234,19 @@ class CachePool:
     def _take(self, request: Request, identity: Any) -> Entry:
         with self._lock:
             self._take_back()
-            kind = _kind(request)
-            entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
-            if entry is not None:
-                self.free.remove(entry)
-                self.hits += 1
-            else:
-                entry = self._new_entry(request, kind)
+            entry = self._find(request, identity, _kind(request))
             entry.identity = identity
+            entry.pool = self
             self.in_use.append(entry)
             return entry
+
+    def _find(self, request: Request, identity: Any, kind: Any) -> Entry:
+        entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
+        if entry is None:
+            return self._new_entry(request, kind)
+        self.free.remove(entry)
+        self.hits += 1
+        return entry
 
     def _take_back(self) -> None:
         """Free the caches whose callers have dropped them."""

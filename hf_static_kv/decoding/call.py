@@ -22,7 +22,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
-from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.cache import Snapshot, StaticContiguousCache
 from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.passes import UnfinishedPass
@@ -95,12 +95,15 @@ class Call:
         self.entry: Entry | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
-        self.assumed: State | None = (
-            None  # of the model: a known step runs before its state is compared
-        )
-        self.is_prefix_assumed = self.is_prefix_confirmed = (
-            False  # to be that of the model as it is
-        )
+        # Of the model, where the prefix is not of this one.
+        self.identity: State | None = None
+        # Of the model: a known step runs before its state is compared.
+        self.assumed: State | None = None
+        # Of the cache, when the call began; None: it is not ours.
+        self.start: Snapshot | None = None
+        # To be that of the model as it is.
+        self.is_prefix_assumed = False
+        self.is_prefix_confirmed = False
         self.device = compute_device(self.model)  # `input_ids` may be on the CPU
         self.attention = attention_of(self.model)
         # What the model is given with the prompt, beside the tokens and the cache.
@@ -301,19 +304,29 @@ class Call:
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = True
         assert self.entry is not None
-        state = repeatable_state(self.model)
+        self.identity = state = repeatable_state(self.model)
         if state is not None:
             self.state = state.of_pass
         is_valid = state == self.entry.identity or not self.entry.num_reused
-        self.entry.identity = state
-        return bool(least(self.model, int(is_valid))) if num_ranks(self.model) > 1 else is_valid
+        if num_ranks(self.model) > 1:
+            is_valid = bool(least(self.model, int(is_valid)))
+        if is_valid:
+            self.entry.identity = state
+        return is_valid
 
     def forget_prefix(self) -> None:
-        """Begin the call again with an empty cache."""
+        """Begin the call again with another cache: empty, or with a prefix of the model as it is."""
         assert self.entry is not None
-        self.entry.num_reused = 0
-        self.cache.reset()
+        assert self.entry.pool is not None
+        self.entry.pool.exchange(self.entry, self.request, self.identity)
+        self.use_cache(self.entry.cache)
+        self.__dict__.pop("fingerprint", None)
+        self.begin()
+
+    def begin(self) -> None:
+        """Tell the cache of the call, and note where it stands."""
         self.cache.begin_call(self.request)
+        self.start = self.cache.snapshot()
 
     def _compute_prompt(self) -> None:
         prefill: Any = compat.prefill(

@@ -138,7 +138,7 @@ class GraphDecoder:
                 "`custom_generate` out."
             )
         if isinstance(call.cache, StaticContiguousCache):
-            call.cache.begin_call(call.request)
+            call.begin()
         if call.device.type == "cuda" and not self._steps:
             load(TRITON)
         if call.streamer is None and self.streamer is not None:
@@ -146,18 +146,16 @@ class GraphDecoder:
             call.streamer = self.streamer
             call.streamer.put(call.input_ids.cpu())
         self.fallback_reason = None
-        before = None
         try:
             if refused is not None:
                 raise refused
             check(call)
             self._check_failures(call)
-            before = call.cache.snapshot()
             return self._decode(call)
         except Fallback as fallback:
             self._note(fallback, "This call falls back to the loop of `generate`")
-        if before is not None and call.outputs is None:
-            call.cache.restore(before)  # the prompt is computed again
+            if call.start is not None and call.outputs is None:
+                call.cache.restore(call.start)  # the prompt is computed again
         output = call.run_eagerly()
         self.fallback_reason = call.why_replaced or self.fallback_reason
         return output
