@@ -154,6 +154,8 @@ class DecodeStep:
     @property
     def is_in_place(self) -> bool:
         """Whether the memory that a replay reads is still that of the tensors that were there."""
+        if self.is_orphan:
+            return False
         read = _READ[self.model][self] if self in _READ.get(self.model, ()) else []
         return all(tensor.data_ptr() == address for tensor, address in read)
 

@@ -204,6 +204,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
     assert model() is None
     (step,) = decoder._steps[cache].values()
     assert step.is_orphan
+    assert not step.is_in_place  # a call on a GPU asks before it runs ahead
     del step
     other = Decoding()
     other.cache, other.decoder = cache, decoder
