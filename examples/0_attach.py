@@ -14,9 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 from hf_static_kv import attach, detach
 
 parser = argparse.ArgumentParser()
-parser.add_argument(
-    "--model", default=Path(__file__).parent / "models" / "llama", help="a folder or a hub id"
-)
+parser.add_argument("--model", default=Path(__file__).parent / "models" / "llama")
 parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 

@@ -12,9 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_static_kv import StaticContiguousCache, StepRecorder, trace_attention
 
 parser = argparse.ArgumentParser()
-parser.add_argument(
-    "--model", default=Path(__file__).parent / "models" / "gemma3", help="a folder or a hub id"
-)
+parser.add_argument("--model", default=Path(__file__).parent / "models" / "gemma3")
 parser.add_argument("--device", default="cpu")
 args = parser.parse_args()
 
@@ -26,13 +24,8 @@ cache = StaticContiguousCache.from_model(model, max_cache_len=64)
 recorder = StepRecorder(best=2, tokenizer=tokenizer)
 layer = model.config.num_hidden_layers - 1
 with trace_attention(model, layers=[layer]) as trace:
-    tokens = model.generate(
-        **inputs,
-        past_key_values=cache,
-        logits_processor=[recorder],
-        max_new_tokens=12,
-        do_sample=False,
-    )
+    options = {"past_key_values": cache, "logits_processor": [recorder]}
+    tokens = model.generate(**inputs, **options, max_new_tokens=12, do_sample=False)
 
 attention = trace.matrix(layer).mean(dim=0)  # [heads, passes, positions] -> [passes, positions]
 print(f"chosen from two candidates; most attended token in layer {layer}")

@@ -162,10 +162,12 @@ def env(arguments: list[str]) -> int:
     """Print what a bug report needs."""
     _Parser("python -m hf_static_kv env", description=env.__doc__).parse_args(arguments)
     query = "nvidia-smi --query-gpu=name,driver_version --format=csv,noheader"
+    failed, gpus = subprocess.getstatusoutput(query)
     own = sorted(item for item in os.environ.items() if item[0].startswith("HF_STATIC_KV"))
     print(f"hf_static_kv {__version__}, python {platform.python_version()}, {platform.platform()}")
     print("packages:", ", ".join(f"{name} {_version(name)}" for name in _PACKAGES))
-    print("GPU, driver:", subprocess.getoutput(query).replace("\n", "; "))
+    print("torch's CUDA:", torch.version.cuda or "none")
+    print("GPU, driver:", "none found by nvidia-smi" if failed else gpus.replace("\n", "; "))
     print("environment:", ", ".join("=".join(item) for item in own) or "no HF_STATIC_KV_*")
     return 0
 

@@ -4,6 +4,7 @@ tests/clients.
 
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -145,10 +146,11 @@ def test_env(monkeypatch):
     head, *lines = done.stdout.splitlines()
     assert head.startswith(f"hf_static_kv {hf_static_kv.__version__}, python 3.")
     found = facts("\n".join(lines))
-    assert f"torch {torch.__version__}, transformers 5." in found["packages"]
+    assert f"torch {version('torch')}, transformers 5." in found["packages"]
     assert "trl" in found["packages"]
     assert found["environment"] == "HF_STATIC_KV_DEBUG_LAYER=0"
     assert found["GPU, driver"]
+    assert found["torch's CUDA"] == (torch.version.cuda or "none")
 
 
 def is_attached(model):

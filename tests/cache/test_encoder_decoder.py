@@ -176,7 +176,7 @@ def test_attach_leaves_the_call_as_it_is(caplog):
     expected = model.generate(**inputs, **COMMON)
     with attached(model) as info:
         assert torch.equal(model.generate(**inputs, **COMMON), expected)
-    assert info.fallback_reason == "There is no captured step for an encoder-decoder."
+    assert info.fallback_reason == "There is no captured step for an encoder-decoder"
     assert (
         "run with transformers' own cache. There is no captured step for an encoder-decoder."
         in caplog.text

@@ -9,6 +9,7 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.program import step as step_module
+from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import WINDOW, tiny_model
 from tests.conftest import toy_model as toy_on_cpu
@@ -188,13 +189,14 @@ def lose_the_newest_key(monkeypatch, model):
 
 
 def overlook_the_newest_key(monkeypatch, model):
-    own = step_module.advance
+    own = Positions.place
 
-    def advance(position, seq_start, windows, spans, positions):
-        own(position, seq_start, windows, spans, positions)
-        spans[:, -1, 2] -= 1
+    def place(self, **how):
+        own(self, **how)
+        for cursor in (self.full, *self.compact.values()):
+            cursor.spans[:, -1, :, 2] -= 1
 
-    monkeypatch.setattr(step_module, "advance", advance)
+    monkeypatch.setattr(Positions, "place", place)
 
 
 def change_the_step(change):
@@ -215,12 +217,12 @@ def read_another_layer(step):
 
 
 def ignore_chunks(step):
-    step.chunks = None
+    step.positions.chunks.fill_(torch.iinfo(torch.int64).max // 2)
 
 
 def shift_chunks(by):
     def shift(step):
-        step.chunks += by * (step.chunks == WINDOW)
+        step.positions.chunks += by * (step.positions.chunks == WINDOW)
 
     return shift
 

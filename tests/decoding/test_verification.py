@@ -11,8 +11,10 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import verification
+from hf_static_kv.program import positions as positions_module
 from hf_static_kv.program import rules
 from hf_static_kv.program import step as step_module
+from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
 from tests.conftest import ARCHITECTURES, COMMON, PROMPT, tiny_model, toy_model
@@ -46,34 +48,35 @@ def lose_the_newest_key(monkeypatch, layer, num_layers):
 
 
 def overlook_the_newest_key(monkeypatch, layer, num_layers):
-    own = step_module.advance
+    own = Positions.place
 
-    def advance(position, seq_start, windows, spans, positions):
-        own(position, seq_start, windows, spans, positions)
-        spans[:, layer, 2] -= 1
+    def place(self, **how):
+        own(self, **how)
+        for cursor in (self.full, *self.compact.values()):
+            cursor.spans[:, layer, :, 2] -= 1
 
-    monkeypatch.setattr(step_module, "advance", advance)
+    monkeypatch.setattr(Positions, "place", place)
 
 
 def shift_the_positions(monkeypatch, layer, num_layers):
-    own = step_module.advance
+    own = Positions.place
 
-    def advance(position, seq_start, windows, spans, positions):
-        own(position, seq_start, windows, spans, positions)
-        positions += 1
+    def place(self, **how):
+        own(self, **how)
+        self.position_ids += 1
 
-    monkeypatch.setattr(step_module, "advance", advance)
+    monkeypatch.setattr(Positions, "place", place)
 
 
 def change_the_window(by):
     def change(monkeypatch, layer):
-        own = DecodeStep.__init__
+        own = Positions.__init__
 
-        def init(self, *args):
-            own(self, *args)
+        def init(self, *args, **how):
+            own(self, *args, **how)
             self.windows[layer] += by
 
-        monkeypatch.setattr(DecodeStep, "__init__", init)
+        monkeypatch.setattr(Positions, "__init__", init)
 
     return change
 
@@ -248,12 +251,15 @@ def change_what_is_written(change):
     return plant
 
 
-def change_what_advances(change):
-    """`change` maps the position, the beginnings and the windows of a step to others."""
-
+def shift_the_beginnings(by):
     def plant(patch):
-        own = step_module.advance
-        patch.setattr(step_module, "advance", lambda *args: own(*change(*args[:3]), *args[3:]))
+        own = positions_module.place_tokens
+
+        def place_tokens(lengths, seq_start, *rest, **how):
+            own(lengths, seq_start + by, *rest, **how)
+
+        patch.setattr(positions_module, "place_tokens", place_tokens)
+        patch.setattr(positions_module, "place_tokens_plain", place_tokens)
 
     return plant
 
@@ -288,12 +294,8 @@ PLANTED = {
     "a key that is 1 % too large": change_what_is_written(
         lambda key, value, at: (1.01 * key, value, at)
     ),
-    "padding that is seen": change_what_advances(
-        lambda at, starts, windows: (at, starts - 1, windows)
-    ),
-    "a first token that is not seen": change_what_advances(
-        lambda at, starts, windows: (at, starts + 1, windows)
-    ),
+    "padding that is seen": shift_the_beginnings(-1),
+    "a first token that is not seen": shift_the_beginnings(1),
     "mixed outputs of gated layers": mix_the_output("gated_linear"),
     "mixed sums and norms": mix_the_output("add_norm"),
 }

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-SHARED = {
-    89: 99 * 1024,
-    90: 227 * 1024,
-}  # bytes that a program may have: RTX 4090 (and 3090), H100 and H200
+from tests.conftest import triton_module
+
+# Bytes that a program may have: RTX 4090 (and 3090), H100 and H200.
+SHARED = {89: 99 * 1024, 90: 227 * 1024}
 
 
 @pytest.mark.parametrize("capability", [90, pytest.param(89, marks=pytest.mark.slow)])
@@ -32,11 +32,4 @@ def test_every_kernel_compiles_and_fits(capability, tmp_path):
     assert names >= {"invariant_linear_few_tokens", "decode_attention_split"}
     assert max(int(size) for _, size in shared) <= SHARED[capability]
     if capability == 90:
-        defined = [
-            path.read_text()
-            for path in (Path(__file__).parents[2] / "hf_static_kv/kernels").glob("*_triton.py")
-        ]
-        launched = {
-            line.split(",")[0].strip() for text in defined for line in text.split("launch(")[1:]
-        }
-        assert names == {name for name in launched if name.startswith("_")}
+        assert names == triton_module("tests.kernels.sanitize").defined_kernels()
