@@ -11,7 +11,6 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import verification
-from hf_static_kv.program import positions as positions_module
 from hf_static_kv.program import rules
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.positions import Positions
@@ -253,13 +252,14 @@ def change_what_is_written(change):
 
 def shift_the_beginnings(by):
     def plant(patch):
-        own = positions_module.place_tokens
+        own = Positions.place
 
-        def place_tokens(lengths, seq_start, *rest, **how):
-            own(lengths, seq_start + by, *rest, **how)
+        def place(self, **how):
+            own(self, **how)
+            for cursor in (self.full, *self.compact.values()):
+                cursor.spans[..., :2] += by
 
-        patch.setattr(positions_module, "place_tokens", place_tokens)
-        patch.setattr(positions_module, "place_tokens_plain", place_tokens)
+        patch.setattr(Positions, "place", place)
 
     return plant
 
