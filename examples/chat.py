@@ -282,9 +282,8 @@ def main(argv: list[str] | None = None) -> int:
         attach(model, reuse_prefix=args.folder or True)
     if not tokenizer.chat_template:
         print(dim("No chat template: the model goes on writing after your line"))
-        tokenizer.chat_template = (
-            tokenizer.decode(tokenizer.encode("")) + ONE_TEXT
-        )  # its first token, if it has one
+        # Its first token, if it has one.
+        tokenizer.chat_template = tokenizer.decode(tokenizer.encode("")) + ONE_TEXT
     print(dim("/help shows the commands, Ctrl-D ends the chat"))
     talk(Chat(model, tokenizer, args))
     return 0

@@ -87,9 +87,8 @@ def draw(model: PreTrainedModel, texts: list[str], trace: Any, path: Path) -> No
 
     config = model.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    matrices = {
-        layer: trace.matrix(layer).mean(dim=0) for layer in trace.layers
-    }  # [passes, positions]
+    # [passes, positions]
+    matrices = {layer: trace.matrix(layer).mean(dim=0) for layer in trace.layers}
     passes, length = next(iter(matrices.values())).shape
     size = (max(7.0, 0.17 * length + 2.5), len(matrices) * (0.17 * passes + 1.5))
     figure, axes = plt.subplots(len(matrices), 1, figsize=size, layout="constrained", squeeze=False)

@@ -128,9 +128,8 @@ class Attachment:
         self.pool = self.decoder.pool = CachePool(
             settings.max_cache_len, settings.max_bytes, settings.store
         )
-        self._one_at_a_time = (
-            RLock() if settings.exact else nullcontext()
-        )  # exact changes the model
+        # Exact changes the model.
+        self._one_at_a_time = RLock() if settings.exact else nullcontext()
         self._is_short_of_memory = False
         self._state: State | None = None  # of the model in the last call
         self.why_unserved: str | None = None  # found in a call; a later `attach` forgets it
@@ -471,9 +470,8 @@ def detach(model: Any) -> None:
     """
     inner = unwrapped(model, "detach")
     _ATTACHMENTS.pop(inner, None)
-    if (
-        compat.Hooked in type(inner).__bases__
-    ):  # else another class is on top, and the hooks do nothing
+    # Else another class is on top, and the hooks do nothing.
+    if compat.Hooked in type(inner).__bases__:
         inner.__class__ = type(inner).__bases__[0]
 
 

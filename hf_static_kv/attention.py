@@ -114,9 +114,8 @@ def static_contiguous_attention(
         return one_token_attention(query, key, value, attention_mask, scoring), None
     if softcap is not None or sinks is not None:
         return plain_attention(query, key, value, attention_mask, scoring)[0], None
-    with (
-        nullcontext() if torch.compiler.is_compiling() else without_cudnn()
-    ):  # dynamo cannot trace the context
+    # Dynamo cannot trace the context.
+    with nullcontext() if torch.compiler.is_compiling() else without_cudnn():
         output, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, **{**kwargs, "scaling": scale}
         )
@@ -176,9 +175,8 @@ def plain_attention(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    if (
-        mask is None and query.shape[2] > 1
-    ):  # transformers leaves out the mask of a whole causal pass
+    # Transformers leaves out the mask of a whole causal pass.
+    if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = (
@@ -207,9 +205,8 @@ def exact_attention(
 ) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
     layer, (scale, softcap, sinks) = step_layer(module), scoring_of(query, kwargs)
-    is_packed = (
-        attention_mask is not None and attention_mask.dtype == torch.int64
-    )  # other masks are bool or floating
+    # Other masks are bool or floating.
+    is_packed = attention_mask is not None and attention_mask.dtype == torch.int64
     if kwargs.get("position_bias") is not None or (layer is None and not is_packed):
         raise ValueError(
             "Inside exact the mask is made from attention_mask [B, n] only: pass no 4-dim mask "

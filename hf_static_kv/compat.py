@@ -33,19 +33,15 @@ def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
     return lambda thing: getattr(thing, name, default)
 
 
-mask_length = _reader(
-    "_mask_length", -1
-)  # of a mask of ones that `generate` has left out. Without it: not known
+# Of a mask of ones that `generate` has left out. Without it: not known.
+mask_length = _reader("_mask_length", -1)
 prefill = _reader("_prefill")  # the method that reads a prompt. Without it: GraphDecoder falls back
-next_model_kwargs = _reader(
-    "_update_model_kwargs_for_generation"
-)  # the method with what a pass changes. As above
-attention_name = _reader(
-    "_attn_implementation"
-)  # of a config. Without it: None, and `can_set_attention` is False
-is_compiled_in_place = _reader(
-    "_compiled_call_impl"
-)  # true after `module.compile()`. Without it: not seen
+# The method with what a pass changes. As above.
+next_model_kwargs = _reader("_update_model_kwargs_for_generation")
+# Of a config. Without it: None, and `can_set_attention` is False.
+attention_name = _reader("_attn_implementation")
+# True after `module.compile()`. Without it: not seen.
+is_compiled_in_place = _reader("_compiled_call_impl")
 
 
 def kept_by(layer_type: str) -> tuple[bool, bool]:
@@ -100,9 +96,8 @@ def generate_locals() -> dict[str, Any] | None:
 
     Without it: calls are checked pass by pass.
     """
-    code = getattr(
-        inspect.unwrap(GenerationMixin.generate), "__code__", None
-    )  # below `torch.no_grad`
+    # Below `torch.no_grad`.
+    code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
@@ -485,9 +480,8 @@ def parallel_compiling(pool: Any) -> Iterator[None]:
         with AsyncCompileMode(pool):
             yield
     finally:
-        active_mode.set(
-            None
-        )  # Triton leaves it set where a kernel failed, and could then compile no other
+        # Triton leaves it set where a kernel failed, and could then compile no other.
+        active_mode.set(None)
 
 
 def build_launcher(compilation: Any) -> None:

@@ -28,15 +28,14 @@ class Source(NamedTuple):
 
 
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
+# Hub ids.
 DEV_MODELS: dict[str, str] = {
     name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()
-}  # hub ids
-FAMILIES: dict[str, str] = {
-    name: shape["hub_id"] for name, shape in _SHAPES["families"].items()
-}  # only measured
-PARTS: dict[str, str] = {
-    name: part["of"] for name, part in _SHAPES["parts"].items()
-}  # of the `FAMILIES`
+}
+# Only measured.
+FAMILIES: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["families"].items()}
+# Of the `FAMILIES`.
+PARTS: dict[str, str] = {name: part["of"] for name, part in _SHAPES["parts"].items()}
 MINIATURES = ("llama", "qwen3", "gemma3")
 Device = str | torch.device
 

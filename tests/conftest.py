@@ -200,9 +200,8 @@ def _built_once(name: str, attn: str, seed: int) -> PreTrainedModel:
 
 def toy_model(name: str, attn: str = "sdpa", seed: int = 0, **overrides) -> PreTrainedModel:
     if not overrides:
-        return copy.deepcopy(
-            _built_once(name, attn, seed)
-        )  # a copy takes half the time of another model
+        # A copy takes half the time of another model.
+        return copy.deepcopy(_built_once(name, attn, seed))
     return random_model(toy_config(name, **overrides), seed=seed, attn_implementation=attn)
 
 

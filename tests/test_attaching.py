@@ -314,9 +314,8 @@ def test_a_cache_that_is_returned_leaves_the_pool(model):
     longer = torch.cat([output.sequences, PROMPT], dim=1)
     detach(model)
     expected = generate(model, longer, max_new_tokens=300)
-    assert torch.equal(
-        generate(model, longer, max_new_tokens=300, past_key_values=cache), expected
-    )  # it grows
+    # It grows.
+    assert torch.equal(generate(model, longer, max_new_tokens=300, past_key_values=cache), expected)
     assert cache.max_cache_len > 256
 
 
@@ -651,9 +650,8 @@ def test_a_model_that_skips_a_layer_of_some_tokens(model):
 # --- where the model computes
 
 
-@pytest.mark.filterwarnings(
-    "ignore:You are calling .generate"
-)  # with ids on a device, and a model on none
+# With ids on a device, and a model on none.
+@pytest.mark.filterwarnings("ignore:You are calling .generate")
 @pytest.mark.parametrize("place", ["cpu_offload", "disk_offload"])
 @pytest.mark.parametrize(
     "how", [{}, {"num_beams": 2}, {"do_sample": True}], ids=["greedy", "beams", "sampled"]
@@ -726,10 +724,11 @@ def test_reuse_keeps_the_common_part_only(model):
 
 
 def test_two_chats_in_turn_keep_a_cache_each(model):
+    # A common beginning of two tokens.
     first, second = (
         PROMPT,
         torch.cat([PROMPT[:, :2], PROMPT + 1], dim=1),
-    )  # a common beginning of two tokens
+    )
     info = attach(model, reuse_prefix=True)
     for _ in range(3):
         first, second = generate(model, first), generate(model, second)

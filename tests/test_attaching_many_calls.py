@@ -107,10 +107,11 @@ def live_tensors():
     gc.collect()
     if DEVICE == "cuda":
         torch._C._cuda_clearCublasWorkspaces()  # kept for each stream that was ever used
+    # No others: those that compilers leave behind have no memory.
     kinds = (
         torch.Tensor,
         torch.nn.Parameter,
-    )  # no others: those that compilers leave behind have no memory
+    )
     tensors = [
         thing for thing in gc.get_objects() if type(thing) in kinds and thing.device.type == DEVICE
     ]
@@ -125,9 +126,8 @@ def live_tensors():
 def test_many_calls(name, reuse_prefix, number):
     caller = Caller(name, seed=number)
     max_bytes = cache_bytes(caller.plain.config, ROWS_TIMES_TOKENS, dtype=torch.float32)
-    with attached(
-        caller.model
-    ):  # what libraries keep once for a process, such as workspaces, is not counted
+    # What libraries keep once for a process, such as workspaces, is not counted.
+    with attached(caller.model):
         caller.model.generate(
             torch.full((1, 20), 7, device=DEVICE), max_new_tokens=20, do_sample=False
         )
@@ -140,13 +140,11 @@ def test_many_calls(name, reuse_prefix, number):
     assert info.hits > number / 4
     assert info.reused_tokens > 0 or not reuse_prefix
     _, num_bytes = live_tensors()
-    assert (
-        num_bytes - before[1] < max_bytes + 2**20 or DEVICE == "cuda"
-    )  # where captured steps have memory, too
+    # Where captured steps have memory, too.
+    assert num_bytes - before[1] < max_bytes + 2**20 or DEVICE == "cuda"
     info.pool.clear()
-    assert (
-        live_tensors()[0] - before[0] < 20
-    )  # what transformers leaves in its configs, and the last call's text
+    # What transformers leaves in its configs, and the last call's text.
+    assert live_tensors()[0] - before[0] < 20
     detach(caller.model)
     del info
     caller.text = None

@@ -160,10 +160,11 @@ def trained(model, ids=PROMPT, checkpointing=False, **how):
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable()
+    # Twice: the second has other draws of its own.
     outputs = (
         call(model, ids, **how),
         call(model, ids, **how),
-    )  # twice: the second has other draws of its own
+    )
     loss = model(ids, labels=ids).loss
     loss.backward()
     gradient = model.get_input_embeddings().weight.grad.clone()
@@ -499,9 +500,10 @@ def test_a_scenario_of_generate(name, scenario):
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the other tests show it there")
+# It rounds.
 @pytest.mark.parametrize(
     "scenario", [name for name in SCENARIOS if name not in ("bf16", "autocast")]
-)  # it rounds
+)
 def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
     """What a GPU runs, without the graphs; of a model with dropout."""
     monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu",))

@@ -61,9 +61,8 @@ class StepInputs(NamedTuple):
 
     position_ids: Tensor  # [B, 1], or [P, B, 1] where a position has P parts
     settings: dict[str, Any]  # numbers, strings, and lists of them: a step is given the same
-    tensors: dict[
-        str, Any
-    ]  # such as the sizes of images. A step is not given them, and must not need them
+    # Such as the sizes of images. A step is not given them, and must not need them.
+    tensors: dict[str, Any]
 
 
 @dataclass(eq=False)
@@ -78,20 +77,17 @@ class Call:
     model_kwargs: dict[str, Any]
 
     def __post_init__(self) -> None:
-        request = (
-            running_request()
-        )  # has what `generate` does not pass on, where its frame can be read
+        # Has what `generate` does not pass on, where its frame can be read.
+        request = running_request()
         if request is None or request.input_ids is not self.input_ids:
             request = Request(self.model, self.input_ids, self.config, self.model_kwargs)
         self.request = replace(
             request, model=self.model, config=self.config, model_kwargs=self.model_kwargs
         )
-        self.streamer: Any = (
-            self.request.streamer
-        )  # the decoder puts its own here where this is None
-        self.cache: Any = self.model_kwargs.get(
-            "past_key_values"
-        )  # eligibility.py looks whether it is ours
+        # The decoder puts its own here where this is None.
+        self.streamer: Any = self.request.streamer
+        # eligibility.py looks whether it is ours.
+        self.cache: Any = self.model_kwargs.get("past_key_values")
         self.entry: Entry | None = None  # of a cache of a pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
@@ -135,9 +131,8 @@ class Call:
     def brings_no_cache(self) -> bool:
         """Whether the cache is the one that `generate` makes for a call that brings none."""
         is_asked_for = self.config.cache_implementation is not None or compat.is_callers(self.cache)
-        return (
-            type(self.cache) is DynamicCache and not is_asked_for
-        )  # an offloaded one is of this type, too
+        # An offloaded one is of this type, too.
+        return type(self.cache) is DynamicCache and not is_asked_for
 
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
@@ -161,9 +156,8 @@ class Call:
     @property
     def lengths(self) -> tuple[int, int]:
         """How long `input_ids` may become: (what the call asks for, what fits into the cache)."""
-        before = (
-            self.request.prompt_length - self.input_ids.shape[1]
-        )  # positions that are not part of `input_ids`
+        # Positions that are not part of `input_ids`.
+        before = self.request.prompt_length - self.input_ids.shape[1]
         fitting = int(self.cache.max_cache_len) - before + 1  # the last token is not written
         limits = [c.max_length for c in self.criteria if type(c) is MaxLengthCriteria]
         return min(limits, default=fitting), fitting
@@ -215,10 +209,11 @@ class Call:
             for layer in self.cache.stateful_layers
             for tensor in state_tensors(layer)
         )
+        # A cache of compact layers alone grows in place.
         sizes = (
             len(self.seq_start),
             self.cache.max_cache_len,
-        )  # a cache of compact layers alone grows in place
+        )
         return self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
 
     @cached_property
@@ -267,9 +262,8 @@ class Call:
         if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
             raise Fallback(f"the cache holds {length} tokens after a prompt of {wanted}")
         self.step_inputs = self._step_inputs(outputs)
-        if (
-            outputs.logits.shape[1] > 1
-        ):  # kept while a step is captured, and those of a whole prompt are large
+        # Kept while a step is captured, and those of a whole prompt are large.
+        if outputs.logits.shape[1] > 1:
             outputs.logits = outputs.logits[:, -1:].clone()
         return outputs.logits[:, -1].to(copy=True, dtype=torch.float32)  # type: ignore[no-any-return]
 
@@ -329,9 +323,8 @@ class Call:
         self.start = self.cache.snapshot()
 
     def _compute_prompt(self) -> None:
-        prefill: Any = compat.prefill(
-            self.model
-        )  # not None: eligibility.py or `run_eagerly` has looked
+        # Not None: eligibility.py or `run_eagerly` has looked.
+        prefill: Any = compat.prefill(self.model)
         self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
         is_first = not self.config.is_assistant
         outputs = prefill(
@@ -364,9 +357,8 @@ class Call:
         self._last_outputs = outputs
         self._next_length = ids.shape[1]
         self._next_kwargs = {**self.model_kwargs}
-        ids = torch.cat(
-            [ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1
-        )  # the token itself does not matter
+        # The token itself does not matter.
+        ids = torch.cat([ids, ids.new_zeros(len(ids), 1, *ids.shape[2:])], dim=1)
         inputs = self._next_inputs(ids)
         others = {
             key: value

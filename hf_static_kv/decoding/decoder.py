@@ -240,9 +240,8 @@ class GraphDecoder:
         call.cache.reserve()  # a new step is tried at the next position
         steps = self._steps.setdefault(call.cache, {})
         selection = selection_of(call)
-        state = (
-            None if call.must_assume else call.state
-        )  # first: the device computes the prompt meanwhile
+        # First: the device computes the prompt meanwhile.
+        state = None if call.must_assume else call.state
         what = (selection and selection.kinds, selection is None, call.step_kind, call.fingerprint)
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
@@ -275,9 +274,8 @@ class GraphDecoder:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
-                torch.random.fork_rng(
-                    devices
-                ),  # a step that samples draws in each of its first runs
+                # A step that samples draws in each of its first runs.
+                torch.random.fork_rng(devices),
             ):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do

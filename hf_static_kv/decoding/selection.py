@@ -34,26 +34,22 @@ def selection_of(call: Call) -> Selection | None:
         return None
     if not config.do_sample:
         return None if call.processors else Selection()
-    if (
-        call.own_attention == EXACT_ATTENTION_NAME
-    ):  # the kernels round sums in other places than `generate` does
+    # The kernels round sums in other places than `generate` does.
+    if call.own_attention == EXACT_ATTENTION_NAME:
         return None
     found = [_kind_and_number(processor, call) for processor in call.processors]
     kinds = [kind for kind, _, _ in filter(None, found)]
     order = [Processors._fields.index(kind) for kind in kinds]
-    if None in found or order != sorted(
-        order
-    ):  # an unknown one, or another order than `generate` has
+    # An unknown one, or another order than `generate` has.
+    if None in found or order != sorted(order):
         return None
-    if any(
-        kinds.count(kind) > 1 and kind != "min_length" for kind in kinds
-    ):  # a step has one number of a kind
+    # A step has one number of a kind.
+    if any(kinds.count(kind) > 1 and kind != "min_length" for kind in kinds):
         return None
     numbers: dict[str, float] = {}
     for _, name, number in filter(None, found):
-        numbers[name] = max(
-            number, numbers.get(name, number)
-        )  # a least length may be given in two ways
+        # A least length may be given in two ways.
+        numbers[name] = max(number, numbers.get(name, number))
     return Selection(Processors(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
 
 
@@ -63,9 +59,8 @@ def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | Non
     """
     keeps_one = getattr(processor, "min_tokens_to_keep", 1) == 1
     removes = getattr(processor, "filter_value", -torch.inf) == -torch.inf
-    before = (
-        call.request.prompt_length - call.input_ids.shape[1]
-    )  # positions that are not part of `input_ids`
+    # Positions that are not part of `input_ids`.
+    before = call.request.prompt_length - call.input_ids.shape[1]
     match type(processor):
         case processors.TemperatureLogitsWarper:
             return "temperature", "temperature", processor.temperature

@@ -27,9 +27,8 @@ class Tokens:
     def __init__(self, call: Call) -> None:
         self.config = call.config
         self.streamer = call.streamer
-        self.processors: Any = (
-            call.processors
-        )  # its type asks for a class of tensors that no tensor has
+        # Its type asks for a class of tensors that no tensor has.
+        self.processors: Any = call.processors
         batch_size, self.length = call.input_ids.shape
         self.ids = call.input_ids.clone()
         self.set_limit(*call.lengths)
@@ -49,9 +48,8 @@ class Tokens:
         can_go_back = not call.cache.stateful_layers
         self.finished = StopFlags(is_deferred=is_known and not is_watched and can_go_back)
         self.overrun = 0  # tokens selected after the end
-        self.drawn: deque[int] = deque(
-            maxlen=MAX_AHEAD + 1
-        )  # where the generator stood before each token
+        # Where the generator stood before each token.
+        self.drawn: deque[int] = deque(maxlen=MAX_AHEAD + 1)
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
 
@@ -127,9 +125,8 @@ class Tokens:
         """Count one more token [B, 1], selected on the device; whether the call is over."""
         self.length += 1
         if self.streamer is not None:
-            self.streamer.put(
-                token[:, 0].to("cpu", copy=True)
-            )  # a streamer may keep it, and the step overwrites it
+            # A streamer may keep it, and the step overwrites it.
+            self.streamer.put(token[:, 0].to("cpu", copy=True))
         return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
 
     def _is_over(self, all_ended: Tensor) -> bool:
@@ -197,9 +194,8 @@ class StopFlags:
         self.num_pushed += 1
         on_host.copy_(flag, non_blocking=True)
         arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrived.record(
-            torch.cuda.current_stream(flag.device)
-        )  # the model may not be on the current device
+        # The model may not be on the current device.
+        arrived.record(torch.cuda.current_stream(flag.device))
         self.pending.append((arrived, on_host))
         while len(self.pending) > (MAX_AHEAD if self.is_busy and not is_last else 1):
             if self._oldest():

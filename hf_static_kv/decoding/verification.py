@@ -106,9 +106,8 @@ def _cases(call: Call, length: int) -> list[Case]:
     seq_start = call.seq_start.to(call.device)
     nothing = range(0)
     cases = [Case(length, seq_start, nothing, float(length))]
-    last = (
-        min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1
-    )  # that has a slot in all layers
+    # That has a slot in all layers.
+    last = min(layer.offset + layer.num_slots for layer in call.cache.kv_layers) - 1
     if length < last:
         cases.append(Case(length + 1, seq_start, range(length, length + 1), 1.0))
     if length:
@@ -173,9 +172,8 @@ def _difference_and_bound(
     """How far the logits are apart and how far they may be, in the worst batch row."""
     here = call.cache.snapshot()
     step.set_position(case.position, case.seq_start, call.position_ids(case.position))
-    got = step.run(
-        tokens
-    )  # before the ordinary pass, which would write the keys that this one must write
+    # Before the ordinary pass, which would write the keys that this one must write.
+    got = step.run(tokens)
     call.cache.restore(here)
     expected = _ordinary_logits(step, call, case, tokens)
     difference = _difference(got, expected)
@@ -259,9 +257,8 @@ def _planted_values(call: Call, case: Case) -> Iterator[None]:
     """The storage with large values, and keys of zero, which get an average weight, where the case
     wants them.
     """
-    layers = {
-        id(layer.group): layer for layer in call.cache.kv_layers
-    }  # one of each group: all have its offset
+    # One of each group: all have its offset.
+    layers = {id(layer.group): layer for layer in call.cache.kv_layers}
     with ExitStack() as groups:
         for layer in layers.values():
             groups.enter_context(_planted_in_group(layer, case, call.cache.seq_len))

@@ -145,9 +145,8 @@ def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        refuse_active(
-            adapters
-        )  # in each pass: an adapter may be merged or disabled for some of them
+        # In each pass: an adapter may be merged or disabled for some of them.
+        refuse_active(adapters)
         if torch.is_autocast_enabled(model.device.type):
             raise ValueError(
                 "exact does not run under autocast: load the model in the dtype that it should "

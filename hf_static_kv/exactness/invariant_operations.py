@@ -83,14 +83,12 @@ def _is_always_invariant(func: Any) -> bool:
     if func.namespace == "hf_static_kv":
         return name in ("write_tokens", "attend", "invariant_attention", "expert_linear")
     schema = compat.schema(func)
-    if (
-        name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name
-    ):  # scatter.reduce sums
+    # scatter.reduce sums.
+    if name in _COPIES_AND_COMPARISONS and "reduce" not in schema.overload_name:
         return True
     aliases = [result.alias_info for result in schema.returns]
-    return bool(aliases) and all(
-        alias is not None and not alias.is_write for alias in aliases
-    )  # a view
+    # A view.
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def _argument(
@@ -117,9 +115,8 @@ def _is_approximated(func: Any) -> bool:
     if not is_pointwise or name in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS:
         return False
     arguments = compat.schema(func).arguments
-    takes_tensor = [
-        "Tensor" in str(argument.type) for argument in arguments
-    ]  # also Tensor? and Tensor[]
+    # Also Tensor? and Tensor[].
+    takes_tensor = ["Tensor" in str(argument.type) for argument in arguments]
     return (
         takes_tensor[0]
         and sum(takes_tensor) == 1
@@ -134,9 +131,8 @@ def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     if x.device.type != "cpu" or not x.is_floating_point():
         return func(x, *args, **kwargs)  # type: ignore[no-any-return]
     flat = x.reshape(-1)
-    padded = torch.nn.functional.pad(
-        flat, (0, -len(flat) % 64)
-    )  # 64: a multiple of every vector length
+    # 64: a multiple of every vector length.
+    padded = torch.nn.functional.pad(flat, (0, -len(flat) % 64))
     blocks = [func(block.clone(), *args, **kwargs) for block in torch.split(padded, _BLOCK)]
     return torch.cat(blocks)[: len(flat)].view(x.shape)
 
@@ -148,9 +144,8 @@ def _addmm(bias: Tensor, x: Tensor, other: Tensor, *, beta: float = 1, alpha: fl
 
 
 def _bmm(x: Tensor, other: Tensor) -> Tensor:
-    if other.stride(0) == 0 or (
-        len(other) == 1 and other.stride(1) == 1
-    ):  # a linear layer, input not contiguous
+    # A linear layer, input not contiguous.
+    if other.stride(0) == 0 or (len(other) == 1 and other.stride(1) == 1):
         return invariant_linear(x.reshape(-1, x.shape[2]), other[0].t()).view(*x.shape[:2], -1)
     if x.shape[2] != 1:
         raise no_kernel(

@@ -89,9 +89,8 @@ def token_logprobs(
         )
         raise ValueError(f"attention_mask must be {fitting}, got {tuple(attention_mask.shape)}.")
     head = _Head(inner)
-    states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(
-        0, 1
-    )  # [B * n, hidden size]
+    # [B * n, hidden size]
+    states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(0, 1)
     tokens = sequences[:, prompt_len:]
     chunk = max(1, _MAX_LOGITS_BYTES // (4 * inner.config.get_text_config().vocab_size))
     chunks = zip(torch.split(states, chunk), torch.split(tokens.flatten(), chunk), strict=True)
@@ -125,9 +124,8 @@ class _Head:
                 mask, (0, sequences.shape[1] - mask.shape[1]), value=1
             )
             if "position_ids" in signature(self.model.forward).parameters:
-                given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(
-                    min=0
-                )  # as `generate` counts
+                # As `generate` counts.
+                given["position_ids"] = (mask.long().cumsum(-1) - 1).clamp(min=0)
         with ExitStack() as hooks:
             for layers in {self.model.base_model, self.model.get_decoder()} - {self.model}:
                 hooks.enter_context(layers.register_forward_hook(self._keep))

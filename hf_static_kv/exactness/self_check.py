@@ -41,9 +41,8 @@ def trial_logits(model: PreTrainedModel) -> Tensor | None:
     ):
         size = model.config.get_text_config().vocab_size
         ids = torch.randint(size, (_PROMPTS, _TOKENS), generator=generator, device="cpu").to(device)
-        output: Any = model.forward(
-            ids, use_cache=False, return_dict=True
-        )  # not called: it may be compiled
+        # Not called: it may be compiled.
+        output: Any = model.forward(ids, use_cache=False, return_dict=True)
         logits: Tensor = output.get("logits", output.get("last_hidden_state"))
         return logits.float() if logits.isfinite().all() else None
     return None

@@ -45,18 +45,18 @@ class StepRecorder(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         (batch_size, length), is_unread = self._ids.shape, bool(self._scores) and not self._was_read
+        # Comparing tokens here would synchronize.
         if is_unread and input_ids.shape == (
             batch_size,
             length + 1,
-        ):  # comparing tokens here would synchronize
+        ):
             self._is_continuous = self._is_continuous & (input_ids[:, :-1] == self._ids).all()
             self._choose(input_ids[:, -1])
         else:
             n = self.prompt_len
             is_longer = len(input_ids) == batch_size and input_ids.shape[1] > n
-            if (
-                is_unread and is_longer and torch.equal(input_ids[:, :n], self._ids[:, :n])
-            ):  # maybe the recorded call
+            # Maybe the recorded call.
+            if is_unread and is_longer and torch.equal(input_ids[:, :n], self._ids[:, :n]):
                 raise ValueError(
                     "This sequence has the prompt of the record and is not its next step. "
                     f"{_REMEDY}"

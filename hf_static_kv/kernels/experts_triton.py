@@ -39,9 +39,8 @@ def experts_route(
     chosen_key = tl.zeros((TILE_K,), tl.int32)
     for i in range(K):
         largest = tl.max(key, 0)
-        expert = tl.min(
-            tl.where(key == largest, e, E - 1), 0
-        )  # the first of equal ones; always an expert
+        # The first of equal ones; always an expert.
+        expert = tl.min(tl.where(key == largest, e, E - 1), 0)
         chosen = tl.where(slot == i, expert, chosen)
         chosen_key = tl.where(slot == i, largest, chosen_key)
         key = tl.where(e == expert, -2147483648, key)
@@ -85,9 +84,8 @@ def experts_gate_up(
     n = tl.program_id(1) * TILE_N + tl.arange(0, TILE_N)
     at_k = tl.arange(0, TILE_K)
     pdl_sync(PDL)  # the router may be the previous kernel: nothing can be loaded before
-    expert = tl.minimum(tl.load(index + pair), E - 1).to(
-        tl.int64
-    )  # never read outside of the weights
+    # Never read outside of the weights.
+    expert = tl.minimum(tl.load(index + pair), E - 1).to(tl.int64)
     gate = gate_up + expert * (2 * N * K)
     up = gate + N * K
     x = x + pair // k * K

@@ -240,9 +240,10 @@ def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.con
 @triton.jit
 def _load_parts(sums, part, n, N, size, parts):
     mask = (part[:, None] < parts) & (n[None, :] < N)
+    # Not from L1.
     return tl.load(
         sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-    )  # not from L1
+    )
 
 
 @triton.jit
@@ -362,9 +363,8 @@ class _Pool:
 
     def take(self, number: int) -> Tensor:
         start = self.used if self.used + number <= len(self.zeros) else 0
-        self.used = (
-            start + triton.cdiv(number, 4) * 4
-        )  # 16-byte aligned, so that Triton compiles one variant
+        # 16-byte aligned, so that Triton compiles one variant.
+        self.used = start + triton.cdiv(number, 4) * 4
         return self.zeros[start : start + number]
 
 
@@ -381,9 +381,8 @@ def _counters(x: Tensor, number: int) -> Tensor:
     if is_captured and x.device in _POOLS:
         return _POOLS[x.device].take(number)
     if x.is_cuda and not is_captured and x.device not in _POOLS:
-        _POOLS.setdefault(
-            x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32))
-        )  # kept: graphs point to it
+        # Kept: graphs point to it.
+        _POOLS.setdefault(x.device, _Pool(x.new_zeros(_COUNTERS, dtype=torch.int32)))
         torch.cuda.current_stream(x.device).synchronize()  # captures run on other streams
     return x.new_zeros(number, dtype=torch.int32)
 
@@ -419,9 +418,8 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
         return 2, whole, warps_of_whole
     if dim <= 8192 and dim % 1024:
         return 2, 8192, 8
-    least = (
-        2048 if dim % 1024 else 2560
-    )  # of 2560 rows: 3 % faster where 9728 wide, slower where 10240
+    # Of 2560 rows: 3 % faster where 9728 wide, slower where 10240.
+    least = 2048 if dim % 1024 else 2560
     return (1, 512, 1) if least < size <= 4224 else (4, 1024, 4)
 
 

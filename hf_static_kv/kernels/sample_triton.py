@@ -271,15 +271,15 @@ def select_sampled_triton(
     ]
     passes = [measure for measure in searches for _ in range(_PASSES.value)]
     scores, partials, maxima, quotients, tokens, lows, counts = _buffers(logits, len(passes))
-    chunk = 8 * triton.cdiv(
-        vocabulary, 8 * _NUM_CHUNKS
-    )  # so that a thread loads 16 bytes of bfloat16 at once
+    # So that a thread loads 16 bytes of bfloat16 at once.
+    chunk = 8 * triton.cdiv(vocabulary, 8 * _NUM_CHUNKS)
     tile = triton.next_power_of_2(chunk)
+    # 8 scores a thread.
     tiles = {
         "CHUNK": chunk,
         "TILE": tile,
         "num_warps": min(max(tile // 256, 1), 16),
-    }  # 8 scores a thread
+    }
     grid = (batch, _NUM_CHUNKS)
     ends = {"NUM_EOS": selection.eos.shape[1], **tiles}
     numbers = positions, min_length, selection.eos, temperature

@@ -27,10 +27,11 @@ from hf_static_kv.program.norms import PROBED_DTYPES
 _Found = TypeVar("_Found")
 _EXPERTS_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 _FEW = 0.02  # of the outputs of a trial
+# Of the trials; 16 numbers of any dtype are as aligned as `grouped_mm` of torch needs.
 _TOKENS, _SIZE = (
     16,
     16,
-)  # of the trials; 16 numbers of any dtype are as aligned as `grouped_mm` of torch needs
+)
 _STYLES = [
     *(
         RouteStyle(True, normalize, keep_float32)
@@ -94,10 +95,11 @@ def experts_activation(module: Module) -> str | None:
     if not (weights := _expert_weights(module)):
         return None
     names = set(ACTIVATIONS)
+    # It takes other arguments, needs its own size, or does not run on a CPU.
     with (
         suppress(Exception),
         _on_cpu(),
-    ):  # it takes other arguments, needs its own size, or does not run on a CPU
+    ):
         if list(inspect.signature(module.forward).parameters) != _EXPERTS_ARGUMENTS:
             return None
         *tensors, index = _exact_experts(len(weights[0]))
@@ -260,9 +262,8 @@ class _Experts:
         module = self.module
         arguments = (hidden_states, top_k_index, top_k_weights)
         weights = [module.gate_up_proj, module.down_proj]
-        if top_k_index.numel() > MAX_PAIRS or not _are_plain(
-            weights
-        ):  # a prompt; an adapter was added since
+        # A prompt; an adapter was added since.
+        if top_k_index.numel() > MAX_PAIRS or not _are_plain(weights):
             return type(module).forward(module, *arguments)  # type: ignore[no-any-return]
         return experts(*arguments, *weights, self.activation)
 
@@ -274,9 +275,8 @@ class _Router:
 
     def forward(self, hidden_states: Tensor) -> Any:
         module, (k, style, float_logits) = self.module, self.style
-        if hidden_states.ndim != 2 or not _are_plain(
-            [module.weight]
-        ):  # tokens by batch row; an adapter
+        # Tokens by batch row; an adapter.
+        if hidden_states.ndim != 2 or not _are_plain([module.weight]):
             return type(module).forward(module, hidden_states)
         logits = F.linear(hidden_states, module.weight, getattr(module, "bias", None))
         weights, index = route(logits, k, style)

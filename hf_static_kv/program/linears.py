@@ -29,9 +29,8 @@ def single_linears(model: Module) -> Iterator[list[Linear]]:
         getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()
     ]
     mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]
-    inside = {
-        part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)
-    }  # of an operation already
+    # Of an operation already.
+    inside = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
     # A layer that is shared with another model may be replaced already.
     layers = [
         module
@@ -113,9 +112,8 @@ class _GatedMLP:
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.module.gate_proj, self.module.up_proj
-        if not _has_weights_of_torch(gate) or not _has_weights_of_torch(
-            up
-        ):  # a hook or an adapter was added since
+        # A hook or an adapter was added since.
+        if not _has_weights_of_torch(gate) or not _has_weights_of_torch(up):
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
         operation, plain = (
             partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain)

@@ -13,9 +13,8 @@ from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm, norm_plain
 from hf_static_kv.patching import is_unmodified, replaced
 
 PROBED_DTYPES = (torch.float32, torch.bfloat16)  # bfloat16 shows where values are rounded
-PROBED_SCALES = tuple(
-    10.0**n for n in range(-4, 7)
-)  # of inputs: a clamp at any limit in between shows
+# Of inputs: a clamp at any limit in between shows.
+PROBED_SCALES = tuple(10.0**n for n in range(-4, 7))
 _EPS_NAMES = ("variance_epsilon", "eps")
 
 
@@ -58,10 +57,11 @@ def norm_style(module: Module) -> NormStyle | None:
     """How this module multiplies by its weight, found on random inputs; None if it is not a known
     RMS norm.
     """
+    # It takes other arguments, has no eps, or does not run on a CPU.
     with (
         suppress(Exception),
         torch.device("cpu"),
-    ):  # it takes other arguments, has no eps, or does not run on a CPU
+    ):
         generator = torch.Generator().manual_seed(0)
         dim = next(module.parameters()).shape[0]
         eps = _eps(module)

@@ -229,9 +229,8 @@ class Recorder(TorchFunctionMode):
         is_number = all(id(t) in self.numbers for t in inputs) if inputs else func is torch.tensor
         is_constant = all(map(self._is_constant, inputs))
         is_mask_index = name == "__getitem__" and any(t.dtype == torch.bool for t in inputs[1:])
-        is_where = (
-            name == "where" and len(args) + len(kwargs) == 1
-        )  # the indices of what is not zero
+        # The indices of what is not zero.
+        is_where = name == "where" and len(args) + len(kwargs) == 1
         is_read = name in _READS or is_mask_index or is_where
         if (is_read and not is_constant) or not all(
             map(self._is_constant, _slice_bounds((args, kwargs)))
@@ -298,9 +297,8 @@ def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
         return {key: map_leaves(function, item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [map_leaves(function, item) for item in value]
-        return (
-            type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        )  # a named tuple, or not
+        # A named tuple, or not.
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return function(value)
 
 

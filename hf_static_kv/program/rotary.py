@@ -31,9 +31,8 @@ def frequencies_depend_on_length(config: PreTrainedConfig) -> bool:
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [own for own in parameters.values() if isinstance(own, dict)]
     kinds = [own.get("rope_type", own.get("type")) or "" for own in (parameters, *by_layer_type)]
-    return any(
-        kind == "longrope" or "dynamic" in kind for kind in kinds
-    )  # as transformers tests them
+    # As transformers tests them.
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds)
 
 
 @contextmanager
@@ -42,9 +41,8 @@ def one_operation_angles(model: Module) -> Iterator[None]:
     modules = [
         m for m in model.modules() if "RotaryEmbedding" in type(m).__name__ and is_unmodified(m)
     ]
-    attention = attention_name(
-        getattr(model, "config", None)
-    )  # angles have other bits inside `exact`
+    # Angles have other bits inside `exact`.
+    attention = attention_name(getattr(model, "config", None))
     with replaced("forward", {module: Rotary(module, attention).forward for module in modules}):
         yield
 

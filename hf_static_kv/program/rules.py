@@ -98,9 +98,8 @@ def transpose_first(program: Program) -> None:
     for call in program.calls_of(Tensor.transpose):
         between = call.args[0]
         before = _own_norm(program, between, call)
-        if before is None or program.writes_between(
-            before, call
-        ):  # the norm reads x later than it did
+        # The norm reads x later than it did.
+        if before is None or program.writes_between(before, call):
             continue
         if call.args[1:] == (1, 2) and len(between.shape) == 4:  # the last dim stays the last
             x, its_norm = before.args
@@ -153,9 +152,8 @@ def write_rotated(program: Program) -> None:
 def run_linear(x: Tensor, layer: Linear) -> Any:
     """The output; where several weights share the input, a tuple of outputs."""
     weights = layer.weights
-    if (
-        layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation)
-    ):  # as inside `exact`
+    # As inside `exact`.
+    if layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation):
         y = (
             gated_linear(x, *weights, layer.activation)
             if layer.is_gated

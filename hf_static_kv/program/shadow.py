@@ -62,10 +62,11 @@ class _Binder:
         elif (make := _MAKERS.get(type(value))) is None:
             return value
         if id(value) not in self.known:
+            # What a container or function that holds itself finds.
             self.known[id(value)] = (
                 value,
                 value,
-            )  # what a container or function that holds itself finds
+            )
             self.known[id(value)] = value, make(self, value)
         return self.known[id(value)][1]
 

@@ -44,10 +44,11 @@ def test_in_a_model_too(name):
     with torch.no_grad():
         short_logits = model(ids[:, :15], past_key_values=short).logits
         long_logits = model(ids, past_key_values=long).logits
+    # Float32 through up to 3 layers; the numbers are of size 1 to 10.
     close = {
         "rtol": 1e-4,
         "atol": 1e-4,
-    }  # float32 through up to 3 layers; the numbers are of size 1 to 10
+    }
     torch.testing.assert_close(long_logits[:, :15], short_logits, **close)
     for one, other in zip(short.layers, long.layers, strict=True):
         torch.testing.assert_close(other.keys[:, :, :15], one.keys, **close)

@@ -130,9 +130,8 @@ def test_bad_input_is_refused_and_changes_nothing(name):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         act(cache)
     assert_same(before, snapshot(cache))
-    if (
-        name != "unlike tokens in one step"
-    ):  # there layer 0 has rightly written into the room behind the text
+    # There layer 0 has rightly written into the room behind the text.
+    if name != "unlike tokens in one step":
         assert torch.equal(cache.key_storage, storage[0])
         assert torch.equal(cache.value_storage, storage[1])
     cache.reset()

@@ -345,9 +345,8 @@ def test_an_assignment_in_the_middle_of_a_long_step_ends_it():
     layer = sliding_layers(cache)[0]
     _, heads, slots, dim = layer.storage[0].shape
     keys = torch.randn(1, heads, slots + 5, dim)
-    layer.write(
-        keys, keys
-    )  # longer than the storage: the layer holds its newest positions until it is committed
+    # Longer than the storage: the layer holds its newest positions until it is committed.
+    layer.write(keys, keys)
     layer.keys, layer.values = keys[:, :, :2], keys[:, :, :2]
     layer.write(keys[:, :, 2:3], keys[:, :, 2:3])
     layer.commit()

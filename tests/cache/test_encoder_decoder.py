@@ -80,9 +80,8 @@ def _t5gemma():
 
 MODELS = {
     "bart": lambda: _seq2seq("bart", **_PARTS),
-    "t5": lambda: _seq2seq(
-        "t5", d_kv=24, initializer_factor=4.0
-    ),  # heads whose dims are not hidden_size
+    # Heads whose dims are not hidden_size.
+    "t5": lambda: _seq2seq("t5", d_kv=24, initializer_factor=4.0),
     "t5gemma": _t5gemma,  # sliding layers
     "whisper": _whisper,
     "two berts": _two_berts,

@@ -74,9 +74,8 @@ def go_on_in_this_process(folder):
         model = model_named(name)
         cache = StaticContiguousCache.load(path, model)
         with CacheFile(path) as file:
-            last = json.loads(
-                path.with_suffix(".json").read_text()
-            )  # the token that was returned and not written
+            # The token that was returned and not written.
+            last = json.loads(path.with_suffix(".json").read_text())
             tokens = torch.cat([file.tokens, torch.tensor([[last]])], dim=1)
         path.with_suffix(".json").write_text(
             json.dumps(go_on(model, tokens, cache, **MODES[mode]).tolist())

@@ -133,20 +133,17 @@ def test_a_prefix_is_kept_for_the_same_content(model):
     longer = torch.cat([ids, ids], dim=1)
     assert use(pool, request(model, ids=longer), identity="b")[1] == 0
     assert use(pool, request(model, ids=longer), identity="a")[1] == 30
-    assert (
-        use(pool, request(model, ids=longer), identity="a")[1] == 59
-    )  # one token is left to compute
+    # One token is left to compute.
+    assert use(pool, request(model, ids=longer), identity="a")[1] == 59
     assert use(pool, request(model, ids=longer))[1] == 0
     other = longer.clone()
     other[0, 40] += 1
     assert use(pool, request(model, ids=other), identity="a")[1] == 40
     other[0, 5] += 1
-    assert (
-        use(pool, request(model, ids=other), identity="a")[1] == 0
-    )  # most of the tokens on both sides differ
-    assert (
-        use(pool, request(model, ids=longer[:, :8]), identity="a")[1] == 7
-    )  # most of the prompt is there
+    # Most of the tokens on both sides differ.
+    assert use(pool, request(model, ids=other), identity="a")[1] == 0
+    # Most of the prompt is there.
+    assert use(pool, request(model, ids=longer[:, :8]), identity="a")[1] == 7
     assert pool.reused_tokens == 30 + 59 + 40 + 7
 
 

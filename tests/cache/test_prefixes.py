@@ -212,9 +212,8 @@ def test_the_least_recently_used_goes_first(tmp_path):
     model = shared_toy_model("llama")
     texts = [torch.randint(3, 100, (1, 60)) for _ in range(4)]
     first = save(model, tmp_path, texts[0])
-    (tmp_path / "mine.safetensors").write_bytes(
-        first.read_bytes()
-    )  # another name: not counted, not removed
+    # Another name: not counted, not removed.
+    (tmp_path / "mine.safetensors").write_bytes(first.read_bytes())
     store = PrefixStore(tmp_path, max_bytes=int(2.5 * first.stat().st_size))
     paths = [first, save(model, store, texts[1])]
     os.utime(first, (1, 1))

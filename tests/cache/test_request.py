@@ -296,9 +296,8 @@ class TestLengths:
         prompt + max_new_tokens + prompt_lookup_num_tokens - 2 positions.
         """
         generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(
-            3, 9, (1, 12), generator=generator
-        )  # few kinds of tokens, so that there is much to find
+        # Few kinds of tokens, so that there is much to find.
+        ids = torch.randint(3, 9, (1, 12), generator=generator)
         asked = {"prompt_lookup_num_tokens": 6, "max_new_tokens": 10}
         with pytest.raises(
             ValueError, match=r"take 26 positions.*may write 5 beyond its end.*>= 26"

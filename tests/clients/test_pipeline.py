@@ -6,9 +6,8 @@ import transformers
 from tests.clients.conftest import ANSWER, CHAT_TEMPLATE, QUESTION, same_with_attach
 
 pytestmark = pytest.mark.clients
-ONE_MODEL = pytest.mark.parametrize(
-    "miniature", ["gemma3"], indirect=True
-)  # the one with sliding windows
+# The one with sliding windows.
+ONE_MODEL = pytest.mark.parametrize("miniature", ["gemma3"], indirect=True)
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 SAMPLED = {"do_sample": True, "top_p": 0.9, "temperature": 1.1, "max_new_tokens": 12}
 TEXTS = [

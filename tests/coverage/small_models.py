@@ -156,9 +156,8 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "zamba": {**hybrids.FAMILIES["zamba"], "attention_hidden_size": 128},
 }  # fmt: skip
-_DEFAULTS = {
-    "gemma4_assistant": _NO_INPUTS
-}  # fields without which the config of a type does not build
+# Fields without which the config of a type does not build.
+_DEFAULTS = {"gemma4_assistant": _NO_INPUTS}
 
 
 def small_config(model_type: str) -> PreTrainedConfig:
@@ -213,9 +212,8 @@ def small_model(model_type: str) -> PreTrainedModel:
     model = model_class(config).eval()
     draw_weights(model, seed=0)
     if getattr(config, "attn_logit_softcapping", None):
-        model.set_attn_implementation(
-            "eager"
-        )  # before 5.22 SDPA is the default, and ignores the soft cap
+        # Before 5.22 SDPA is the default, and ignores the soft cap.
+        model.set_attn_implementation("eager")
     # MusicGen drops every padding token of its output: one that no prompt has.
     model.generation_config.update(
         eos_token_id=None, pad_token_id=126, decoder_start_token_id=0, num_return_sequences=1

@@ -12,11 +12,12 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from tests.conftest import TOY_SIZES
 from tests.decoding.conftest import DEVICE
 
+# Tokens: a part of an image or a sound, and those before and after it.
 MEDIA, FIRST, LAST = (
     120,
     121,
     122,
-)  # tokens: a part of an image or a sound, and those before and after it
+)
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 32,

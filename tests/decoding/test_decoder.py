@@ -305,9 +305,8 @@ class TestReuse:
     def test_a_second_call_uses_the_step_again(self, model, monkeypatch):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
-        monkeypatch.setattr(
-            "hf_static_kv.decoding.decoder.SelectingStep", int
-        )  # a new one could not be made
+        # A new one could not be made.
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -496,9 +495,8 @@ class TestComparison:
 
         def broken(self, tokens):
             logits = own(self, tokens)
-            return torch.cat(
-                [logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1
-            )  # those that are no mask
+            # Those that are no mask.
+            return torch.cat([logits[:, :3], logits[:, 3:].roll(1, dims=-1)], dim=-1)
 
         monkeypatch.setattr(DecodeStep, "run", broken)
         assert torch.equal(run(masking, decoder=decoder), run(masking))
@@ -532,9 +530,8 @@ class TestFaults:
             if fails and cache.seq_len == PROMPT.shape[1] + 2:  # after two whole steps
                 raise RuntimeError("out of something")
 
-        hook = model.model.layers[2].mlp.register_forward_hook(
-            fail
-        )  # so the step runs the model itself
+        # So the step runs the model itself.
+        hook = model.model.layers[2].mlp.register_forward_hook(fail)
         expected = run(model, decoder=decoder, cache=cache)
         cache.reset()
         fails = True
@@ -701,9 +698,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
     def rotate(*args):
         return rotation.rotate_and_write_triton(*args, *[None] * (10 - len(args)), True)
 
-    monkeypatch.setattr(
-        linears, "_tiles", lambda *args: (32, 64, 2)
-    )  # few programs, of 10 ms each in the interpreter
+    # Few programs, of 10 ms each in the interpreter.
+    monkeypatch.setattr(linears, "_tiles", lambda *args: (32, 64, 2))
     monkeypatch.setattr(
         "hf_static_kv.kernels.decode_attention.decode_attention", note("attend", decode)
     )
@@ -713,10 +709,11 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         ("rotate_and_write", rotate),
     ):
         monkeypatch.setattr(f"hf_static_kv.program.rules.{name}", note(name, kernel))
+    # Norms before linear layers; norms around sums, windows, one KV head.
     for name in (
         "llama",
         "gemma3",
-    ):  # norms before linear layers; norms around sums, windows, one KV head
+    ):
         model, decoder, few = (
             toy_model(name, OWN_ATTENTION[name]),
             GraphDecoder(),
@@ -727,9 +724,8 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         layers = model.config.num_hidden_layers
         # Two tokens, and four or five more when the step is compared with ordinary passes.
         assert calls.count("rotate_and_write") == (7 if name == "gemma3" else 6) * layers
-        assert (
-            calls.count("attend") == calls.count("rotate_and_write") + layers
-        )  # the recorded pass attends, too
+        # The recorded pass attends, too.
+        assert calls.count("attend") == calls.count("rotate_and_write") + layers
         assert (calls.count("fused_linears") > 0, calls.count("add_norm") > 0) == (
             True,
             name == "gemma3",

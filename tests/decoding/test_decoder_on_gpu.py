@@ -63,9 +63,8 @@ def test_a_model_that_waits_for_the_device_is_not_captured():
     model = toy_model("llama").cuda()
     mlp = model.model.layers[0].mlp
     own = type(mlp).forward
-    mlp.forward = lambda x: (
-        own(mlp, x) * float(x.abs().max() > -1)
-    )  # a number that the host waits for
+    # A number that the host waits for.
+    mlp.forward = lambda x: own(mlp, x) * float(x.abs().max() > -1)
     decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
     got = run(model, cache, decoder, PROMPT.cuda())
     assert "synchronizing CUDA operation" in decoder.fallback_reason

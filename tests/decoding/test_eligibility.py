@@ -196,9 +196,8 @@ class TestRefusals:
         monkeypatch.setattr("hf_static_kv.program.step.write_tokens", lambda *args: None)
         assert falls_back()
         assert falls_back()
-        monkeypatch.setattr(
-            "hf_static_kv.decoding.decoder.SelectingStep", int
-        )  # it is not tried a third time
+        # It is not tried a third time.
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)
         assert falls_back()
 
     def test_what_fails_once_is_tried_again(self, model, monkeypatch):

@@ -91,9 +91,8 @@ def test_frequencies_that_were_changed_in_place(decoding, way):
 
 
 def test_another_functional_activation(decoding):
-    for layer in (
-        decoding.model.model.layers
-    ):  # a function is no part of a module: it is put in its dictionary
+    # A function is no part of a module: it is put in its dictionary.
+    for layer in decoding.model.model.layers:
         del layer.mlp.act_fn
         layer.mlp.act_fn = torch.nn.functional.silu
     assert decoding.steps() == 1

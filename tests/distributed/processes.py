@@ -50,17 +50,15 @@ def _context(backend):
     for every rank.
     """
     if backend == "nccl":
-        return multiprocessing.get_context(
-            "spawn"
-        )  # a fork of a process that has counted GPUs cannot use them
+        # A fork of a process that has counted GPUs cannot use them.
+        return multiprocessing.get_context("spawn")
     # A process has one server. That of the benchmarks' tests has imported nothing: every rank
     # would, for seconds.
     multiprocessing.forkserver._forkserver._stop()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.scenarios"])
-    with mock.patch.dict(
-        os.environ, CUDA_VISIBLE_DEVICES=""
-    ):  # transformers would give every rank a GPU
+    # Transformers would give every rank a GPU.
+    with mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES=""):
         first = context.Process(target=int)
         first.start()
     first.join(START_LIMIT)

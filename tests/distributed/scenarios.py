@@ -135,10 +135,11 @@ def out_of_memory_inside_the_model(rank, folder, ranks):
     """Where the model itself is short of memory a rank must not begin the call again by itself."""
     model = load(folder, ranks)
     attach(model, reuse_prefix=True)
+    # On every rank: none waits here.
     started, model.model.norm.forward = (
         [],
         lambda x: OneRankOutOfMemory.fail(None),
-    )  # on every rank: none waits here
+    )
     model.model.register_forward_pre_hook(lambda *args: started.append(None))
     return error_of(lambda: generate(model, "greedy")), len(started)
 

@@ -616,9 +616,8 @@ def test_a_linear_layer_is_one_operation(monkeypatch):
     with exact(model):
         names.clear()  # of the check at the first entry
         model(ids)
-    assert (
-        names.count("hf_static_kv.linears.default") == 11
-    )  # q, k, v, o and down in each of two layers, the head
+    # Q, k, v, o and down in each of two layers, the head.
+    assert names.count("hf_static_kv.linears.default") == 11
     assert "aten.mm.default" not in names
 
 

@@ -222,9 +222,8 @@ class TestOperations:
         end = torch.arange(1, 6).expand(2, 5)
         start = torch.tensor([[0], [padding]]).expand(2, 5)
         first = torch.maximum(end - window, start)
-        mask = torch.stack([start, torch.minimum(first, end), end], dim=1)[
-            ..., None
-        ]  # [B, 3, q, 1]
+        # [B, 3, q, 1]
+        mask = torch.stack([start, torch.minimum(first, end), end], dim=1)[..., None]
         mask[1, 2, :padding] = mask[1, 1, :padding]  # padding attends to nothing
 
         def attend(query, key, value, sinks):
@@ -245,9 +244,8 @@ class TestOperations:
         )
 
     @pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
-    @pytest.mark.parametrize(
-        "transposed", [False, True], ids=["", "transposed"]
-    )  # as gpt-oss keeps its weights
+    # As gpt-oss keeps its weights.
+    @pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
     def test_expert_linear(self, transposed, has_bias):
         """Tokens in no order, and the third expert has none."""
         experts = torch.tensor([3, 0, 1, 3, 0, 3])
@@ -278,10 +276,11 @@ class TestOperations:
 
     def test_selected_logprobs_does_not_use_torchs_own(self, monkeypatch):
         """On a CPU no case is known where that shows in the bits."""
+        # The package has a function of that name.
         names, home = (
             [],
             sys.modules["hf_static_kv.exactness.exact"],
-        )  # the package has a function of that name
+        )
         monkeypatch.setattr(
             home, "invariant_operation", lambda f: names.append(str(f)) or invariant_operation(f)
         )
@@ -479,9 +478,8 @@ class TestAdapters:
 
 
 class TestTokenLogprobs:
-    @pytest.mark.parametrize(
-        "name", ["llama", "gemma2", "cohere2", "gpt2"]
-    )  # soft caps and scales after the head, too
+    # Soft caps and scales after the head, too.
+    @pytest.mark.parametrize("name", ["llama", "gemma2", "cohere2", "gpt2"])
     def test_it_is_log_softmax_of_the_logits(self, name):
         model, (ids, mask) = training_model(name), batch()
         for temperature in (1.0, 0.7):

@@ -69,10 +69,11 @@ def test_the_answers_are_those_without_attach_and_earlier_turns_are_reused(say, 
     assert [reused for _, reused in plain.figures] == [0, 0, 0, 0]
     (first, none), (second, reused), (_, more), (_, after_reset) = ours.figures
     assert none == after_reset == 0
+    # The last of the 12 new tokens was not computed.
     assert (reused, more) == (
         first + 11,
         second + 11,
-    )  # the last of the 12 new tokens was not computed
+    )
 
 
 def test_what_is_printed_when_piped(say):

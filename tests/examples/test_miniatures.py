@@ -14,11 +14,12 @@ from hf_static_kv.testing import MINIATURES, load_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROMPT = "MENENIUS:\nThere was a time when all the body's members\n"
+# More than twice the window of the Gemma 3 miniature.
 NEW_TOKENS = {
     "llama": 20,
     "qwen3": 20,
     "gemma3": 70,
-}  # more than twice the window of the Gemma 3 miniature
+}
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,8 @@ def test_size_and_architecture(name):
     folder = EXAMPLES / "models" / name
     assert sum(file.stat().st_size for file in folder.iterdir()) < 6_000_000
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert not hasattr(
-        model.config, "auto_map"
-    )  # a plain transformers model: no code comes with it
+    # A plain transformers model: no code comes with it.
+    assert not hasattr(model.config, "auto_map")
     assert 1_000_000 <= model.num_parameters() <= 2_000_000
     config = model.config
     assert config.num_key_value_heads < config.num_attention_heads

@@ -178,9 +178,8 @@ def test_explain(run, tmp_path, monkeypatch):
         line.split() for line in page.splitlines() if re.fullmatch(r"(\s+\d+){5}\s+[\d.]+x", line)
     ]
     assert [int(row[0]) for row in counts] == [4, 8]
-    assert all(
-        row[1] == row[2] and row[3] == row[4] for row in counts
-    )  # counted, and by the formula
+    # Counted, and by the formula.
+    assert all(row[1] == row[2] and row[3] == row[4] for row in counts)
     slid = [
         [float(n) for n in re.findall(r"\d\.\de[+-]\d\d", line)]
         for line in page.splitlines()

@@ -97,12 +97,10 @@ class Tally:
     compared: Counter[str] = field(default_factory=Counter)  # calls, by contender
     moves: Counter[str] = field(default_factory=Counter)  # cases, by the moves that they have
     ties: list[str] = field(default_factory=list)
-    like_dynamic: list[str] = field(
-        default_factory=list
-    )  # ours and DynamicCache alike, and not as no cache
-    only_dynamic: Counter[str] = field(
-        default_factory=Counter
-    )  # DynamicCache alone is wrong or refuses
+    # Ours and DynamicCache alike, and not as no cache.
+    like_dynamic: list[str] = field(default_factory=list)
+    # DynamicCache alone is wrong or refuses.
+    only_dynamic: Counter[str] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     fallbacks: Counter[str] = field(default_factory=Counter)
     faults: list[Fault] = field(default_factory=list)
@@ -541,9 +539,8 @@ def with_eos_that_occurs(model: PreTrainedModel, text: Text, call: Call) -> Call
     new = generate_without_cache(model, text, free).sequences[:, text.length :]
     row, step = call.eos_at
     eos = call.options["eos_token_id"]
-    others = (
-        [id_ for id_ in eos if id_ < len(eos)] if isinstance(eos, list) else []
-    )  # few, so that rows get as far
+    # Few, so that rows get as far.
+    others = [id_ for id_ in eos if id_ < len(eos)] if isinstance(eos, list) else []
     ids = [*others, int(new[row % len(new), step % new.shape[1]])]
     return replace(call, options={**call.options, "eos_token_id": ids})
 
@@ -740,9 +737,8 @@ class Runner:
             "prefixes": lambda: self._attached(AttachedWithPrefixes),
             "decoder alone": self._decoder_alone,
         }
-        self.contenders = [
-            makers[name]() for name in contenders
-        ]  # DynamicCache first: others are compared with it
+        # DynamicCache first: others are compared with it.
+        self.contenders = [makers[name]() for name in contenders]
         self.text: Any = None  # a Text, once there is one
         self.kept_text: Any = None  # of the last call whose cache was kept
         self.turn: Any = None  # takes the mutation from one of its numbers to the other
@@ -941,9 +937,8 @@ class Runner:
             self.text.extend(tokens, mask)
 
     def _crop(self, event: Crop) -> None:
-        first = int(
-            self.text.mask.argmax(dim=1).max()
-        )  # the first column by which every row has a token
+        # The first column by which every row has a token.
+        first = int(self.text.mask.argmax(dim=1).max())
         caches = [contender.cache for contender in self._holders if contender.is_ours]
         kept = [layer.num_croppable for cache in caches for layer in cache.kv_layers]
         tokens = max(0, min([event.tokens, self.text.cached - first - 1, *kept]))

@@ -102,9 +102,8 @@ def test_a_mutation_is_seen(kind):
     """By every way to use the package: the tokens are those of the model as it is now."""
     run_case(mutated(kind, (-1.0, -2.0), "gemma3"), "cpu", CONTENDERS, tally := Tally())
     assert [str(fault) for fault in tally.faults] == []
-    assert sum(tally.only_dynamic.values()) == (
-        3 if kind == "skip" else 0
-    )  # caches of the caller's refuse the model
+    # Caches of the caller's refuse the model.
+    assert sum(tally.only_dynamic.values()) == (3 if kind == "skip" else 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -229,9 +228,8 @@ def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
         step.seq_start += 1
 
     monkeypatch.setattr(DecodeStep, "set_position", broken)
-    monkeypatch.setattr(
-        "hf_static_kv.decoding.decoder.verify", lambda step, call: None
-    )  # it would refuse the step
+    # It would refuse the step.
+    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)
 
 
 def forget_the_streamer(monkeypatch):
@@ -257,9 +255,8 @@ def lend_a_cache_with_the_tokens_of_an_earlier_call(monkeypatch):
 
     monkeypatch.setattr(CachePool, "_keep", without_reset(keep))
     monkeypatch.setattr(CachePool, "_free_entry", without_reset(free_entry))
-    monkeypatch.setattr(
-        "hf_static_kv.cache.cache.check_request", lambda *args: None
-    )  # it would refuse the cache
+    # It would refuse the cache.
+    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)
 
 
 def reuse_a_prefix_that_is_one_too_long(monkeypatch):
@@ -270,9 +267,8 @@ def reuse_a_prefix_that_is_one_too_long(monkeypatch):
         return min(common_prefix(entry, request) + 1, longest)
 
     monkeypatch.setattr(Entry, "common_prefix", broken)
-    monkeypatch.setattr(
-        "hf_static_kv.cache.cache.check_request", lambda *args: None
-    )  # it would refuse the cache
+    # It would refuse the cache.
+    monkeypatch.setattr("hf_static_kv.cache.cache.check_request", lambda *args: None)
 
 
 def has(*kinds):
@@ -352,9 +348,8 @@ def test_a_fault_is_found(break_it):
 
 def test_a_fault_ends_the_script_with_its_replay(monkeypatch, capsys):
     drop_the_newest_key(monkeypatch)
-    monkeypatch.setattr(
-        "tests.fuzz.fuzz.set_up", lambda: None
-    )  # it would silence the loggers of other tests too
+    # It would silence the loggers of other tests too.
+    monkeypatch.setattr("tests.fuzz.fuzz.set_up", lambda: None)
     moves = ["--without", "threads,mutations"]
     monkeypatch.setattr(
         "sys.argv", ["fuzz.py", "--seed", "1", "--cases", "1", "--device", "cpu", *moves]

@@ -238,10 +238,11 @@ class TestParts:
     def test_the_counters_are_left_as_zeros(self, monkeypatch):
         counters = torch.zeros(3, dtype=torch.int32, device=DEVICE)
         monkeypatch.setattr(linear_triton, "_counters", lambda x, number: counters)
+        # 2 blocks and 1, 5 parts.
         x, weights = (
             normal(1, 300),
             weights_of((40, 30), 300, torch.float32, True),
-        )  # 2 blocks and 1, 5 parts
+        )
         first = kernel(x, weights)
         assert not counters.any()
         assert torch.equal(kernel(x, weights), first)
@@ -301,9 +302,8 @@ class TestPlain:
         )
 
     def test_gelu_tanh_is_the_activation_of_gpt2(self, monkeypatch):
-        monkeypatch.setattr(
-            linear_triton, "_tiles", lambda *args: (128, 128, 4)
-        )  # 8 programs, not 500
+        # 8 programs, not 500.
+        monkeypatch.setattr(linear_triton, "_tiles", lambda *args: (128, 128, 4))
         x = torch.linspace(-8, 8, 999, device=DEVICE)
         torch.testing.assert_close(linear.activate(x, "gelu_tanh"), NewGELUActivation()(x))
         got = kernel(torch.ones(1, 1, device=DEVICE), [x[:, None]], activation="gelu_tanh")

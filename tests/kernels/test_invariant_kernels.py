@@ -201,9 +201,8 @@ class TestAttention:
             normal(1, 2, 140, 16),
             normal(1, 2, 140, 16, seed=1),
         )
-        spans = spans_of(
-            1, 12, 140, window=window
-        )  # over the border between two pieces of 128, and of 64
+        # Over the border between two pieces of 128, and of 64.
+        spans = spans_of(1, 12, 140, window=window)
         whole = implementation(query, key, value, spans, 0.25)
         for t in (0, 4, 11):
             begin, end = spans[0, t, 1:].tolist()
@@ -216,9 +215,8 @@ class TestAttention:
         """A window over a border between pieces, rows of unlike seq_start, and one row that begins
         inside.
         """
-        heads, queries = (
-            (2, 9) if groups < 17 else (1, 4)
-        )  # of 17 query heads a program has one query
+        # Of 17 query heads a program has one query.
+        heads, queries = (2, 9) if groups < 17 else (1, 4)
         query = normal(2, heads * groups, queries, 20)
         key, value = normal(2, heads, 300, 20), normal(2, heads, 300, 20, seed=1)
         spans = torch.cat(

@@ -241,9 +241,8 @@ class TestDecodeAttention:
         columns.
         """
         query, keys, values = tensors(4, 2, 16, room=50, batch=2)
-        storage = torch.full(
-            (2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE
-        )  # keys and values of [L, B, H, S, D]
+        # Keys and values of [L, B, H, S, D].
+        storage = torch.full((2, 3, 5, 2, 80, 16), torch.nan, device=DEVICE)
         storage[0, 1, :2, :, :50], storage[1, 1, :2, :, :50] = keys, values
         whole = torch.full((2, 3, 1, 4), 99, device=DEVICE)
         spans = whole[:, 1, :, :3]

@@ -129,9 +129,8 @@ class TestNorm:
 
     @pytest.mark.parametrize("style", [STYLES[0], LAYER_NORM], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(
-        ("width", "dim"), [(2048, 128), (640, 64), (100, 20), (1000, 64)]
-    )  # not all are aligned
+    # Not all are aligned.
+    @pytest.mark.parametrize(("width", "dim"), [(2048, 128), (640, 64), (100, 20), (1000, 64)])
     def test_heads_beside_others_have_the_bits_of_heads_alone(
         self, implementation, width, dim, dtype, style
     ):
@@ -261,11 +260,12 @@ class TestRotary:
 
     @pytest.mark.skipif(DEVICE == "cpu", reason="on a CPU the kernel takes nothing")
     def test_what_the_kernel_does_not_take_is_computed_plainly(self):
+        # Of another dtype.
         query, key, angles = (
             normal(1, 2, 3, 8),
             normal(1, 1, 3, 8),
             normal(1, 3, 8).double(),
-        )  # of another dtype
+        )
         assert torch.equal(
             rotary(query, key, angles, angles)[0], rotary_plain(query, key, angles, angles)[0]
         )
@@ -344,9 +344,8 @@ class TestRotateAndWrite:
     @pytest.mark.parametrize("angles_ready", [False, True])
     @pytest.mark.parametrize("style", [None, *STYLES], ids=str)
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize(
-        "dim", [80] if DEVICE == "cpu" else [64, 80, 128, 256]
-    )  # the interpreter takes its time
+    # The interpreter takes its time.
+    @pytest.mark.parametrize("dim", [80] if DEVICE == "cpu" else [64, 80, 128, 256])
     @pytest.mark.parametrize("batch", [1, 2])
     def test_the_shapes_of_models(self, batch, dim, dtype, style, angles_ready):
         check_bits(

@@ -178,9 +178,8 @@ def limits(scores, kinds, state, slack=None):
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
     if kinds.top_p and state.top_p.item() < 1:
         place = places(scores)
-        kept = torch.zeros_like(scores).scatter(
-            1, place, torch.where(must, weights, 0)
-        )  # ascending
+        # Ascending.
+        kept = torch.zeros_like(scores).scatter(1, place, torch.where(must, weights, 0))
         above = (
             (kept.sum(-1, keepdim=True) - kept.cumsum(-1)) / kept.sum(-1, keepdim=True)
         ).gather(1, place)
@@ -252,9 +251,8 @@ class TestKernels:
         scores = logits / 2 if kinds.temperature else logits
         state = make_state(2, kinds, **numbers)
         must, may = limits(scores, kinds, state)
-        if not (
-            kinds.top_p and shape == "ties"
-        ):  # on a CPU torch's sort keeps no order of equal scores
+        # On a CPU torch's sort keeps no order of equal scores.
+        if not (kinds.top_p and shape == "ties"):
             kept = (
                 process_plain(logits, positions(len(logits)), make_state(1, kinds, **numbers))
                 > -torch.inf

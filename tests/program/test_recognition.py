@@ -303,9 +303,8 @@ class TestSingleLinears:
         monkeypatch.setattr(linear, "linears", note)
         with single_linears(model) as layers:
             assert torch.equal(model(ids).logits, expected)
-            assert (
-                calls == [1] * len(layers) == [1] * 15
-            )  # seven in each of two layers, and the head
+            # Seven in each of two layers, and the head.
+            assert calls == [1] * len(layers) == [1] * 15
         calls.clear()
         with gated_mlps(model), single_linears(model):
             model(ids)

@@ -66,9 +66,8 @@ class TestLinearLayers:
         [
             lambda x: F.linear(x, W * 2),  # computed: perhaps an adapter
             lambda x: F.linear(x.double(), W.double()),
-            lambda x: F.linear(
-                x, torch.nn.parameter.Buffer(W.data)
-            ),  # a class of its own, as a quantised weight has
+            # A class of its own, as a quantised weight has.
+            lambda x: F.linear(x, torch.nn.parameter.Buffer(W.data)),
             lambda x: F.linear(x.expand(1, 17, 8), W),  # many tokens
         ],
     )
@@ -179,9 +178,8 @@ class TestLinearLayers:
         "function",
         [
             lambda x: x[..., :1] + F.linear(F.linear(x, W), DOWN),  # of another shape
-            lambda x: (y := F.linear(F.linear(x, W), DOWN), (x + y) * y)[
-                1
-            ],  # which goes elsewhere, too
+            # Which goes elsewhere, too.
+            lambda x: (y := F.linear(F.linear(x, W), DOWN), (x + y) * y)[1],
             lambda x: torch.add(x, F.linear(F.linear(x, W), DOWN), alpha=2),
         ],
     )
@@ -208,10 +206,11 @@ class TestLinearLayers:
             return torch.cat([F.linear(x, head) for head in HEADS], dim=-1)
 
         names, difference = rewritten(function, "few_tokens", "shared_input", rows=rows)
+        # Three, and the fourth.
         assert (names, difference) == (
             ["run_linear", "run_linear", "cat"],
             0,
-        )  # three, and the fourth
+        )
 
     def test_inputs_that_only_look_the_same(self):
         def function(x):
@@ -224,9 +223,8 @@ class TestNorms:
     def test_layer_norm(self):
         function = lambda x: F.layer_norm(x, (8,), GAIN, GAIN)  # noqa: E731
         assert rewritten(function, "layer_norm") == (["norm"], 0)
-        assert rewritten(lambda x: F.layer_norm(x, (8,)), "layer_norm")[0] == [
-            "layer_norm"
-        ]  # without a weight
+        # Without a weight.
+        assert rewritten(lambda x: F.layer_norm(x, (8,)), "layer_norm")[0] == ["layer_norm"]
         two = GAIN[None]
         assert rewritten(lambda x: F.layer_norm(x, (1, 8), two), "layer_norm")[0] == ["layer_norm"]
 
@@ -358,10 +356,11 @@ def test_rules_are_left_out_by_name():
     rewrite(program, without=list(RULES))
     assert [call.name for call in program] == ["linear", "relu"]
     rewrite(program, keeps_bits=True)
+    # Neither rule keeps the bits of a GPU.
     assert [call.name for call in program] == [
         "linear",
         "relu",
-    ]  # neither rule keeps the bits of a GPU
+    ]
     rewrite(program, without=["activation"])
     assert [call.name for call in program] == ["run_linear", "relu"]
 
