@@ -333,11 +333,9 @@ class _Hooks:
     @staticmethod
     def generate(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
         attachment = _ATTACHMENTS.get(model)
-        return (
-            original(*args, **kwargs)
-            if attachment is None
-            else attachment.generate(model, original, args, kwargs)
-        )
+        if attachment is None:
+            return original(*args, **kwargs)
+        return attachment.generate(model, original, args, kwargs)
 
     @staticmethod
     def cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
@@ -399,11 +397,9 @@ def _unserved(model: PreTrainedModel) -> str | None:
     except ValueError as reason:
         return str(reason)
     # Its prompts are a few tokens long: there our cache alone is no faster.
-    return (
-        "There is no captured step for an encoder-decoder."
-        if model.config.is_encoder_decoder
-        else None
-    )
+    if model.config.is_encoder_decoder:
+        return "There is no captured step for an encoder-decoder."
+    return None
 
 
 def attach(

@@ -118,11 +118,9 @@ def experts_activation(module: Module) -> str | None:
 def _expert_weights(module: Module) -> list[Any]:
     """Its stacked weights; empty if it cannot be one of ours."""
     weights: list[Any] = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    return (
-        weights
-        if _has_only(module, weights) and all(weight.ndim == 3 for weight in weights)
-        else []
-    )
+    if _has_only(module, weights) and all(weight.ndim == 3 for weight in weights):
+        return weights
+    return []
 
 
 def _exact_experts(num_experts: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

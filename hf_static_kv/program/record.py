@@ -306,11 +306,9 @@ def leaves(value: Any) -> list[Any]:
     """Every leaf of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in leaves(item)]
-    return (
-        [leaf for item in value for leaf in leaves(item)]
-        if isinstance(value, list | tuple)
-        else [value]
-    )
+    if isinstance(value, list | tuple):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [value]
 
 
 def _slice_bounds(value: Any) -> list[Tensor]:

@@ -113,11 +113,9 @@ def transpose_first(program: Program) -> None:
 def _own_norm(program: Program, x: Any, user: Operation) -> Operation | None:
     """The norm that gives x, where no other call takes x."""
     before = program.maker(x)
-    return (
-        before
-        if before is not None and before.func is norm and program.only_user(x) is user
-        else None
-    )
+    if before is not None and before.func is norm and program.only_user(x) is user:
+        return before
+    return None
 
 
 @rule(keeps_bits=True)
@@ -161,11 +159,9 @@ def run_linear(x: Tensor, layer: Linear) -> Any:
         )
     else:
         y = fused_linears(x, layer)
-    return (
-        y
-        if layer.is_gated or len(weights) == 1
-        else y.split([weight.shape[0] for weight in weights], dim=-1)
-    )
+    if layer.is_gated or len(weights) == 1:
+        return y
+    return y.split([weight.shape[0] for weight in weights], dim=-1)
 
 
 class Found(NamedTuple):
@@ -306,11 +302,9 @@ def _halves(
     dims = (*split.args[1:], *split.kwargs.values())
     if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
         return None
-    return (
-        None
-        if found.layer.biases
-        else (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
-    )
+    if found.layer.biases:
+        return None
+    return (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
 
 
 @rule(keeps_bits=False)
