@@ -97,6 +97,8 @@ class Call:
         self.assumed: State | None = None
         # Of the cache, when the call began; None: it is not ours.
         self.start: Snapshot | None = None
+        # By the trial of a step that could not be captured.
+        self.is_overwritten = False
         # To be that of the model as it is.
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = False
@@ -209,11 +211,8 @@ class Call:
             for layer in self.cache.stateful_layers
             for tensor in state_tensors(layer)
         )
-        # A cache of compact layers alone grows in place.
-        sizes = (
-            len(self.seq_start),
-            self.cache.max_cache_len,
-        )
+        # The capacity: a cache of compact layers alone grows in place.
+        sizes = len(self.seq_start), self.cache.max_cache_len
         return self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
 
     @cached_property
@@ -439,12 +438,14 @@ def repeatable_state(model: Any) -> State | None:
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(
-        device
-    ) if device.type == "cuda" else None
+    of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return torch.get_rng_state(), of_device
 
 
-def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None]) -> None:
+def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> None:
+    """Put back what `random_state` gave; None: leave the generators as they are."""
+    if state is None:
+        return
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)

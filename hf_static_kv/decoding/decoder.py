@@ -113,14 +113,8 @@ class GraphDecoder:
         A model serves one call at a time.
         """
         with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
-            call = Call(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                model_kwargs,
-            )
+            loop = logits_processor, stopping_criteria, generation_config
+            call = Call(model, input_ids, *loop, model_kwargs)
             refused = None
             if call.brings_no_cache:
                 try:
@@ -169,15 +163,13 @@ class GraphDecoder:
 
         Raises `Fallback` before its first token if there is no step for it.
         """
-        drawn = (
-            random_state(call.device) if call.entry is not None and call.entry.num_reused else None
-        )
+        may_begin_again = call.entry is not None and call.entry.num_reused
+        drawn = random_state(call.device) if may_begin_again else None
         try:
             return self._decode_on(call)
         except PrefixChanged:
             call.forget_prefix()
-            if drawn is not None:
-                set_random_state(call.device, drawn)
+            set_random_state(call.device, drawn)
             return self._decode_on(call)
 
     def _decode_on(self, call: Call) -> _Output:
@@ -205,8 +197,7 @@ class GraphDecoder:
                 except ModelChanged:
                     cache.crop(call.request.prompt_length - cache.seq_len)
                     tokens.restart(call.input_ids.shape[1] + 1)
-                    if drawn is not None:
-                        set_random_state(call.device, drawn)
+                    set_random_state(call.device, drawn)
                     step = self._later_step(call)
                     continue
                 is_over = not (cache.grows and tokens.is_cut_short())
@@ -223,14 +214,13 @@ class GraphDecoder:
         """Another step in the middle of a call; None where the model itself goes on: tokens are
         drawn and streamed.
         """
-        before = _sums(call.cache)
         try:
             return self._step(call)
         except Fallback as fallback:
-            if _sums(call.cache) != before:
+            if call.is_overwritten:
                 raise RuntimeError(
-                    f"{fallback.reason}, and its trial has overwritten the cache: reset it, call "
-                    "again."
+                    f"{fallback.reason}, and its trial has overwritten the cache: call again with "
+                    "an empty one."
                 ) from fallback
             self._note(fallback, "The rest of this call is computed by the model itself")
             return None
@@ -280,8 +270,9 @@ class GraphDecoder:
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
-            if _sums(call.cache) != sums:  # it has written over the prompt, which is computed again
-                call.outputs = None
+            if _sums(call.cache) != sums:
+                call.is_overwritten = True
+                call.outputs = None  # the prompt is computed again
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
@@ -309,30 +300,24 @@ class GraphDecoder:
     ) -> DecodeStep:
         length = call.cache.seq_len
         inputs = call.step_inputs
-        what = (
-            call.model,
-            call.cache,
-            len(call.seq_start),
-            inputs.position_ids.shape[:-2],
-            inputs.settings,
-        )
+        parts = inputs.position_ids.shape[:-2]
+        what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
         at = length, call.seq_start.to(call.device), call.position_ids(length)
-        step = (
-            DecodeStep(*what) if selection is None else SelectingStep(*what, kinds=selection.kinds)
-        )
+        if selection is None:
+            step = DecodeStep(*what)
+        else:
+            step = SelectingStep(*what, kinds=selection.kinds)
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
                     if is_recorded:
-                        without = (
-                            self.without
-                            if call.has_usual_positions
-                            else self.without | {"angles_from_table"}
-                        )
-                        is_exact = call.own_attention == EXACT_ATTENTION_NAME
+                        skipped = set() if call.has_usual_positions else {"angles_from_table"}
                         step.record(
-                            *at[:2], *unverified_inputs(call), is_exact=is_exact, without=without
+                            *at[:2],
+                            *unverified_inputs(call),
+                            is_exact=call.own_attention == EXACT_ATTENTION_NAME,
+                            without=self.without | skipped,
                         )
                     if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
                         step.capture(*at)
@@ -346,10 +331,9 @@ class GraphDecoder:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
         graphs take memory.
         """
-        for key in [
-            key for key, step in steps.items() if isinstance(step, DecodeStep) and step.is_orphan
-        ]:
-            del steps[key]
+        for key, step in list(steps.items()):
+            if isinstance(step, DecodeStep) and step.is_orphan:
+                del steps[key]
         while len(steps) >= _MAX_STEPS:
             del steps[next(iter(steps))]  # the oldest
             self._warn_once(
@@ -375,13 +359,14 @@ class GraphDecoder:
                 raise step.fallback
 
     @property
+    def _captured(self) -> list[DecodeStep]:
+        kept = [step for steps in self._steps.values() for step in steps.values()]
+        return [step for step in kept if isinstance(step, DecodeStep)]
+
+    @property
     def num_steps(self) -> int:
         """Captured steps that are kept."""
-        return sum(
-            isinstance(step, DecodeStep)
-            for steps in self._steps.values()
-            for step in steps.values()
-        )
+        return len(self._captured)
 
     @property
     def memory_bytes(self) -> int:
@@ -389,14 +374,8 @@ class GraphDecoder:
 
         Torch counts memory that graphs compute in as reserved.
         """
-        captured = [
-            s for steps in self._steps.values() for s in steps.values() if isinstance(s, DecodeStep)
-        ]
-        return sum(
-            {
-                buffer.data_ptr(): buffer.nbytes for step in captured for buffer in step.buffers
-            }.values()
-        )
+        buffers = [buffer for step in self._captured for buffer in step.buffers]
+        return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
@@ -409,17 +388,15 @@ class GraphDecoder:
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.log(
-                logging.WARNING if self.warns else logging.DEBUG, "GraphDecoder: %s.", message
-            )
+            level = logging.WARNING if self.warns else logging.DEBUG
+            logger.log(level, "GraphDecoder: %s.", message)
 
 
 def _sums(cache: StaticContiguousCache) -> list[int]:
     """Of the bits that the cache holds, one for keys and one for values of each layer."""
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    states = [
-        own for layer in cache.kv_layers for own in (layer.keys, layer.values) if own is not None
-    ]
+    both = [own for layer in cache.kv_layers for own in (layer.keys, layer.values)]
+    states = [own for own in both if own is not None]
     sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
     return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
 
@@ -464,16 +441,10 @@ def _run_model(tokens: Tokens, call: Call) -> None:
 
 def _run_on_device(step: SelectingStep, tokens: Tokens, call: Call) -> None:
     """The tokens of a call in which the step itself selects: the host only counts."""
-    # of the next token, in `ids` and in `sequences`
-    start = tokens.length
-    position = call.cache.seq_len + 1
-    step.set_state(
-        tokens.ids[:, :start],
-        position,
-        tokens.unfinished,
-        next(iter(call.ends), None),
-        tokens.pad,
-    )
+    start = tokens.length  # where the next token goes in `ids`
+    position = call.cache.seq_len + 1  # and in `sequences`
+    eos = next(iter(call.ends), None)
+    step.set_state(tokens.ids[:, :start], position, tokens.unfinished, eos, tokens.pad)
     is_over = False
     room = 0
     while not is_over:
@@ -481,23 +452,18 @@ def _run_on_device(step: SelectingStep, tokens: Tokens, call: Call) -> None:
         tokens.before_draw()
         flag = step.replay()
         _mark_written(call)
-        tokens.finished.is_busy = call.is_assuming and tokens.may_be_ahead(
-            tokens.length - start + 1
-        )
+        num_selected = tokens.length - start + 1
+        tokens.finished.is_busy = call.is_assuming and tokens.may_be_ahead(num_selected)
         if not tokens.finished.is_busy:
             call.confirm()  # while the device computes
         is_over = tokens.count_token(flag, step.token)
-    tokens.ids[:, start : tokens.length] = step.state.sequences[
-        :, position : call.cache.seq_len + 1
-    ]
+    selected = step.state.sequences[:, position : call.cache.seq_len + 1]
+    tokens.ids[:, start : tokens.length] = selected
     tokens.unfinished = step.state.unfinished[:, 0].to(tokens.unfinished)
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:
-    """Tokens that have free slots, where `room` had before the last token.
-
-    Where none has, compact layers move.
-    """
+    """How many more tokens fit. `room` is the previous answer; at 0 layers are compacted."""
     if room > 1:
         return room - 1
     room = call.cache.reserve()
