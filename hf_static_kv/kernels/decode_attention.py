@@ -65,7 +65,9 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`decode_attention` in a captured step, as one operation for `torch.compile`."""
+    """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`."""
+    if query.shape[2] > MAX_TOKENS:
+        return invariant_attention(query, keys, values, spans, scale, softcap, sinks)  # type: ignore[no-any-return]
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
         spans_ready=True,

@@ -140,8 +140,8 @@ def launch_small(dtype):
     row, layers = column[:, 0], torch.ones(5).long()
     for_ids = row, column.clone()
     place = positions_triton.place_tokens_triton
-    place(row, row.clone(), number, layers, layers, column, spans, *for_ids, True)
-    place(row, row.clone(), number, layers, layers, column, spans, None, None, False)
+    place(row, row.clone(), row.clone(), number, layers, layers, column, spans, *for_ids, True)
+    place(row, row.clone(), row.clone(), number, layers, layers, column, spans, None, None, False)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
     select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
     launch_sampling(dtype, state)

@@ -284,13 +284,14 @@ def run_step(dtype: torch.dtype) -> None:
     new = normal(2, 3, 1, 24, dtype=dtype)
     positions_triton.write_tokens_triton(keys, values, new, new, torch.tensor([[12], [3]]))
     lengths, starts, offset = torch.tensor([11, 5]), torch.tensor([0, 3]), torch.tensor([0])
+    counts = torch.tensor([2, 1])
     windows, chunks = torch.tensor([1 << 40, 4, 1 << 40]), torch.tensor([1 << 40, 1 << 40, 5])
     slots = torch.zeros(2, 2, dtype=torch.int64)
     spans = torch.zeros(2, 3, 2, 4, dtype=torch.int64)[..., :3]
     ids = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int64)
     place = positions_triton.place_tokens_triton
-    place(lengths, starts, offset, windows, chunks, slots, spans, *ids, True)
-    place(lengths, starts, offset, windows, chunks, slots, spans, None, None, False)
+    place(lengths, starts, counts, offset, windows, chunks, slots, spans, *ids, True)
+    place(lengths, starts, counts, offset, windows, chunks, slots, spans, None, None, False)
     select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *greedy_state())
 
 
