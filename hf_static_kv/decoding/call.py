@@ -19,6 +19,7 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_static_kv import compat
 from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
@@ -99,6 +100,9 @@ class Call:
         self.start: Snapshot | None = None
         # By the trial of a step that could not be captured.
         self.is_overwritten = False
+        # Captured passes for the prompt (`Prompts`), and whether they have computed it.
+        self.prompts: Any = None
+        self.is_prompt_captured = False
         # To be that of the model as it is.
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = False
@@ -261,6 +265,8 @@ class Call:
         if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
             raise Fallback(f"the cache holds {length} tokens after a prompt of {wanted}")
         self.step_inputs = self._step_inputs(outputs)
+        if self.prompts is not None and not self.is_prompt_captured:
+            self.prompts.note(self)
         # Kept while a step is captured, and those of a whole prompt are large.
         if outputs.logits.shape[1] > 1:
             outputs.logits = outputs.logits[:, -1:].clone()
@@ -322,9 +328,16 @@ class Call:
         self.start = self.cache.snapshot()
 
     def _compute_prompt(self) -> None:
+        self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
+        self.is_prompt_captured = False
+        if self.prompts is not None and (logits := self.prompts.run(self)) is not None:
+            self.is_prompt_captured = True
+            self.outputs = CausalLMOutputWithPast(
+                logits=logits[:, None], past_key_values=self.cache
+            )
+            return
         # Not None: eligibility.py or `run_eagerly` has looked.
         prefill: Any = compat.prefill(self.model)
-        self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
         is_first = not self.config.is_assistant
         outputs = prefill(
             self.input_ids, self.config, self._left_kwargs, is_first_iteration=is_first

@@ -40,6 +40,7 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.eligibility import check
+from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
@@ -92,6 +93,7 @@ class GraphDecoder:
         self.streamer = streamer
         self.without = frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
+        self.prompts = Prompts()
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
@@ -145,6 +147,7 @@ class GraphDecoder:
                 raise refused
             check(call)
             self._check_failures(call)
+            call.prompts = self.prompts
             return self._decode(call)
         except Fallback as fallback:
             self._note(fallback, "This call falls back to the loop of `generate`")
@@ -374,16 +377,19 @@ class GraphDecoder:
 
         Torch counts memory that graphs compute in as reserved.
         """
-        buffers = [buffer for step in self._captured for buffer in step.buffers]
+        steps = self._captured + self.prompts.steps
+        buffers = [buffer for step in steps for buffer in step.buffers]
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
+        # A graph belongs to one process.
+        return {**self.__dict__, "_steps": None, "pool": None, "prompts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._steps = WeakKeyDictionary()
         self.pool = CachePool()
+        self.prompts = Prompts()
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

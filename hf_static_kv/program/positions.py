@@ -42,6 +42,7 @@ class Positions:
         are_chunked: whether the window of a layer is a chunk of the sequence.
         compact_windows: the windows whose layers are compact.
         parts: the leading dims of `position_ids`, as [3] for [3, B, q].
+        computes_ids: False: the host writes `position_ids` before each pass.
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class Positions:
         num_tokens: int,
         parts: Sequence[int],
         device: torch.device,
+        computes_ids: bool = True,
     ) -> None:
+        self.computes_ids = computes_ids
         chunks = [w if c else None for w, c in zip(windows, are_chunked, strict=True)]
         self.windows = torch.tensor([w or _UNLIMITED for w in windows], device=device)  # [L]
         self.chunks = torch.tensor([c or _UNLIMITED for c in chunks], device=device)  # [L]
@@ -115,5 +118,5 @@ class Positions:
         for offset, slots, spans in self.compact.values():
             place(*inputs, offset, *layers, slots, spans, None, None, advances=False)
         offset, slots, spans = self.full
-        ids = self.shift, self.position_ids
+        ids = (self.shift, self.position_ids) if self.computes_ids else (None, None)
         place(*inputs, offset, *layers, slots, spans, *ids, advances=True)

@@ -72,6 +72,7 @@ class DecodeStep:
         parts: the leading dims of `position_ids` if a position has several parts, as [3] for
             [3, B, 1].
         settings: further keywords of the model.
+        computes_ids: False: `set_tokens` is given the position ids.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class DecodeStep:
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
         num_tokens: int = 1,
+        computes_ids: bool = True,
     ) -> None:
         self.max_cache_len = cache.max_cache_len
         # A graph needs neither model nor cache, and a decoder may outlive them. A cache that grows
@@ -98,6 +100,7 @@ class DecodeStep:
             num_tokens=num_tokens,
             parts=parts,
             device=device,
+            computes_ids=computes_ids,
         )
         self.token = torch.zeros(batch_size, num_tokens, dtype=torch.int64, device=device)
         # A mask of one key keeps the model from making one.
@@ -194,12 +197,16 @@ class DecodeStep:
         # A copy: the next run overwrites the logits.
         return self._replay_or_forward().to(torch.float32, copy=True)
 
-    def set_tokens(self, tokens: Tensor) -> None:
+    def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
         """The next pass has these tokens [B] or [B, n], at most `num_tokens` of a row."""
         tokens = tokens.reshape(len(tokens), -1)
-        self.token[:, -tokens.shape[1] :].copy_(tokens)
+        count = tokens.shape[1]
+        self.token[:, -count:].copy_(tokens)
         if self.token.shape[1] > 1:
-            self.positions.counts.fill_(tokens.shape[1])
+            self.positions.counts.fill_(count)
+        if position_ids is not None:
+            self.positions.position_ids[..., :-count] = position_ids[..., :1]  # of padding
+            self.positions.position_ids[..., -count:] = position_ids
 
     def _replay_or_forward(self) -> Tensor:
         if self.graph is None or self.logits is None:
@@ -250,8 +257,17 @@ class DecodeStep:
         _PROGRAMS.setdefault(self.model, WeakKeyDictionary())[self] = program.compiled()
         self._note_tensors(leaf for call in program for leaf in leaves((call.args, call.kwargs)))
 
-    def capture(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
-        """Capture the step as a graph. The first `run` overwrites position `length`."""
+    def capture(
+        self,
+        length: int,
+        seq_start: Tensor,
+        position_ids: Tensor | None = None,
+        pool: Any = None,
+    ) -> None:
+        """Capture the step as a graph. The first `run` overwrites position `length`.
+
+        Graphs of one memory `pool` must not run at the same time.
+        """
         wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
@@ -265,7 +281,7 @@ class DecodeStep:
             # may use the device.
             graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.stream(torch.cuda.current_stream())
-            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
             if not self.is_recorded:
