@@ -44,6 +44,16 @@ attention_name = _reader("_attn_implementation")
 is_compiled_in_place = _reader("_compiled_call_impl")
 
 
+def checkpoints_activations(model: Any) -> bool:
+    """Whether a model in train mode computes its layers again for gradients.
+
+    Before transformers 5.23 the property had another name, which warns since.
+    """
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(getattr(model, name, False))
+
+
 def kept_by(layer_type: str) -> tuple[bool, bool]:
     """Whether a type of layer keeps keys and values, and a recurrent state; neither for one that is
     not known.

@@ -417,6 +417,11 @@ class StaticContiguousCache(AllocatedCache):
         for layer in self.kv_layers:
             layer.length += n
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether a layer keeps no keys. Masks are not made for such a layer."""
+        return [not isinstance(layer, StaticContiguousLayer) for layer in self.layers]
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(kv_length, kv_offset) of a layer. Masks are made when a pass begins."""
         may_have_failed = self._pass.has_states or self._pass.is_open

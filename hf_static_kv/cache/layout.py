@@ -431,6 +431,7 @@ def _why_unserved(config: PreTrainedConfig) -> str | None:
             f"{name!r} keeps positions outside of its layers before transformers 5.21. {_OWN_CACHE}"
         )
     types = set(getattr(text_config, "layer_types", None) or ("full_attention",))
+    types -= _EMPTY_LAYER_TYPES
     if unknown := sorted(kind for kind in types if compat.kept_by(kind) == (False, False)):
         return (
             f"{name!r} has layers of type {', '.join(unknown)}, whose state is not keys and "

@@ -181,7 +181,7 @@ def check_request(
         )
     if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
         raise ValueError(PAIR_NEEDED)
-    if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
+    if request.model.training and compat.checkpoints_activations(request.model):
         raise ValueError(
             "A model that trains with gradient checkpointing writes to no cache. Call "
             "model.eval() first."
