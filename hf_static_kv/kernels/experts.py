@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from hf_static_kv.kernels.linear import ACTIVATIONS, activate
+from hf_static_kv.kernels.linear import activate, check_activation
 
 # of a token and an expert: each reads the expert's weights again, beyond that mostly in vain
 MAX_PAIRS = 128
@@ -95,8 +95,7 @@ def check_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> None:
     """Raise ValueError where activation, shapes or dtypes do not fit."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    check_activation(activation)
     if x.ndim != 2 or index.ndim != 2 or len(index) != len(x) or weights.shape != index.shape:
         shapes = (
             f"x {tuple(x.shape)}, index {tuple(index.shape)} and weights {tuple(weights.shape)}"

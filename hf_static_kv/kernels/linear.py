@@ -19,7 +19,8 @@ round, except that the output of the norm is not rounded: the sums are scaled by
 and a gated layer is computed plainly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_static_kv.kernels import norm as norms
-from hf_static_kv.kernels.norm import Norm, norm_plain
+from hf_static_kv.kernels.norm import Norm, check_norm, norm_plain
 
 MAX_TOKENS = 16
 MAX_WEIGHTS = 3
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+# By name: torch's function with its keywords. The formulas of the kernels are in linear_triton.py.
+ACTIVATIONS: dict[str, partial[Tensor]] = {
+    "silu": partial(F.silu),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": partial(F.gelu),
+    "relu": partial(F.relu),
+}
 
 
 class Linear(NamedTuple):
@@ -144,8 +151,7 @@ def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
 
 def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Raise ValueError where activation, shapes, strides or dtypes do not fit."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    check_activation(activation)
     if gate.shape != up.shape or gate.shape[1] != x.shape[-1] or gate.stride() != up.stride():
         shapes = f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)}"
         raise ValueError(
@@ -156,13 +162,25 @@ def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """One of `ACTIVATIONS` in plain PyTorch."""
-    if activation == "relu":
-        return F.relu(x)
-    return (
-        F.silu(x)
-        if activation == "silu"
-        else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")
-    )
+    check_activation(activation)
+    return ACTIVATIONS[activation](x)
+
+
+def check_activation(name: str, or_empty: bool = False) -> None:
+    """Raise ValueError for a name that is not in `ACTIVATIONS`."""
+    if name not in ACTIVATIONS and (name or not or_empty):
+        known = f"{'empty or ' if or_empty else ''}one of {', '.join(ACTIVATIONS)}"
+        raise ValueError(f"activation must be {known}, got {name!r}.")
+
+
+def activation_name(function: Any, keywords: Mapping[str, Any]) -> str:
+    """The name of `function(x, **keywords)` in `ACTIVATIONS`; "" if it is not there."""
+    # What changes the result, and is not torch's default.
+    given = {
+        k: v for k, v in keywords.items() if (k, v) != ("approximate", "none") and k != "inplace"
+    }
+    known = ((name, one.func, one.keywords) for name, one in ACTIVATIONS.items())
+    return next((name for name, *one in known if one == [function, given]), "")
 
 
 def fused_linears(x: Tensor, layer: Linear) -> Tensor:
@@ -181,10 +199,7 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
 def check_fused(x: Tensor, layer: Linear) -> None:
     """Raise ValueError where activation, norm, shapes or dtypes do not fit."""
     weights, biases, norm, activation, is_gated, residual = layer
-    if activation not in ("", *ACTIVATIONS):
-        raise ValueError(
-            f"activation must be empty or one of {', '.join(ACTIVATIONS)}, got {activation!r}."
-        )
+    check_activation(activation, or_empty=True)
     check_linears(x, weights, biases)
     sizes = [weight.shape[0] for weight in weights]
     if is_gated and (len(sizes) != 2 or sizes[0] != sizes[1]):
@@ -203,6 +218,8 @@ def check_fused(x: Tensor, layer: Linear) -> None:
         )
     if norm is not None and norm.style.is_centred:
         raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
+    if norm is not None:
+        check_norm(x, norm)
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         got = f"{tuple(residual.shape)} {residual.dtype}"

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
-from hf_static_kv.kernels.norm_triton import TritonNorm
+from hf_static_kv.kernels.norm_triton import TritonNorm, norm_arguments
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
 _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
@@ -258,14 +258,18 @@ def _finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
+    """One of `ACTIVATIONS` of linear.py."""
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
-    if ACTIVATION == "relu":
+    elif ACTIVATION == "relu":
         return tl.where(x < 0.0, 0.0, x)  # keeps a NaN
-    if ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 0.5 * (1 + tanh(inner)) without overflow
+    elif ACTIVATION == "gelu_tanh":  # 0.5 * x * (1 + tanh(inner)) without overflow
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+    else:
+        tl.static_assert(False, "unknown activation")
 
 
 def linears_triton(
@@ -300,14 +304,14 @@ def fused_linears_triton(
     x, dim = x.contiguous(), x.shape[-1]
     sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    norm_weight, eps, (offset, _, _), _ = norm or (x, 0.0, (0.0, False, False), None)
+    (norm_weight, _), numbers, _ = norm_arguments(norm, x)
     tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
         linear_few_tokens, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
         norm_weight.contiguous(),
         x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases),
         *padded(0, sizes),
-        dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
+        dim, *numbers, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
         IS_WHOLE=dim <= tile_k, IS_PAIRED=dim <= tile_k and _is_paired(weights, [dim]),
         HAS_NORM=norm is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
         HAS_RESIDUAL=residual is not None, num_warps=warps,

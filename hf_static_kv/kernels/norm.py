@@ -31,6 +31,7 @@ class NormStyle(NamedTuple):
     is_centred: bool = False  # LayerNorm: the mean is subtracted first
 
 
+# All that is known: the reference and the kernels compute these, and program/norms.py tries them.
 STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))  # of RMS norms
 LAYER_NORM = NormStyle(0.0, False, True)
 
@@ -90,8 +91,9 @@ def check_norm(x: Tensor, norm: Norm) -> None:
             raise ValueError(
                 f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)} do not fit: [..., D] and [D]."
             )
-    if style.is_centred and style != LAYER_NORM:
-        raise ValueError(f"A centred norm must be LAYER_NORM, {LAYER_NORM}, got {style}.")
+    if style not in (*STYLES, LAYER_NORM):
+        known = f"LAYER_NORM, {LAYER_NORM}, or one of STYLES, {STYLES}"
+        raise ValueError(f"The style of a norm must be {known}, got {style}.")
     if bias is not None and not style.is_centred:
         raise ValueError(f"Only a LayerNorm has a bias: omit it with {style}.")
 

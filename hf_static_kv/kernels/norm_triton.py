@@ -93,21 +93,31 @@ def norm_triton(
     tile = triton.next_power_of_2(x.shape[-1])
     output = x.new_empty(x.shape)
     total = x if other is None else x.new_empty(x.shape)
-    weight, eps, (offset, cast_first, is_centred), bias = norm
-    pre_weight, pre_eps, (pre_offset, pre_cast_first, pre_is_centred), pre_bias = pre_norm or norm
+    tensors, numbers, constants = norm_arguments(norm, x)
+    pre_tensors, pre_numbers, pre_constants = norm_arguments(pre_norm, norm[0])
     launch(
         fused_add_norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
-        weight, weight if bias is None else bias, pre_weight, pre_weight if pre_bias is None else pre_bias,
-        total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
-        D=dim, TILE=tile,
-        CAST_FIRST=cast_first, IS_CENTRED=is_centred, HAS_BIAS=bias is not None,
-        PRE_CAST_FIRST=pre_cast_first, PRE_IS_CENTRED=pre_is_centred,
-        PRE_HAS_BIAS=pre_norm is not None and pre_bias is not None,
+        *tensors, *pre_tensors, total, output, *numbers, *pre_numbers,
+        blocks.shape[1], *blocks.stride()[:2], D=dim, TILE=tile, **constants,
+        **{f"PRE_{name}": value for name, value in pre_constants.items()},
         IS_SUM=other is not None, HAS_PRE_NORM=pre_norm is not None, num_warps=num_warps(tile),
         # an FMA would give the norm of a sum other bits than the norm alone
         enable_fp_fusion=False,
     )  # fmt: skip
     return total, output
+
+
+def norm_arguments(
+    norm: TritonNorm | None, absent: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[float, float], dict[str, bool]]:
+    """What a kernel takes of a norm: weight and bias, eps and offset, and its constants.
+
+    `absent` stands in for a weight that is not there.
+    """
+    weight, eps, style, bias = norm or (absent, 0.0, (0.0, False, False), None)
+    offset, cast_first, is_centred = style
+    constants = {"CAST_FIRST": cast_first, "IS_CENTRED": is_centred, "HAS_BIAS": bias is not None}
+    return (weight, weight if bias is None else bias), (float(eps), float(offset)), constants
 
 
 def num_warps(tile: int) -> int:

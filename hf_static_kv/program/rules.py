@@ -18,6 +18,7 @@ from hf_static_kv.kernels.linear import (
     MAX_TOKENS,
     MAX_WEIGHTS,
     Linear,
+    activation_name,
     fused_linears,
     gated_linear,
     linears,
@@ -243,13 +244,11 @@ def _is_plain_linear(x: Any, weight: Any, bias: Any) -> bool:
     return is_own and weight.ndim == 2 and x.dtype.is_floating_point and 1 <= tokens <= MAX_TOKENS
 
 
-def _activation(call: Operation | None) -> str:
+def _activation(call: Operation) -> str:
     """The name of the activation that a call computes; "" for any other call."""
-    if call is None or call.func not in (F.silu, F.gelu, F.relu, activated):
-        return ""
-    if call.func is F.gelu:
-        return "gelu_tanh" if "tanh" in (*call.args[1:], *call.kwargs.values()) else "gelu"
-    return call.args[1].name if call.func is activated else call.name
+    if call.func is activated:
+        return str(call.args[1].name)
+    return activation_name(call.func, call.kwargs) if len(call.args) == 1 else ""
 
 
 @rule(keeps_bits=False)
