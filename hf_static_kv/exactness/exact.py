@@ -37,8 +37,8 @@ from hf_static_kv.exactness.invariant_operations import (
     is_batch_invariant,
     no_kernel,
 )
+from hf_static_kv.exactness.linears import gated_mlps, single_linears
 from hf_static_kv.exactness.self_check import refuse_other_logits, trial_logits
-from hf_static_kv.program.linears import gated_mlps, single_linears
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
 

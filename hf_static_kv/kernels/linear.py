@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_static_kv.kernels import norm as norms
-from hf_static_kv.kernels.norm import Norm, check_norm, norm_plain
+from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
 
 MAX_TOKENS = 16
 MAX_WEIGHTS = 3
@@ -216,10 +216,12 @@ def check_fused(x: Tensor, layer: Linear) -> None:
         raise ValueError(
             f"x {tuple(x.shape)} and norm {tuple(norm.weight.shape)} do not fit: [..., K] and [K]."
         )
-    if norm is not None and norm.style.is_centred:
-        raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
     if norm is not None:
         check_norm(x, norm)
+        if norm.style not in STYLES:
+            raise ValueError(
+                "fused_linears takes an RMS norm without bias: run a LayerNorm before it."
+            )
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         got = f"{tuple(residual.shape)} {residual.dtype}"

@@ -31,9 +31,10 @@ class NormStyle(NamedTuple):
     is_centred: bool = False  # LayerNorm: the mean is subtracted first
 
 
-# All that is known: the reference and the kernels compute these, and program/norms.py tries them.
-STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))  # of RMS norms
+# Of RMS norms: kernels that contain a norm compute these, and a model is searched for them.
+STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))
 LAYER_NORM = NormStyle(0.0, False, True)
+KNOWN_STYLES = (*STYLES, LAYER_NORM)
 
 
 class Norm(NamedTuple):
@@ -91,7 +92,7 @@ def check_norm(x: Tensor, norm: Norm) -> None:
             raise ValueError(
                 f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)} do not fit: [..., D] and [D]."
             )
-    if style not in (*STYLES, LAYER_NORM):
+    if style not in KNOWN_STYLES:
         known = f"LAYER_NORM, {LAYER_NORM}, or one of STYLES, {STYLES}"
         raise ValueError(f"The style of a norm must be {known}, got {style}.")
     if bias is not None and not style.is_centred:

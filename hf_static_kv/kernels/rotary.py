@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 from hf_static_kv.kernels.gradients import differentiable
-from hf_static_kv.kernels.norm import Norm, check_norm, norm
+from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm
 from hf_static_kv.kernels.positions import write_tokens
 
 
@@ -154,7 +154,7 @@ def _check(
     for x, its_norm in ((query, query_norm), (key, key_norm)):
         if its_norm is not None:
             check_norm(x, its_norm)
-            if its_norm.style.is_centred:
+            if its_norm.style not in STYLES:
                 raise ValueError(
                     "rotate_and_write takes RMS norms, got a LayerNorm: compute it before."
                 )

@@ -23,9 +23,9 @@ from hf_static_kv.kernels.linear import (
     gated_linear,
     linears,
 )
-from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
+from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
-from hf_static_kv.program.linears import activated
+from hf_static_kv.program.activations import activated
 from hf_static_kv.program.record import Operation, Program, Value
 from hf_static_kv.program.rotary import angle_table, angles, lookup
 
@@ -468,6 +468,6 @@ def _normed(program: Program, call: Operation) -> Found | None:
         return None
     size = sum(weight.numel() for weight in found.layer.weights)
     is_served = (
-        its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
+        its_norm.weight.dtype == x.dtype and its_norm.style in STYLES and size <= _MAX_NORMED
     )
     return found if is_served else None

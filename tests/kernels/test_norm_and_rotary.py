@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_static_kv.kernels.linear import Linear, fused_linears
 from hf_static_kv.kernels.norm import (
+    KNOWN_STYLES,
     LAYER_NORM,
     STYLES,
     Norm,
@@ -34,7 +35,7 @@ from hf_static_kv.kernels.rotary_triton import rotary_triton, rotate_and_write_t
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-ALL_STYLES = (*STYLES, LAYER_NORM)
+ALL_STYLES = KNOWN_STYLES
 EPS_32 = torch.finfo(torch.float32).eps
 
 

@@ -1,9 +1,7 @@
-"""Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for
-a recording.
-"""
+"""Linear layers and gated MLPs as one operation each, which `exact` replaces by a batch-invariant one."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
-from transformers import activations
 
 from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
@@ -124,51 +121,3 @@ class _GatedMLP:
         self, function: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor
     ) -> Tensor:
         return function(x, gate, up, self.activation)
-
-
-@contextmanager
-def named_activations(model: Module) -> Iterator[None]:
-    """The model with each activation that has a formula of its own as one operation (GPT-2's GELU
-    is eight).
-    """
-    modules = [
-        module for module in model.modules() if type(module).__module__ == activations.__name__
-    ]
-    found = {module: _activation_name(module) for module in modules if is_unmodified(module)}
-    with replaced(
-        "forward",
-        {module: Activation(module, name).forward for module, name in found.items() if name},
-    ):
-        yield
-
-
-class Activation:
-    """An activation and its name among `linear.ACTIVATIONS`."""
-
-    def __init__(self, module: Module, name: str) -> None:
-        self.original = module.forward
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return activated(x, self)
-
-
-@torch.overrides.wrap_torch_function(lambda x, activation: (x,))
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """The model's own operations, with its own roundings."""
-    return activation.original(x)  # type: ignore[no-any-return]
-
-
-def _activation_name(module: Module) -> str:
-    """The activation that this module computes, found in float64; "" if it is none of the known
-    ones.
-    """
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
-    scales = x.new_tensor(PROBED_SCALES)
-    x = torch.cat([x, scales, -scales])
-    with suppress(Exception):  # it takes other arguments
-        expected = ((name, linear.activate(x, name)) for name in linear.ACTIVATIONS)
-        return next(
-            (name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), ""
-        )
-    return ""
