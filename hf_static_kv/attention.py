@@ -21,12 +21,8 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import attend, decode_attention, invariant_attention
 from hf_static_kv.kernels.gradients import differentiable
-from hf_static_kv.patching import without_cudnn
+from hf_static_kv.patching import ATTENTION_NAME, EXACT_ATTENTION_NAME, without_cudnn
 
-ATTENTION_NAME = "static_contiguous"
-EXACT_ATTENTION_NAME = "static_contiguous_exact"
-TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_trace.py
-OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 _READ = {"position_bias", "s_aux", "scaling", "softcap"}
 # Tensors that a model's own keywords bring to every attention function, and that neither 'sdpa' nor

@@ -16,6 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
+ATTENTION_NAME = "static_contiguous"
+EXACT_ATTENTION_NAME = "static_contiguous_exact"
+TRACED_ATTENTION_NAME = "static_contiguous_traced"
+OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _LOCK = Lock()  # of the two below
 # Changes that are in effect, the oldest first, by the `id` of a module and the attribute.
 _CHANGES: dict[tuple[int, str], list["_Change"]] = {}

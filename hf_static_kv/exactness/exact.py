@@ -22,7 +22,6 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat, patching
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.identity import random_rates
 from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.experts import (
@@ -39,6 +38,7 @@ from hf_static_kv.exactness.invariant_operations import (
 )
 from hf_static_kv.exactness.linears import gated_mlps, single_linears
 from hf_static_kv.exactness.self_check import refuse_other_logits, trial_logits
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from hf_static_kv import attention, patching
 from hf_static_kv.kernels.decode_attention import decode_attention
 
-_NAME = attention.TRACED_ATTENTION_NAME
+_NAME = patching.TRACED_ATTENTION_NAME
 _TRACE = "_attention_trace"  # the attribute of a traced module: (trace, layer)
 _REMEDY = (
     'Load it with attn_implementation="eager" and call it with output_attentions=True to get its '
@@ -102,9 +102,7 @@ def trace_attention(
     count = getattr(inner.config.get_text_config(), "num_attention_heads", None)
     if heads is not None and count is not None and any(not 0 <= head < count for head in heads):
         raise ValueError(f"heads are 0 to {count - 1}, got {list(heads)}.")
-    if not {attention.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(
-        patching.attention_of(inner).values()
-    ):
+    if not {patching.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(patching.attention_of(inner).values()):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
     trace = AttentionTrace(chosen, heads)
     traced = {modules[layer]: (trace, layer) for layer in chosen}
