@@ -19,50 +19,37 @@ from hf_static_kv.program.norms import PROBED_SCALES
 
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
-    """The model with each linear layer as one operation, for any number of tokens; yields these
-    layers.
-    """
-    owners = [
-        getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()
-    ]
+    """The model with each linear layer as one operation, for any number of tokens; yields them."""
+    modules = list(model.modules())
+    owners = [getattr(module.__dict__.get("forward"), "__self__", None) for module in modules]
     mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]
     # Of an operation already.
     inside = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
     # A layer that is shared with another model may be replaced already.
-    layers = [
-        module
-        for module in model.modules()
-        if _has_weights_of_torch(module) and module not in inside
-    ]
+    layers = [one for one in modules if _has_weights_of_torch(one) and one not in inside]
     with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
         yield layers
 
 
 @contextmanager
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
-    """The model with gate, up, activation and product of its MLPs as one operation; yields these
-    MLPs.
-    """
-    activations = {module: mlp_activation(module) for module in model.modules()}
+    """The model with gate, up, activation and product of its MLPs as one operation; yields them."""
+    found = ((module, mlp_activation(module)) for module in model.modules())
     forwards: dict[Module, Any] = {
-        m: _GatedMLP(m, name).forward for m, name in activations.items() if name is not None
+        module: _GatedMLP(module, name).forward for module, name in found if name is not None
     }
     with replaced("forward", forwards):
         yield list(forwards)
 
 
 def mlp_activation(module: Module) -> str | None:
-    """The activation if this module computes down(act(gate(x)) * up(x)), found on random weights;
-    or None.
-    """
-    parts: list[Any] = [
-        getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")
-    ]
+    """The activation of down(act(gate(x)) * up(x)), found on random weights; None for another module."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(_has_weights_of_torch(part) and part.bias is None for part in parts):
         return None
-    if parts[0].weight.stride() != parts[1].weight.stride() or not all(
-        map(is_unmodified, module.modules())
-    ):
+    has_one_stride = parts[0].weight.stride() == parts[1].weight.stride()
+    if not has_one_stride or not all(map(is_unmodified, module.modules())):
         return None
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -73,17 +60,16 @@ def mlp_activation(module: Module) -> str | None:
             Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8))
         )
         for layer in (gate, up, down):
-            layer.weight = Parameter(
-                torch.randn(layer.weight.shape, generator=generator), requires_grad=False
-            )
+            weight = torch.randn(layer.weight.shape, generator=generator)
+            layer.weight = Parameter(weight, requires_grad=False)
         try:
             got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
         except Exception:  # it takes other arguments, or needs its own size
             return None
-        expected = (
-            (name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS
-        )
-        return next((name for name, output in expected if torch.equal(got, output)), None)
+        for name in linear.ACTIVATIONS:
+            if torch.equal(got, down(linear.activate(gate(x), name) * up(x))):
+                return name
+    return None
 
 
 def _has_weights_of_torch(module: object) -> TypeGuard[Linear]:
@@ -112,9 +98,8 @@ class _GatedMLP:
         # A hook or an adapter was added since.
         if not _has_weights_of_torch(gate) or not _has_weights_of_torch(up):
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
-        operation, plain = (
-            partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain)
-        )
+        operation = partial(self._gated, linear.gated_linear)
+        plain = partial(self._gated, linear.gated_linear_plain)
         return self.module.down_proj(differentiable(operation, plain, x, gate.weight, up.weight))  # type: ignore[no-any-return]
 
     def _gated(

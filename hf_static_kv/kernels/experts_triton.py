@@ -112,10 +112,7 @@ def experts_gate_up(
 
 @triton.jit
 def _load_rows(w, n, k, N, K, EVEN: tl.constexpr):
-    """The tile [n, k] of one expert's weight [N, K], with zeros outside of it.
-
-    It has less than 2^31 elements.
-    """
+    """The tile [n, k] of one expert's weight [N, K] (under 2^31 elements), zeros outside of it."""
     mask = n[:, None] < N
     if not EVEN:
         mask &= k[None, :] < K
@@ -131,7 +128,7 @@ def experts_down(
     n = tl.program_id(1)
     j = tl.arange(0, TILE_E)
     at_k = tl.arange(0, TILE_K)[None, :]
-    # Before the wait: experts_gate_up ran since these were written, and it has waited for their kernels.
+    # Before the wait: experts_gate_up has waited for the kernels that wrote these.
     expert = tl.minimum(tl.load(index + t * k + j, mask=j < k, other=0), E - 1).to(tl.int64)
     weight = tl.load(weights + t * k + j, mask=j < k, other=0.0)
     row = down + expert[:, None] * (N * K) + n * K
@@ -142,17 +139,14 @@ def experts_down(
     total = tl.zeros((TILE_E, TILE_K), tl.float32)
     for k_start in range(0, K - TILE_K, TILE_K):
         next_k = k_start + TILE_K + at_k
-        next_tile = tl.load(
-            row + next_k, mask=of_token if EVEN else of_token & (next_k < K), other=0.0
-        )
-        total += tile.to(tl.float32) * tl.load(h_row + k_start + at_k, mask=of_token, other=0.0).to(
-            tl.float32
-        )
+        mask = of_token if EVEN else of_token & (next_k < K)
+        next_tile = tl.load(row + next_k, mask=mask, other=0.0)
+        h_tile = tl.load(h_row + k_start + at_k, mask=of_token, other=0.0)
+        total += tile.to(tl.float32) * h_tile.to(tl.float32)
         tile = next_tile
     at_k += (K - 1) // TILE_K * TILE_K
-    total += tile.to(tl.float32) * tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0).to(
-        tl.float32
-    )
+    h_tile = tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0)
+    total += tile.to(tl.float32) * h_tile.to(tl.float32)
     dtype = y.dtype.element_ty
     output = tl.sum(total, 1).to(dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == dtype:  # otherwise torch multiplies in float32 and does not round

@@ -196,7 +196,7 @@ def invariant_linears_triton(
     """
     # Large tiles are for tensor cores, which float32 does not use.
     has_many_tokens = x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
-    sizes = output_sizes(weights, activation)
+    sizes = output_sizes(weights, bool(activation))
     stride = weights[0].stride()
     if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
         return torch.cat(
@@ -283,7 +283,7 @@ def _launch_few(
     groups: Tensor | None, tiles: int,
     stride: tuple[int, ...], activation: str, tile_m: int,
 ) -> None:  # fmt: skip
-    sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, activation)
+    sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, bool(activation))
     dim = x.shape[-1]
     # Programs next to each other read the same output features.
     launch(

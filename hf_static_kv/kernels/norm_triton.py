@@ -1,4 +1,4 @@
-"""Norms in Triton, one program per vector [D]. Formulas and styles are in norm.py."""
+"""Norms in Triton, one kernel instance per vector [D]. Formulas and styles are in norm.py."""
 
 from contextlib import suppress
 
@@ -33,17 +33,9 @@ def fused_add_norm(
         term = tl.load(other + at, mask=d < D, other=0.0)
         if HAS_PRE_NORM:
             term = _normalize(
-                term,
-                pre_w,
-                pre_b,
-                pre_eps,
-                pre_offset,
-                D,
-                TILE,
-                PRE_CAST_FIRST,
-                PRE_IS_CENTRED,
-                PRE_HAS_BIAS,
-            )
+                term, pre_w, pre_b, pre_eps, pre_offset, D, TILE,
+                PRE_CAST_FIRST, PRE_IS_CENTRED, PRE_HAS_BIAS,
+            )  # fmt: skip
         y = (y.to(tl.float32) + term.to(tl.float32)).to(y.dtype)
         tl.store(total + at, y, mask=d < D)
     y = _normalize(y, w, b, eps, offset, D, TILE, CAST_FIRST, IS_CENTRED, HAS_BIAS)
@@ -76,21 +68,18 @@ def rms_scale(x, eps, D: tl.constexpr):
 @triton.jit
 def rms_multiply(x, scale, w, offset, CAST_FIRST: tl.constexpr):
     y = x.to(tl.float32) * scale
-    y = (
-        y.to(x.dtype).to(tl.float32) * w.to(tl.float32)
-        if CAST_FIRST
-        else y * (offset + w.to(tl.float32))
-    )
+    w = w.to(tl.float32)
+    y = y.to(x.dtype).to(tl.float32) * w if CAST_FIRST else y * (offset + w)
     return y.to(x.dtype)
 
 
 def norm_triton(
     x: Tensor, other: Tensor | None, norm: TritonNorm, pre_norm: TritonNorm | None
 ) -> tuple[Tensor, Tensor]:
-    """x, or its sum with `other` or with the `pre_norm` of it; and the norm of that."""
+    """x, or its sum with `other` or with the `pre_norm` of `other`; and the norm of that."""
     blocks = as_blocks(x)
     dim = x.shape[-1]
-    tile = triton.next_power_of_2(x.shape[-1])
+    tile = triton.next_power_of_2(dim)
     output = x.new_empty(x.shape)
     total = x if other is None else x.new_empty(x.shape)
     tensors, numbers, constants = norm_arguments(norm, x)
@@ -121,16 +110,14 @@ def norm_arguments(
 
 
 def num_warps(tile: int) -> int:
-    """Of a program that sums `tile` elements: the order of the sum depends on it."""
+    """The warps of an instance that sums `tile` elements: the order of the sum depends on it."""
     return min(16, max(1, tile // 256))
 
 
 def as_blocks(x: Tensor) -> Tensor:
-    """`x` as [blocks, vectors, D] without a copy where strides allow: the heads of a query in a
-    joint projection.
+    """`x` as [blocks, vectors, D], without a copy for the heads of a query in a joint projection.
 
-    Only where the vectors are aligned as in a contiguous tensor: the order of the sum depends on
-    the alignment.
+    Vectors must be aligned as in a contiguous tensor: the order of the sum depends on the alignment.
     """
     is_aligned = all(n % 16 == 0 for n in (x.data_ptr(), x.shape[-1], *x.stride()[:-1]))
     if not x.is_contiguous() and x.ndim > 2 and x.stride(-1) == 1 and is_aligned:

@@ -1,7 +1,7 @@
-"""Rotary position embedding in Triton, one program per token and head. Formulas and shapes are in
-rotary.py.
+"""Rotary position embedding in Triton, one kernel instance per token and head. Formulas and shapes
+are in rotary.py.
 
-In `rope_and_cache_write` the program of a KV head writes key and value.
+In `rope_and_cache_write` the instance of a KV head writes key and value.
 """
 
 import triton
@@ -41,11 +41,9 @@ def rope(
     first, second = tl.load(x + d, mask=mask), tl.load(x + HALF + d, mask=mask)
     cos_at = cos + b * cos_b + t * cos_t + d
     sin_at = sin + b * sin_b + t * sin_t + d
-    tl.store(
-        y + d,
-        _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
-        mask=mask,
-    )
+    cos_1 = tl.load(cos_at, mask=mask)
+    sin_1 = tl.load(sin_at, mask=mask)
+    tl.store(y + d, _rotate(first, -second, cos_1, sin_1), mask=mask)
     cos_2 = tl.load(cos_at + HALF, mask=mask)
     sin_2 = tl.load(sin_at + HALF, mask=mask)
     tl.store(y + HALF + d, _rotate(second, first, cos_2, sin_2), mask=mask)
@@ -89,8 +87,7 @@ def rope_and_cache_write(
     t = token % Q
     d = tl.arange(0, TILE)
     dv = tl.arange(0, TILE_V)
-    # Read before the wait: `place_tokens` runs at the beginning of a pass, at least two kernels
-    # ago. Used late.
+    # Read before the wait: `place_tokens` ran at least two kernels ago.
     slot = tl.load(slots + token).to(tl.int64)
     is_key = h >= HQ
     x = query + b * query_b + t * query_t + h * query_h
@@ -131,9 +128,7 @@ def rope_and_cache_write(
 
 @triton.jit
 def _load_and_swapped(x, d, D: tl.constexpr):
-    """A vector, and the same with its halves swapped: two loads at once instead of an exchange
-    between threads.
-    """
+    """A vector, and the same with its halves swapped: two loads, no exchange between threads."""
     swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
     return tl.load(x + d, mask=d < D, other=0.0), tl.load(x + swapped, mask=d < D, other=0.0)
 
