@@ -62,7 +62,7 @@ def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
 
 
 def parameter_adapters(model: Module) -> dict[str, Any]:
-    """PEFT's LoRA adapters of parameters, such as stacked experts, by the names of their modules."""
+    """PEFT's LoRA adapters of parameters, such as stacked experts, by module name."""
     return {
         name: part
         for name, part in model.named_modules()

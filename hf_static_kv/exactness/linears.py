@@ -1,4 +1,4 @@
-"""Linear layers and gated MLPs as one operation each, which `exact` replaces by a batch-invariant one."""
+"""Linear layers and gated MLPs as one operation each, for which `exact` has invariant ones."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def gated_mlps(model: Module) -> Iterator[list[Module]]:
 
 
 def mlp_activation(module: Module) -> str | None:
-    """The activation of down(act(gate(x)) * up(x)), found on random weights; None for another module."""
+    """The activation of down(act(gate(x)) * up(x)), found on random weights; else None."""
     names = ("gate_proj", "up_proj", "down_proj")
     parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(_has_weights_of_torch(part) and part.bias is None for part in parts):

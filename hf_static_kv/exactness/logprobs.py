@@ -148,7 +148,7 @@ class _Head:
         }
 
     def logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Of tokens [n] after states [n, hidden size]; a backward pass computes the logits again."""
+        """Of tokens [n] after states [n, hidden size]; gradients compute the logits again."""
         if not torch.is_grad_enabled():
             return self._logprobs(states, tokens, temperature)
         arguments = (states, tokens, temperature)

@@ -1,4 +1,4 @@
-"""Whether `exact` computes the model: before its first use a few tokens run in an ordinary pass too.
+"""Whether `exact` computes the model: a few tokens run in an ordinary pass before its first use.
 
 `exact` knows norms, rotations and MLPs by trial. What a trial does not see (a clamp beyond its
 inputs) shows here.

@@ -139,14 +139,17 @@ def experts_down(
     total = tl.zeros((TILE_E, TILE_K), tl.float32)
     for k_start in range(0, K - TILE_K, TILE_K):
         next_k = k_start + TILE_K + at_k
-        mask = of_token if EVEN else of_token & (next_k < K)
-        next_tile = tl.load(row + next_k, mask=mask, other=0.0)
-        h_tile = tl.load(h_row + k_start + at_k, mask=of_token, other=0.0)
-        total += tile.to(tl.float32) * h_tile.to(tl.float32)
+        next_tile = tl.load(
+            row + next_k, mask=of_token if EVEN else of_token & (next_k < K), other=0.0
+        )
+        total += tile.to(tl.float32) * tl.load(h_row + k_start + at_k, mask=of_token, other=0.0).to(
+            tl.float32
+        )
         tile = next_tile
     at_k += (K - 1) // TILE_K * TILE_K
-    h_tile = tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0)
-    total += tile.to(tl.float32) * h_tile.to(tl.float32)
+    total += tile.to(tl.float32) * tl.load(h_row + at_k, mask=of_token & (at_k < K), other=0.0).to(
+        tl.float32
+    )
     dtype = y.dtype.element_ty
     output = tl.sum(total, 1).to(dtype).to(tl.float32) * weight.to(tl.float32)
     if weight.dtype == dtype:  # otherwise torch multiplies in float32 and does not round

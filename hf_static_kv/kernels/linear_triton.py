@@ -1,5 +1,4 @@
-"""Linear layers of one token in Triton: a GEMV, and what is before and after it. Formulas and shapes
-are in linear.py.
+"""Linear layers of one token in Triton: a GEMV, and what is before and after it. See linear.py.
 
 All sums are float32 FMAs, without tensor cores. More tokens are in invariant_linear_triton.py.
 
@@ -277,7 +276,7 @@ def fused_linears_triton(
     is_gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their order.
+    """`fused_linears` of one token. The arguments after x are the fields of `Linear`.
 
     Weights are all contiguous or all transposed.
     """
@@ -344,7 +343,7 @@ def _is_paired(weights: Sequence[Tensor], lengths: Sequence[int]) -> bool:
 
 
 class _Pool:
-    """Zeros of one device, of which each captured launch gets its own, the first again after the last.
+    """Zeros of one device. Each captured launch gets its own; then they are used again.
 
     Launches that share counters must not run at the same time, so two graphs may run at once unless
     a million counters were captured between them.

@@ -41,9 +41,11 @@ def rope(
     first, second = tl.load(x + d, mask=mask), tl.load(x + HALF + d, mask=mask)
     cos_at = cos + b * cos_b + t * cos_t + d
     sin_at = sin + b * sin_b + t * sin_t + d
-    cos_1 = tl.load(cos_at, mask=mask)
-    sin_1 = tl.load(sin_at, mask=mask)
-    tl.store(y + d, _rotate(first, -second, cos_1, sin_1), mask=mask)
+    tl.store(
+        y + d,
+        _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
+        mask=mask,
+    )
     cos_2 = tl.load(cos_at + HALF, mask=mask)
     sin_2 = tl.load(sin_at + HALF, mask=mask)
     tl.store(y + HALF + d, _rotate(second, first, cos_2, sin_2), mask=mask)

@@ -40,7 +40,7 @@ def sample_penalize(
     scores, logits, sequences, positions, penalty, logits_b, sequences_b, positions_b, S, V,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token that is there twice is written twice, with one value: it is computed from the logits."""
+    """A token that is there twice is written twice, with one value: it comes from the logits."""
     b = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (position < S) & (position <= tl.load(positions + b * positions_b))
@@ -224,8 +224,9 @@ def sample_draw(
     chunk = tl.program_id(1)
     v = tl.arange(0, TILE)
     # Before the wait: torch wrote it, at least two kernels ago.
-    token = chunk * CHUNK + v
-    q = tl.load(noise + b * V + token, mask=(v < CHUNK) & (token < V), other=1.0)
+    q = tl.load(
+        noise + b * V + chunk * CHUNK + v, mask=(v < CHUNK) & (chunk * CHUNK + v < V), other=1.0
+    )
     if BEFORE == "nothing":
         pdl_sync(PDL)  # the previous kernel wrote the scores
     mask, score, weight, maximum = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
@@ -316,7 +317,7 @@ def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
 def penalize_triton(
     scores: Tensor, logits: Tensor, sequences: Tensor, positions: Tensor, penalty: Tensor
 ) -> None:
-    """Write the penalized logits of the tokens of a sequence, up to `positions` [B], to `scores`."""
+    """Write the penalized logits of the tokens of a sequence, up to `positions` [B]."""
     (batch, vocabulary), length = logits.shape, sequences.shape[1]
     launch(
         sample_penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
