@@ -79,7 +79,7 @@ def makes_masks(frame: FrameType) -> bool:
 
 
 def generate_locals() -> dict[str, Any] | None:
-    """The local variables of this thread's innermost `generate`. Without it: passes are checked."""
+    """The local variables of this thread's innermost `generate`. Without it: checks by pass."""
     # Below `torch.no_grad`.
     code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)
     frame: FrameType | None = sys._getframe(1)
@@ -183,7 +183,7 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether attention has a name. Without it: GraphDecoder falls back, exact refuses."""
+    """Whether attention is set by name. Without it: GraphDecoder falls back, exact refuses."""
     is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
@@ -198,7 +198,9 @@ CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 
 def checkpoint_functions(model: Module) -> dict[Module, Callable[..., Any]]:
-    """The functions of gradient checkpointing that is on. Without them: it is not exact."""
+    """The functions of gradient checkpointing that is on. Without them: layers that are
+    computed again are not exact.
+    """
     return {
         module: getattr(module, CHECKPOINT_FUNCTION)
         for module in all_modules(model)
@@ -293,7 +295,7 @@ def forward_hooks(module: Module) -> list[Any]:
 
 
 def has_hooks(modules: Iterable[Module]) -> bool:
-    """Whether a pass calls hooks, of these modules or of all. Without these names: none."""
+    """Whether a pass calls hooks, of these modules or of all. Without these names: none seen."""
     # transformers leaves hooks that collect outputs. Without their module: GraphDecoder falls back.
     harmless = "transformers.utils.output_capturing"
     hooks = (hook for module in modules for hook in forward_hooks(module))
