@@ -29,7 +29,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_static_kv import compat
-from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
@@ -49,7 +48,7 @@ from hf_static_kv.decoding.call import (
 )
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
-from hf_static_kv.patching import attention_of, unwrapped
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, attention_of, unwrapped
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()

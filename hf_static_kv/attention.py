@@ -1,9 +1,9 @@
-"""The attention names: functions for transformers' `AttentionInterface`, and their masks.
+"""The attention functions for transformers' `AttentionInterface`, and their masks.
 
     model.set_attn_implementation("static_contiguous")
 
 A prompt runs in SDPA without cuDNN, which would build a plan for every new length. One new token on
-a GPU runs in the decode kernel, over the cache's own memory. Where neither can (a soft cap or sinks
+a GPU runs in the decode kernel, over the cache's own memory. If neither can (a soft cap or sinks
 over a prompt), plain PyTorch runs.
 """
 
@@ -21,16 +21,11 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv.kernels.decode_attention import attend, decode_attention, invariant_attention
 from hf_static_kv.kernels.gradients import differentiable
-from hf_static_kv.patching import without_cudnn
+from hf_static_kv.patching import ATTENTION_NAME, EXACT_ATTENTION_NAME, without_cudnn
 
-ATTENTION_NAME = "static_contiguous"
-EXACT_ATTENTION_NAME = "static_contiguous_exact"
-TRACED_ATTENTION_NAME = "static_contiguous_traced"  # in inspection/attention_trace.py
-OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 Scoring = tuple[float, float | None, Tensor | None]  # scale, softcap, sinks
 _READ = {"position_bias", "s_aux", "scaling", "softcap"}
-# Tensors that a model's own keywords bring to every attention function, and that neither 'sdpa' nor
-# ours needs.
+# Tensors that a model passes to every attention function, and that neither 'sdpa' nor ours needs.
 _UNUSED = {
     "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "max_length_k", "max_length_q", "mm_token_type_ids",
     "num_items_in_batch", "position_ids", "seq_idx", "token_type_ids",
@@ -67,18 +62,13 @@ class StepLayer:
 
 
 def step_layer(module: torch.nn.Module) -> StepLayer | None:
-    """The layer of a captured step that this attention module belongs to; None outside of captured
-    steps.
-    """
+    """The layer of a captured step that this attention module belongs to; else None."""
     layer = getattr(module, "layer_idx", None)
     return layer if isinstance(layer, StepLayer) else None
 
 
 def scoring_of(query: Tensor, kwargs: Mapping[str, Any]) -> Scoring:
-    """How scores are computed, from the keywords of an attention function.
-
-    Refuses tensors that are not known.
-    """
+    """How scores are computed, from the keywords of an attention function; refuses unknown ones."""
     for name, value in kwargs.items():
         if isinstance(value, Tensor) and name not in _READ | _UNUSED:
             raise ValueError(
@@ -146,9 +136,7 @@ def one_token_attention(
     scoring: Scoring,
     weights: Tensor | None = None,
 ) -> Tensor:
-    """The decode kernel over all keys that the mask [B, 1, 1, n] allows; fills `weights` [B, Hq, n]
-    where given.
-    """
+    """The decode kernel over the keys that the mask [B, 1, 1, n] allows; weights: [B, Hq, n]."""
     spans = _whole_spans(query.shape[0], key.shape[2], query.device)
     seen = None if mask is None else mask[:, 0, 0]
     scale, softcap, sinks = scoring
@@ -165,9 +153,7 @@ def _whole_spans(batch_size: int, length: int, device: torch.device) -> Tensor:
 def plain_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Output and weights, all scores at once, softmax in float32; for what neither SDPA nor the
-    kernel computes.
-    """
+    """Output and weights, softmax in float32; for what neither SDPA nor the kernel computes."""
     scale, softcap, sinks = scoring
     groups = query.shape[1] // key.shape[1]
     key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
@@ -178,18 +164,12 @@ def plain_attention(
     # Transformers leaves out the mask of a whole causal pass.
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = (
-            scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-            if mask.dtype == torch.bool
-            else scores + mask
-        )
+    if mask is not None and mask.dtype == torch.bool:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    elif mask is not None:
+        scores = scores + mask
     if sinks is not None:
-        column = (
-            sinks.to(scores.dtype)
-            .reshape(1, -1, 1, 1)
-            .expand(scores.shape[0], -1, scores.shape[2], 1)
-        )
+        column = sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand_as(scores[..., :1])
         scores = torch.cat([scores, column], dim=-1)
     weights = scores.softmax(dim=-1)[..., : key.shape[2]]
     return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous(), weights
@@ -214,9 +194,7 @@ def exact_attention(
         )
     if layer is not None and query.is_cuda:
         window = kwargs.get("sliding_window") or key.shape[2]
-        return attend(
-            query, key, value, layer.spans, scale, window, softcap, sinks, in_order=True
-        ), None
+        return attend(query, key, value, layer.spans, scale, window, softcap, sinks, True), None
     packed: Any = attention_mask  # [B, 3, q, 1]
     spans = packed[..., 0].transpose(1, 2) if layer is None else layer.spans  # [B, q, 3]
     if kwargs.get("dropout"):
@@ -237,16 +215,13 @@ def exact_attention(
 def attention_over_spans(
     query: Tensor, key: Tensor, value: Tensor, spans: Tensor, scoring: Scoring
 ) -> Tensor:
-    """`invariant_attention` in torch's own operations, for its gradients: SDPA where it computes
-    the scores.
-    """
+    """`invariant_attention` in torch's own operations, for its gradients; SDPA if it can."""
     scale, softcap, sinks = scoring
     _, first, end = spans[:, None, :, :, None].unbind(3)  # [B, 1, q, 1]
     positions = torch.arange(key.shape[2], device=key.device)
     is_empty = first >= end
-    mask = (positions >= first) & (
-        positions < end
-    ) | is_empty  # [B, 1, q, n]; a softmax over no keys is NaN
+    # [B, 1, q, n]; a softmax over no keys is NaN
+    mask = (positions >= first) & (positions < end) | is_empty
     if softcap is None and sinks is None:
         causal = torch.ones(mask.shape[2:], dtype=torch.bool, device=mask.device).tril()
         is_causal = torch.equal(mask, causal.expand_as(mask))  # flash attention takes no mask

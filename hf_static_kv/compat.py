@@ -1,5 +1,4 @@
-"""Every private name of transformers, torch and Triton that this package uses, in one file and in
-this order.
+"""Every private name of transformers, torch and Triton that this package uses, in this order.
 
 Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up
 when they are used, so the package imports without them. Each function says what happens when its
@@ -27,9 +26,7 @@ from transformers import GenerationConfig, GenerationMixin, cache_utils
 
 
 def _reader(name: str, default: Any = None) -> Callable[[Any], Any]:
-    """A function that reads an attribute of its argument; where there is none, it returns the
-    default.
-    """
+    """A function that reads an attribute of its argument, or returns the default."""
     return lambda thing: getattr(thing, name, default)
 
 
@@ -44,9 +41,18 @@ attention_name = _reader("_attn_implementation")
 is_compiled_in_place = _reader("_compiled_call_impl")
 
 
+def checkpoints_activations(model: Any) -> bool:
+    """Whether a model in train mode computes its layers again for gradients.
+
+    Before transformers 5.23 the property had another name, which warns since.
+    """
+    names = ("is_activation_checkpointing", "is_gradient_checkpointing")
+    name = next((name for name in names if hasattr(type(model), name)), "")
+    return bool(getattr(model, name, False))
+
+
 def kept_by(layer_type: str) -> tuple[bool, bool]:
-    """Whether a type of layer keeps keys and values, and a recurrent state; neither for one that is
-    not known.
+    """Whether a type of layer keeps keys and values, and a recurrent state; an unknown one neither.
 
     Without `DYNAMIC_LAYER_TYPE_MAPPING`: only types that are attention by name are known.
     """
@@ -58,27 +64,18 @@ def kept_by(layer_type: str) -> tuple[bool, bool]:
 
 
 def has_index(layer_type: str) -> bool:
-    """Whether a type of layer keeps index keys beside keys and values.
-
-    Without `DynamicIndexedLayer`: none does.
-    """
+    """Whether a type of layer keeps index keys too. Without `DynamicIndexedLayer`: none does."""
     return _layer_class(layer_type) is getattr(cache_utils, "DynamicIndexedLayer", None)
 
 
 def index_keeps_positions() -> bool:
-    """Whether positions for an index are kept in its layer.
-
-    Before transformers 5.21: as an attribute of the cache.
-    """
+    """Whether a layer keeps its index's positions. Before transformers 5.21: the cache does."""
     layer = getattr(cache_utils, "DynamicIndexedLayer", object)()
     return hasattr(layer, "indexer_position_ids")
 
 
 def keeps_latents(layer_type: str) -> bool:
-    """Whether latent attention caches latents in such a layer.
-
-    In transformers 5.17 one type keeps their expansion.
-    """
+    """Whether latent attention caches latents. In 5.17 one type keeps their expansion."""
     return layer_type != "deepseek_sparse_attention"
 
 
@@ -92,10 +89,7 @@ def makes_masks(frame: FrameType) -> bool:
 
 
 def generate_locals() -> dict[str, Any] | None:
-    """The local variables of the innermost `generate` of this thread.
-
-    Without it: calls are checked pass by pass.
-    """
+    """The local variables of this thread's innermost `generate`. Without it: checks by pass."""
     # Below `torch.no_grad`.
     code = getattr(inspect.unwrap(GenerationMixin.generate), "__code__", None)
     frame: FrameType | None = sys._getframe(1)
@@ -111,10 +105,7 @@ def pad_token(config: GenerationConfig) -> Tensor | None:
 
 
 def is_callers(cache: Any) -> bool:
-    """Whether `generate` was given this cache by its caller.
-
-    Without it: no cache counts as the caller's.
-    """
+    """Whether the caller of `generate` gave this cache. Without it: none counts as the caller's."""
     return bool(getattr(cache, "_is_user_defined", False))
 
 
@@ -123,14 +114,13 @@ class Hooked:
 
 
 def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
-    """A subclass of a model's class, under its name, whose `generate` and two of its parts go
-    through `hooks`.
+    """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
 
-    `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in the place of
-    `generate` and of its loop for greedy decoding and sampling; `hooks.cache(model, model_kwargs)`
-    runs when `generate` has made a cache for a call that brings none. Without these private names:
-    `generate` does not call the hooks, and is as without them. Copies and pickles of the model are
-    of the class itself. No `super()` in a call: another thread may detach the model meanwhile.
+    `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in place of `generate`
+    and of its loop for greedy decoding and sampling. `hooks.cache(model, model_kwargs)` runs when
+    `generate` has made a cache for a call that brings none. Without these private names: `generate`
+    does not call the hooks. Copies and pickles of the model are of the class itself. No `super()`
+    in a call: another thread may detach the model meanwhile.
     """
 
     class HookedModel(base, Hooked):  # type: ignore[misc]
@@ -141,24 +131,19 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
         def _prepare_cache_for_generation(
             self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
         ) -> Any:
+            config = generation_config
             is_callers = model_kwargs.get("past_key_values") is not None
-            result = base._prepare_cache_for_generation(
-                self, generation_config, model_kwargs, *args, **kwargs
-            )
-            if (
-                not is_callers
-                and generation_config.cache_implementation is None
-                and not generation_config.is_assistant
-            ):
+            result = base._prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs)
+            is_plain = config.cache_implementation is None and not config.is_assistant
+            if is_plain and not is_callers:
                 hooks.cache(self, model_kwargs)
             return result
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
             own_loop = partial(base._sample, self)
-            is_common = base._sample is GenerationMixin._sample  # a model may have another
-            return (
-                hooks.loop(self, own_loop, args, kwargs) if is_common else own_loop(*args, **kwargs)
-            )
+            if base._sample is GenerationMixin._sample:  # a model may have another
+                return hooks.loop(self, own_loop, args, kwargs)
+            return own_loop(*args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, *state = super().__reduce_ex__(protocol)
@@ -170,9 +155,7 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
 
 
 class _WithPrefill:
-    """A model as the loop of `generate` sees it, but with another function in the place of its
-    prefill.
-    """
+    """A model as the loop of `generate` sees it, with another function in place of its prefill."""
 
     def __init__(self, model: Any, prefill: Callable[..., Any]) -> None:
         self._model = model
@@ -183,25 +166,16 @@ class _WithPrefill:
 
 
 def has_common_loop(model: Any) -> bool:
-    """Whether greedy decoding and sampling run in the loop that all models share.
-
-    Without it: no.
-    """
-    kinds = (
-        kind
-        for kind in type(model).__mro__
-        if "_sample" in vars(kind) and not issubclass(kind, Hooked)
-    )
-    own = getattr(next(kinds, None), "_sample", None)
+    """Whether greedy decoding and sampling run in the loop of all models. Without it: no."""
+    kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, Hooked))
+    own = next((vars(kind)["_sample"] for kind in kinds if "_sample" in vars(kind)), None)
     return own is not None and own is getattr(GenerationMixin, "_sample", None)
 
 
 def sampling_loop(model: Any, prefill: Callable[..., Any] | None = None) -> Callable[..., Any]:
-    """The loop of `generate` for greedy decoding and sampling, with `prefill` in the place of the
-    model's own.
+    """The loop of `generate` for greedy decoding and sampling, with another `prefill`.
 
-    A model with a loop of its own keeps its own prefill. Without the loop: an error that names the
-    remedy.
+    A model with a loop of its own keeps its own prefill. Without the loop: an error.
     """
     if not hasattr(model, "_sample"):
         raise RuntimeError(
@@ -219,39 +193,28 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
 
 
 def can_set_attention(model: Any) -> bool:
-    """Whether attention can be chosen by name.
-
-    Without these names: GraphDecoder falls back, exact refuses.
-    """
+    """Whether attention is set by name. Without it: GraphDecoder falls back, exact refuses."""
     is_able = getattr(model, "_can_set_attn_implementation", lambda: False)
     return hasattr(model.config, "_attn_implementation") and bool(is_able())
 
 
 def clear_attention_name(config: Any) -> None:
-    """Name no attention, as in the config of a part that has none.
-
-    Without it: nothing reads what this sets.
-    """
+    """Name no attention, as for a part that has none. Without it: nothing reads what this sets."""
     config._attn_implementation = None
 
 
-CHECKPOINT_FUNCTION = (
-    "_gradient_checkpointing_func"  # of a module whose parts are computed again in a backward pass
-)
+# Of a module whose parts are computed again in a backward pass.
+CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 
 
 def checkpoint_functions(model: Module) -> dict[Module, Callable[..., Any]]:
-    """The functions for gradient checkpointing where it is on.
-
-    Without them: what is computed again is not exact.
+    """The functions of gradient checkpointing that is on. Without them: layers that are
+    computed again are not exact.
     """
-    modules = (
-        module for module in all_modules(model) if getattr(module, "gradient_checkpointing", False)
-    )
     return {
         module: getattr(module, CHECKPOINT_FUNCTION)
-        for module in modules
-        if hasattr(module, CHECKPOINT_FUNCTION)
+        for module in all_modules(model)
+        if getattr(module, "gradient_checkpointing", False) and hasattr(module, CHECKPOINT_FUNCTION)
     }
 
 
@@ -261,17 +224,12 @@ def is_expert_parallel(module: Any) -> bool:
 
 
 def apply_gate(module: Any, states: Tensor) -> Tensor:
-    """The activation of the gate times up, [M, 2 N] to [M, N], as the experts of a model compute
-    it.
-    """
+    """The activation of the gate times up, [M, 2 N] to [M, N], as a model's experts compute it."""
     return module._apply_gate(states)  # type: ignore[no-any-return]
 
 
 def planned_device(module: Module) -> torch.device | None:
-    """Where accelerate's hook has the module compute.
-
-    Without it: the device of the parameters counts.
-    """
+    """Where accelerate's hook has the module compute. Without it: where the parameters are."""
     device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
     return None if device is None else torch.device(device)
 
@@ -281,11 +239,9 @@ def own_parts(module: Module, kind: str) -> list[Any]:
 
     Without its dicts: by the slower public methods.
     """
-    if (store := getattr(module, f"_{kind}", None)) is None:
-        return list(
-            module.children() if kind == "modules" else getattr(module, kind)(recurse=False)
-        )
-    return [part for part in store.values() if part is not None]
+    if (store := getattr(module, f"_{kind}", None)) is not None:
+        return [part for part in store.values() if part is not None]
+    return list(module.children() if kind == "modules" else getattr(module, kind)(recurse=False))
 
 
 def own_tensors(module: Module) -> list[Tensor]:
@@ -309,10 +265,7 @@ def all_modules(model: Module) -> list[Module]:
 
 
 def copy_with_submodules(module: Module, **parts: Module) -> Module:
-    """A shallow copy of a module with other submodules of these names.
-
-    Without `_modules`: a deep copy.
-    """
+    """A shallow copy with other submodules of these names. Without `_modules`: a deep copy."""
     if hasattr(module, "_modules"):
         clone = copy.copy(module)
         clone._modules = {**module._modules, **parts}
@@ -324,25 +277,17 @@ def copy_with_submodules(module: Module, **parts: Module) -> Module:
 
 
 def has_plain_stores(module: Module) -> bool:
-    """Whether it keeps its submodules in a dict, unlike a scripted module.
-
-    Without `_modules`: no module is copied.
-    """
+    """Whether submodules are in a dict, unlike a scripted module's. Without it: none is copied."""
     return isinstance(vars(module).get("_modules"), dict)
 
 
 def shared_stores(module: Module) -> dict[str, Any]:
-    """The dict of parameters, which FSDP writes into in each pass.
-
-    Without its name: it is copied.
-    """
+    """The dict of parameters, which FSDP writes into in each pass. Without it: it is copied."""
     return {"_parameters": module._parameters} if "_parameters" in vars(module) else {}
 
 
 def copied_stores(module: Module) -> dict[str, Any]:
-    """Copies of torch's dicts of a module, by attribute: buffers, hooks. Without their names: they
-    are shared.
-    """
+    """Copies of torch's dicts of a module: buffers, hooks. Without their names: they are shared."""
     attributes = vars(module)
     return {name: attributes[name].copy() for name in _stores() if name in attributes}
 
@@ -360,17 +305,12 @@ def forward_hooks(module: Module) -> list[Any]:
 
 
 def has_hooks(modules: Iterable[Module]) -> bool:
-    """Whether a pass calls hooks, of these modules or of all modules.
-
-    Without these names: none are seen.
-    """
-    # transformers leaves hooks behind that collect outputs. Without their module: they count,
-    # GraphDecoder falls back.
+    """Whether a pass calls hooks, of these modules or of all. Without these names: none seen."""
+    # transformers leaves hooks that collect outputs. Without their module: GraphDecoder falls back.
     harmless = "transformers.utils.output_capturing"
     hooks = (hook for module in modules for hook in forward_hooks(module))
-    has_global = any(
-        getattr(torch_module, f"_global_forward_{kind}", None) for kind in ("hooks", "pre_hooks")
-    )
+    of_all = ("_global_forward_hooks", "_global_forward_pre_hooks")
+    has_global = any(getattr(torch_module, name, None) for name in of_all)
     return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)
 
 
@@ -383,19 +323,14 @@ def write_count(tensor: Tensor) -> int | object:
 
 
 def storage_users(tensor: Tensor) -> int | None:
-    """How many tensors share the memory of this one, itself included.
-
-    Without it: None, and a pool keeps nothing.
-    """
+    """How many tensors share this one's memory, itself included. Without it: pools keep nothing."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     handle = getattr(tensor.untyped_storage(), "_cdata", None)
     return None if count is None or handle is None else int(count(handle))
 
 
 def inner_tensors(tensor: Tensor) -> list[Tensor] | None:
-    """The tensors inside a wrapper subclass (a quantised weight); None without
-    `__tensor_flatten__`.
-    """
+    """The tensors inside a wrapper (a quantised weight); None without `__tensor_flatten__`."""
     if (flatten := getattr(tensor, "__tensor_flatten__", None)) is None:
         return None
     parts = (getattr(tensor, name) for name in flatten()[0])
@@ -423,10 +358,7 @@ except ImportError:
 
 
 def schema(operation: Any) -> Any:
-    """Arguments and results of an operation.
-
-    Without it: an error, and exact refuses the operation.
-    """
+    """Arguments and results of an operation. Without it: exact refuses the operation."""
     if not hasattr(operation, "_schema"):
         raise RuntimeError(
             f"This version of torch does not describe {operation}: it cannot run inside exact."
@@ -435,20 +367,13 @@ def schema(operation: Any) -> Any:
 
 
 def inside_compiled(module: Any) -> Any:
-    """The module inside the wrapper of `torch.compile`; None for any other.
-
-    Without it: wrappers are refused.
-    """
-    return (
-        module.__dict__.get("_modules", {}).get("_orig_mod") if isinstance(module, Module) else None
-    )
+    """The module inside the wrapper of `torch.compile`. Without it: wrappers are refused."""
+    stores = module.__dict__ if isinstance(module, Module) else {}
+    return stores.get("_modules", {}).get("_orig_mod")
 
 
 def is_fullgraph(wrapper: Any) -> bool:
-    """Whether a compiled module makes a graph break an error.
-
-    Without it: torch raises its own error.
-    """
+    """Whether a compiled module makes a graph break an error. Without it: torch raises its own."""
     return bool(getattr(getattr(wrapper, "dynamo_ctx", None), "fullgraph", False))
 
 
@@ -457,10 +382,7 @@ def is_fullgraph(wrapper: Any) -> bool:
 
 
 def pdl_instructions() -> tuple[Any, Any]:
-    """Device functions (wait for the previous kernel, launch the next).
-
-    Without them: (None, None) and no PDL.
-    """
+    """Device functions (wait for the previous kernel, launch the next). Without them: no PDL."""
     with suppress(ImportError):
         from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
@@ -485,8 +407,7 @@ def parallel_compiling(pool: Any) -> Iterator[None]:
 
 
 def build_launcher(compilation: Any) -> None:
-    """Build the C launcher of a kernel that `parallel_compiling` submits. Without it: built after
-    its compilation.
+    """Build the C launcher of a kernel that is compiled meanwhile. Without it: built afterwards.
 
     Triton 3.6 runs a C compiler for 0.3 to 0.5 s. Later versions have one launcher for all kernels.
     """
@@ -506,16 +427,10 @@ def load_triton_driver() -> None:
 
 
 def hash_triton() -> None:
-    """Hash Triton's sources, as every kernel is stored under that hash.
-
-    Without it: the first compilation does so.
-    """
+    """Hash Triton's sources, a part of each kernel's key. Without it: compiling does so."""
     import_module("triton.runtime.cache").triton_key()
 
 
 def load_gluon() -> None:
-    """Import Triton's second language.
-
-    Without it: nothing; versions that have it import it at the first launch.
-    """
+    """Import Triton's second language, as the first launch does. Without it: nothing."""
     import_module("triton.experimental.gluon")

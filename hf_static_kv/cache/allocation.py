@@ -23,9 +23,7 @@ Place = tuple[LayerShape, torch.device]  # what a layer stores, and where
 
 
 class AllocatedCache(Cache):
-    """The layers of a `StaticContiguousCache`; those of one shape on one device share a
-    `StorageGroup`.
-    """
+    """The layers of a cache. Those of one shape on one device share a `StorageGroup`."""
 
     # `StaticContiguousLayer`, or transformers' own if a layer has no keys.
     layers: list[Any]
@@ -45,13 +43,11 @@ class AllocatedCache(Cache):
 
     @property
     def index_layers(self) -> dict[int, StaticContiguousLayer]:
-        """The layers of index keys, by `layer_idx`."""
         numbered = enumerate(self.layers)
         return {i: layer.index_layer for i, layer in numbered if isinstance(layer, IndexedLayer)}
 
     @property
     def stateful_layers(self) -> list[Any]:
-        """The layers that have a recurrent state."""
         pairs = zip(self.layers, self._plans, strict=True)
         return [layer for layer, plan in pairs if plan.num_states]
 
@@ -65,25 +61,19 @@ class AllocatedCache(Cache):
         model: Any = None,
         layers: Any = None,
     ) -> None:
-        """Allocate storage for layers of this cache, or for those of `layers`."""
         alike: dict[Place, list[int]] = {}
         for layer_idx, place in places.items():
             alike.setdefault(place, []).append(layer_idx)
         members: list[Members] = [(*place, indices) for place, indices in alike.items()]
-        self._allocate_groups(members, batch_size, dtypes, model, layers)
+        self._allocate(members, batch_size, dtypes, model, layers)
         self._unfitted -= set(places)
 
-    def _allocate_groups(
-        self,
-        members: Sequence[Members],
-        batch_size: int,
-        dtypes: Dtypes,
-        model: Any,
-        layers: Any = None,
+    def _allocate(
+        self, members: Sequence[Members], rows: int, dtypes: Dtypes, model: Any, layers: Any = None
     ) -> None:
         # A list and no dict: under `torch.compile` a shape may hold symbols, which have no hash.
         groups = on_all_ranks(
-            model, lambda: allocate_groups(members, self._max_cache_len, batch_size, dtypes)
+            model, lambda: allocate_groups(members, self._max_cache_len, rows, dtypes)
         )
         for group, (_, _, layer_indices) in zip(groups, members, strict=True):
             for index, layer_idx in enumerate(layer_indices):
@@ -113,15 +103,13 @@ class AllocatedCache(Cache):
         elif (layer.shape, layer.device) != (shape, device):
             logger.warning(
                 f"Layer {layer_idx} has {shape} on {device}, unlike the config and the first "
-                "layer: new storage is allocated for it and the layers with the same plan, and "
-                "the old one stays unused."
-                + (" `from_model` places every layer at once." if shape == layer.shape else "")
+                "layer: it gets storage of its own. `from_model` places every layer at once."
             )
             alike = [i for i in sorted(self._unfitted) if self._plans[i] == plan]
         if alike:
             dtypes = key_states.dtype, value_states.dtype
             members = [(shape, device, alike)]
-            self._allocate_groups(members, len(key_states), dtypes, _running_model())
+            self._allocate(members, len(key_states), dtypes, _running_model())
         self._unfitted.discard(layer_idx)
 
     def _allocate_indexes(self, keys: Tensor, values: Tensor) -> None:
@@ -133,7 +121,7 @@ class AllocatedCache(Cache):
         rows = [layer.max_batch_size for layer in self.kv_layers if layer.is_initialized]
         members = [(LayerShape.of(keys, values), device, alike)]
         dtypes = keys.dtype, values.dtype
-        self._allocate_groups(members, max([len(keys), *rows]), dtypes, _running_model(), indexes)
+        self._allocate(members, max([len(keys), *rows]), dtypes, _running_model(), indexes)
 
     def _without_storage(self) -> list[int]:
         keyed = (i for i, plan in enumerate(self._plans) if plan.has_keys)
@@ -155,7 +143,6 @@ class AllocatedCache(Cache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """transformers' way to allocate in advance."""
         check_positive(batch_size=batch_size)
         heads = for_each_layer("num_heads", num_heads, len(self))
         dims = for_each_layer("head_dim", head_dim, len(self))
@@ -168,32 +155,24 @@ class AllocatedCache(Cache):
     # --- growth
 
     def grow(self, max_cache_len: int) -> None:
-        """Raise the capacity: all states move to longer storage.
-
-        Old and new storage are both in memory meanwhile.
-        """
+        """Move all states to longer storage. Old and new storage are both in memory meanwhile."""
         check_positive(max_cache_len=max_cache_len)
         if max_cache_len <= self._max_cache_len:
             raise ValueError(
-                f"grow({max_cache_len}): the capacity is {self._max_cache_len} already. Give a "
-                "larger one."
+                f"grow({max_cache_len}): the capacity is {self._max_cache_len} already."
             )
         self._move(max_cache_len)
 
     def _move(self, max_cache_len: int, batch_size: int = 1) -> None:
-        """Move all states to larger storage."""
-
-        def copies() -> dict[int, StorageGroup]:
-            groups = self._groups
-            return {id(g): g.copy_with_capacity(max_cache_len, batch_size) for g in groups}
-
-        moved = on_all_ranks(_running_model(), copies)
+        moved = on_all_ranks(
+            _running_model(),
+            lambda: {g: g.copy_with_capacity(max_cache_len, batch_size) for g in self._groups},
+        )
         for layer in self.kv_layers:
             layer.max_cache_len = max_cache_len
-            layer.group = moved.get(id(layer.group))
             if layer.group is not None:
-                layer.max_batch_size = layer.group.keys.shape[1]
-                layer.num_slots = layer.group.keys.shape[3]
+                layer.group = moved[layer.group]
+                _, layer.max_batch_size, _, layer.num_slots, _ = layer.group.keys.shape
         self._groups = list(moved.values())
         self._max_cache_len = max_cache_len
 
@@ -216,7 +195,7 @@ class AllocatedCache(Cache):
 
     @property
     def offsets(self) -> dict[int | None, int]:
-        """The position of slot 0 in compact layers, by window."""
+        """The position of slot 0 in compact layers, by window; the highest if they differ."""
         compact = [layer for layer in self.kv_layers if layer.is_compact]
         compact.sort(key=lambda layer: layer.offset)
         return {layer.sliding_window: layer.offset for layer in compact}
@@ -226,20 +205,19 @@ class AllocatedCache(Cache):
     def _select_rows(self, indices: Tensor) -> None:
         """Batch row i becomes what row `indices[i]` is now, in place.
 
-        All memory is allocated first, so that running out of it changes nothing.
+        All memory is allocated first, so that a lack of it changes nothing.
         """
         filled = [layer for layer in self.kv_layers if layer.length]
         length = max(layer.length for layer in filled)
         scratch = {}
-        indices_on = {}
-        for group in {id(layer.group): layer.group for layer in filled}.values():
-            assert group is not None, "a filled layer has storage"
-            views = group.views(0, len(indices), 0, min(length, group.keys.shape[3]))
-            scratch[id(group)] = torch.empty_like(views[0]), torch.empty_like(views[1])
-            indices_on[group.keys.device] = indices.to(group.keys.device)
+        for layer in filled:
+            if layer.group not in scratch:
+                rows = [own[: len(indices), :, :length] for own in layer.storage]
+                buffers = [torch.empty_like(states) for states in rows]
+                scratch[layer.group] = indices.to(layer.device), buffers
         try:
             for layer in filled:
-                layer.select_rows(indices_on[layer.device], scratch[id(layer.group)])
+                layer.select_rows(*scratch[layer.group])
             for layer in self.stateful_layers:
                 select_states(layer, indices)
         except BaseException:
@@ -266,14 +244,11 @@ class AllocatedCache(Cache):
 
     def _only_group(self) -> StorageGroup:
         if not self._groups:
-            raise ValueError(
-                "Nothing is allocated before the first forward pass; `from_model` allocates at "
-                "once."
-            )
+            raise ValueError("The first forward pass allocates; `from_model` allocates at once.")
         if len(self._groups) > 1:
-            shapes = "; ".join(f"{group.shape} on {group.keys.device}" for group in self._groups)
             raise ValueError(
-                f"The layers form {len(self._groups)} groups ({shapes}): read `storage_groups`."
+                f"The layers form {len(self._groups)} groups, by shape and device: read "
+                "`storage_groups`."
             )
         return self._groups[0]
 
@@ -297,16 +272,15 @@ class AllocatedCache(Cache):
 
     def __getstate__(self) -> dict[str, Any]:
         """For a pickle: without the free positions, which are there again when it is loaded."""
-        stored = [layer for layer in self.kv_layers if layer.is_initialized]
+        stored = (layer for layer in self.kv_layers if layer.is_initialized)
         used = [sizes for layer in stored for sizes in layer.used()] or [(0, 0)]
         rows, length = map(max, zip(*used, strict=True))
-        groups = {id(group): group.to_pickle(rows, length) for group in self._groups}
-        return self._state_on(groups)
+        return self._state_on({group: group.to_pickle(rows, length) for group in self._groups})
 
-    def _state_on(self, groups: dict[int, StorageGroup]) -> dict[str, Any]:
+    def _state_on(self, groups: dict[Any, StorageGroup]) -> dict[str, Any]:
         layers = [copy.copy(layer) for layer in self.layers]
         for layer in stored_layers(layers):
-            layer.group = groups.get(id(layer.group))
+            layer.group = groups.get(layer.group)
         return {**self.__dict__, "_groups": list(groups.values()), "layers": layers}
 
 

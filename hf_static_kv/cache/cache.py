@@ -14,12 +14,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from hf_static_kv import compat
-from hf_static_kv.cache import debug, layout
+from hf_static_kv.cache import debug, layout, states
 from hf_static_kv.cache.allocation import AllocatedCache
 from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
 from hf_static_kv.cache.layer import StaticContiguousLayer
-from hf_static_kv.cache.layout import LayerPlan, PerLayer, check_positive
+from hf_static_kv.cache.layout import LayerPlan, PerLayer, check_positive, for_each_layer
 from hf_static_kv.cache.passes import INDEX, KEYS, OpenPass, UnfinishedPass
 from hf_static_kv.cache.request import (
     PAIR_NEEDED,
@@ -29,29 +29,20 @@ from hf_static_kv.cache.request import (
     running_model,
     running_request,
 )
-from hf_static_kv.cache.states import (
-    States,
-    copies_of,
-    crop_states,
-    forget_other_shapes,
-    put_back,
-    separate,
-    warn_of_continuation,
-)
-from hf_static_kv.cache.storage import outside_inference_mode
+from hf_static_kv.cache.storage import LayerShape, outside_inference_mode
 
 logger = logging.getLogger(__name__)
 _ROOM = 256  # positions after the tokens of a file, if no capacity is given
-# A length, the recurrent states, and the newest keys and values of compact layers.
-Snapshot = tuple[int, States, list[list[Tensor]]]
+# The length, the recurrent states, the newest states of compact layers.
+Snapshot = tuple[int, states.States, list[list[Tensor]]]
 
 
 class StaticContiguousCache(AllocatedCache):
     """A KV cache in one contiguous, preallocated pair of tensors.
 
-    `key_storage` and `value_storage` are [L, B, H, S, D]; `StorageGroup` has the
-    drawing. Keys and values are stored after QK-norm and RoPE. The first forward
-    pass allocates, from the states themselves; `from_model` allocates at once.
+    `key_storage` and `value_storage` are [L, B, H, S, D], drawn in
+    `StorageGroup`. Keys and values are stored after QK-norm and RoPE. The first
+    forward pass allocates them; `from_model` allocates at once.
 
     ```python
     cache = StaticContiguousCache(model.config, max_cache_len=4096)
@@ -59,28 +50,23 @@ class StaticContiguousCache(AllocatedCache):
     cache.reset()  # before the next sequence
     ```
 
-    A step (one forward pass) is atomic: `seq_len` moves once, when all layers
-    have written, in any order. If the pass fails before that, the cache reads
-    as before it and the same call can be retried. A pass that fails later (in
-    the last layer's MLP, in the head) has written all of its tokens: remove
-    them with `crop(-n)`.
+    A step (one forward pass) is atomic: `seq_len` moves when all layers have
+    written. If it fails before that, the cache reads as before and the call can
+    be retried; a step that fails later is removed with `crop(-n)`. A recurrent
+    state cannot go back: after such a failure the cache asks for `reset()`.
 
-    Hybrid models keep a recurrent state in some layers, in transformers' own layer
-    objects. A state cannot go back: `crop` is refused, and after a pass that failed
-    on the way the cache asks for `reset()`.
+    Threads may use a cache in turn. One that writes while another is inside
+    `generate` or a forward pass gets a `RuntimeError`; compiled models and two
+    loops of one thread are not checked. A backward pass through the cache
+    raises. Under `torch.compile` use `torch.no_grad()`.
 
-    A cache holds one sequence, or one batch, at a time. Threads may use it in turn:
-    a second thread that writes while the first is inside `generate` or a forward
-    pass gets a `RuntimeError` (compiled models are not checked). Two loops of one
-    thread that take turns on one cache mix their sequences unnoticed.
-
-    With `sliding="compact"` a layer with a sliding window (or the chunks of
-    Llama 4) stores 2 * (window + 64) positions at most, and `crop` goes back by
-    64 tokens at least. With `cache.grows = True` a full cache doubles its
-    capacity, and takes more batch rows, instead of raising.
-
-    A forward pass outside `torch.no_grad()` works, a backward pass through the
-    cache raises. Under `torch.compile` use `torch.no_grad()`.
+    Args:
+        config: Of the model.
+        max_cache_len: The capacity in tokens. With `cache.grows = True` a full
+            cache doubles it, and takes more batch rows, instead of raising.
+        sliding: "full", or "compact": a layer with a window (or the chunks of
+            Llama 4) stores 2 * (window + 64) positions at most, and `crop` goes
+            back by 64 tokens at least.
     """
 
     def __init__(
@@ -110,8 +96,9 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache for this model, allocated now: in its dtype, each layer on its device.
 
-        `batch_size` counts beams and return sequences. A smaller batch uses the
-        first batch rows.
+        Args:
+            batch_size: Rows, beams and return sequences included. A smaller
+                batch uses the first ones.
         """
         cache = cls(model.config, max_cache_len, sliding=sliding)
         check_positive(batch_size=batch_size)
@@ -122,18 +109,14 @@ class StaticContiguousCache(AllocatedCache):
 
     @classmethod
     def for_calls(
-        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str = "full"
+        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str
     ) -> "StaticContiguousCache":
-        """A cache that grows, for a pool. The first pass allocates, in the dtype of its states.
-
-        A model on several devices is allocated at once: a pass tells the device
-        of one layer at a time.
-        """
+        """A cache that grows, allocated by its first pass, in the dtype of its states."""
         cache = cls.__new__(cls)
         cache._build(layout.plan_layers(model.config, sliding), max_cache_len)
         cache.grows = True
         devices = layout.layer_devices(model, len(cache))
-        if len(set(devices)) > 1:
+        if len(set(devices)) > 1:  # a pass tells the device of one layer at a time
             cache._place(model, devices, batch_size)
         return cache
 
@@ -141,15 +124,13 @@ class StaticContiguousCache(AllocatedCache):
         shapes = layout.local_shapes(model, layout.known_shapes(self._plans, model.config))
         if shapes is None:
             return
-        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
+        keyed = self._without_storage()
         places = {i: (shape, devices[i]) for i, shape in zip(keyed, shapes, strict=True)}
         dtypes = model.dtype, model.dtype
         self.allocate_places(places, batch_size, dtypes, model)
         indexes = self.index_layers
-        places = {}
-        for i in indexes:
-            if (shape := self._plans[i].index_shape) is not None:
-                places[i] = shape, devices[i]
+        index_shapes = ((i, self._plans[i].index_shape) for i in indexes)
+        places = {i: (shape, devices[i]) for i, shape in index_shapes if shape}
         self.allocate_places(places, batch_size, dtypes, model, indexes)
 
     @classmethod
@@ -169,22 +150,24 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache from plain numbers; a sequence gives one for each layer.
 
-        Dtype and device default to torch's own.
-
         >>> cache = StaticContiguousCache.allocate(2, 4, 8, max_cache_len=16, dtype=torch.bfloat16)
         >>> list(cache.key_storage.shape), cache.memory_bytes
         ([2, 1, 4, 16, 8], 4096)
         """
         check_positive(num_layers=num_layers, max_cache_len=max_cache_len, batch_size=batch_size)
         value_head_dim = head_dim if value_head_dim is None else value_head_dim
-        plans = layout.plain_plans(
-            num_layers, num_kv_heads, head_dim, value_head_dim, sliding_windows, sliding
-        )
+        heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
+        key_dims = for_each_layer("head_dim", head_dim, num_layers)
+        value_dims = for_each_layer("value_head_dim", value_head_dim, num_layers)
+        windows = [None] * num_layers if sliding_windows is None else list(sliding_windows)
+        for_each_layer("sliding_windows", [1 if w is None else w for w in windows], num_layers)
+        plans = list(map(LayerPlan, map(LayerShape, heads, key_dims, value_dims), windows))
+        plans = layout.with_sliding(plans, sliding)
         cache = cls.__new__(cls)
         cache._build(plans, max_cache_len)
         place = torch.device(device or torch.get_default_device())
         dtype = dtype or torch.get_default_dtype()
-        places = {i: (plan.shape, place) for i, plan in enumerate(plans) if plan.shape is not None}
+        places = {i: (plan.shape, place) for i, plan in enumerate(plans) if plan.shape}
         cache.allocate_places(places, batch_size, (dtype, dtype))
         return cache
 
@@ -202,7 +185,7 @@ class StaticContiguousCache(AllocatedCache):
 
     @property
     def batch_size(self) -> int:
-        """Batch rows of the sequences, or of the storage if empty; -1 before allocation."""
+        """Batch rows of the sequences, or of empty storage; -1 before allocation."""
         filled = [layer.batch_size for layer in self.kv_layers if layer.length]
         allocated = [layer.max_batch_size for layer in self.kv_layers if layer.is_initialized]
         return (filled or allocated or [-1])[0]
@@ -213,7 +196,7 @@ class StaticContiguousCache(AllocatedCache):
         return self._known_ids
 
     def remember(self, input_ids: Tensor, start: int = 0) -> None:
-        """Note the tokens [B, n] from position `start` on: a later prompt must have them."""
+        """Note the tokens [B, n] from position `start` on; a later prompt must have them."""
         known = self._known_ids
         if start == 0:
             self._known_ids = input_ids.clone()
@@ -235,25 +218,26 @@ class StaticContiguousCache(AllocatedCache):
         # `generate` sets this on a user's cache before its first pass (transformers 5.17 to 5.22).
         if self.is_unfinished:  # an earlier call has failed
             self._claim_and_discard()
-        if (request := running_request()) is None:
-            return
-        if isinstance(request.custom_generate, type):
-            name = request.custom_generate.__name__
-            raise TypeError(f"custom_generate takes an object and not a class: pass {name}().")
+        request = running_request()
+        loop = None if request is None else request.custom_generate
+        if isinstance(loop, type):
+            raise TypeError(
+                f"custom_generate takes an object and not a class: pass {loop.__name__}()."
+            )
         # A custom loop may use the prompt in another way.
-        if request.custom_generate is None:
+        if request is not None and loop is None:
             self.begin_call(request)
 
     def begin_call(self, request: Request) -> None:
-        """Refuse a call that this cache cannot serve, or remember the tokens of its prompt."""
+        """Refuse a call that this cache cannot serve; remember the tokens of its prompt."""
         self._claim_and_discard()
         was_assigned = any(layer.was_assigned for layer in self.kv_layers)
         known_ids = None if was_assigned else self._known_ids
-        max_cache_len = None if self.grows else self.max_cache_len
-        check_request(request, self.seq_len, max_cache_len, known_ids)
+        capacity = None if self.grows else self.max_cache_len
+        check_request(request, self.seq_len, capacity, known_ids)
         num_new = request.prompt_length - self.seq_len
         if self.seq_len and self.stateful_layers and num_new > 1:
-            warn_of_continuation(request.model, num_new)
+            states.warn_of_continuation(request.model, num_new)
         if request.tokens is not None:
             self.remember(request.tokens, request.past)
 
@@ -270,29 +254,22 @@ class StaticContiguousCache(AllocatedCache):
         """Write the states [B, H, n, D] after the cached tokens; return what their queries may see.
 
         The views are slices of the storage: [B, H, seq_len + n, D], or for a
-        sliding layer from the oldest position that a query may see. States that
-        do not fit are refused before this layer writes anything.
+        sliding layer from the oldest visible position on. States that do not
+        fit are refused before this layer writes.
         """
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(
-                f"layer_idx={layer_idx} is out of range: this cache has layers 0 to "
-                f"{len(self.layers) - 1}. Build it with the config of the model that runs."
+                f"layer_idx={layer_idx}: this cache has layers 0 to {len(self.layers) - 1}. Build "
+                "it with the config of the model that runs."
             )
         if not self._plans[layer_idx].has_keys:
-            raise ValueError(
-                f"Layer {layer_idx} brings keys, and by the config of the cache it has none."
-            )
+            raise ValueError(f"Layer {layer_idx} brings keys, and by the config it has none.")
         layer = self.layers[layer_idx]
         self._prepare(layer, layer_idx, key_states, value_states)
         if layer_idx in self._unfitted:
             layer.check(key_states, value_states, has_storage=False)
             self._fit_storage(layer_idx, key_states, value_states)
-        views = self._append(layer, layer_idx, key_states, value_states)
-        if layer_idx == debug.logged_layer:
-            debug.log_layer(layer_idx, layer.length, layer.pending, views[0].shape[2])
-        if self._pass.take(KEYS, layer_idx):
-            self._commit()
-        return views
+        return self._write(KEYS, layer, layer_idx, key_states, value_states)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Write the index keys [B, n, D] of a layer; return all, [B, seq_len + n, D]."""
@@ -307,15 +284,12 @@ class StaticContiguousCache(AllocatedCache):
         if not index.is_initialized or index.device != keys.device:
             index.check(keys, values, has_storage=False)
             self._allocate_indexes(keys, values)
-        view, _ = self._append(index, layer_idx, keys, values)
-        if self._pass.take(INDEX, layer_idx):
-            self._commit()
-        return view[:, 0]
+        return self._write(INDEX, index, layer_idx, keys, values)[0][:, 0]
 
     def _prepare(
         self, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor
     ) -> None:
-        """Claim the cache for this thread, grow if full, drop storage if the dtype has changed."""
+        """Claim the cache for this thread, grow if full, drop storage of another dtype."""
         is_open = self._pass.size is not None
         # First: only one thread may allocate.
         if not torch.compiler.is_compiling() and self._pass.thread != get_ident():
@@ -330,15 +304,19 @@ class StaticContiguousCache(AllocatedCache):
             # Autocast inside a `forward` began or ended since the last call.
             self._release()
 
-    def _append(
-        self, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor
+    def _write(
+        self, part: str, layer: StaticContiguousLayer, layer_idx: int, keys: Tensor, values: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Check the states and write them, in the open pass or in a new one."""
         layer.check(keys, values)
         size = keys.shape[0], keys.shape[2]
         if layer.pending or size != self._pass.size:
             self._begin_pass(layer, layer_idx, size)
-        return layer.write(keys, values)
+        views = layer.write(keys, values)
+        if layer_idx == debug.logged_layer and part == KEYS:
+            debug.log_layer(layer_idx, layer.length, layer.pending, views[0].shape[2])
+        if self._pass.take(part, layer_idx):
+            self._commit()
+        return views
 
     def _begin_pass(
         self, layer: StaticContiguousLayer, layer_idx: int, size: tuple[int, int]
@@ -347,7 +325,12 @@ class StaticContiguousCache(AllocatedCache):
             self._refuse_missing_layers()
             self._discard_unfinished()
             self._known_ids = None
-        self._pass.check_size(layer_idx, size)
+        if self._pass.size not in (None, size):
+            raise ValueError(
+                f"Layer {layer_idx} brings (batch, tokens) = {size} into a step of "
+                f"{self._pass.size}. Give every layer the same tokens, or call advance first."
+            )
+        self._pass.size = size
         known = self._known_ids
         if known is None or torch.compiler.is_compiling() or known.shape[1] <= layer.length:
             return
@@ -356,22 +339,22 @@ class StaticContiguousCache(AllocatedCache):
             self._known_ids = known[:, : layer.length]
 
     def _refuse_missing_layers(self) -> None:
-        """Raise if the running model has not written all layers though nothing failed."""
+        """Raise if the running model left out layers though nothing failed."""
         if (model := running_model()) is None:
             return
         is_pair = model.config.is_encoder_decoder
         if is_pair and is_in_use(self, get_ident()):
             raise ValueError(PAIR_NEEDED)
         layout.refuse_missing_layers(model, len(self.layers))
-        # `begin_call` has not seen a pair, whose last call may have failed.
+        # `begin_call` does not see a pair, whose last call may have failed.
         if not is_pair:
-            self._pass.refuse_unfinished(self.seq_len)
+            self._pass.refuse_unfinished()
 
     def _discard_unfinished(self) -> None:
         self._pass.refuse_states()
         logger.warning(
-            f"The last forward pass wrote {self._pass.describe()} and did not finish: it is "
-            f"discarded, and writing starts again at position {self.seq_len}."
+            f"The last forward pass wrote layers {self._pass.written()} of {len(self.layers)} and "
+            f"did not finish: it is discarded, and writing starts again at position {self.seq_len}."
         )
         self._pass.discard(self.kv_layers)
 
@@ -383,32 +366,26 @@ class StaticContiguousCache(AllocatedCache):
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether some layers have taken part in a pass, and others have not."""
+        """Whether a pass has written some layers and not all."""
         return self._pass.is_open
 
     def unfinished_pass(self) -> UnfinishedPass:
-        """The error that names the layers which the last pass left out."""
-        return self._pass.unfinished(self.seq_len)
+        return self._pass.unfinished()
 
     def advance(self, n: int) -> None:
         """Complete a step of `n` tokens by hand, when not all layers are written."""
-        if self._pass.size is None:
-            raise ValueError(
-                f"advance({n}): no step is in progress. `seq_len` is {self.seq_len} and moves by "
-                f"itself when all {self._pass.num_writers} layers have written; call `update` "
-                "first."
-            )
-        tokens = self._pass.size[1]
-        if n != tokens:
-            raise ValueError(
-                f"advance({n}): the step in progress has {tokens} tokens. Advance by that."
-            )
+        step = f"no step is in progress, and `seq_len` is {self.seq_len}"
+        if self._pass.size is not None:
+            step = f"the step in progress has {self._pass.size[1]} tokens"
+        if self._pass.size is None or n != self._pass.size[1]:
+            raise ValueError(f"advance({n}): {step}.")
         self._commit()
 
     def mark_written(self, n: int) -> None:
         """Append `n` tokens that a kernel has written to every layer, from `seq_len` on."""
         is_open = self._pass.size is not None
-        free = min(layer.num_free for layer in self.kv_layers)
+        ends = [layer.offset + layer.num_slots for layer in self.kv_layers]
+        free = min([self._max_cache_len, *ends]) - self.seq_len
         if is_open or not 0 <= n <= free:
             raise ValueError(
                 f"mark_written({n}): {free} positions are free after the {self.seq_len} cached "
@@ -417,11 +394,16 @@ class StaticContiguousCache(AllocatedCache):
         for layer in self.kv_layers:
             layer.length += n
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Whether a layer keeps no keys. Masks are not made for such a layer."""
+        return [not isinstance(layer, StaticContiguousLayer) for layer in self.layers]
+
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """(kv_length, kv_offset) of a layer. Masks are made when a pass begins."""
         may_have_failed = self._pass.has_states or self._pass.is_open
         if may_have_failed and compat.makes_masks(sys._getframe(1)):
-            self._pass.begin(self.seq_len)
+            self._pass.begin()
         return super().get_mask_sizes(query_length, layer_idx)
 
     # --- recurrent states
@@ -430,63 +412,60 @@ class StaticContiguousCache(AllocatedCache):
         if self._pass.use_state(layer_idx):
             self._commit()
 
-    def has_previous_state(
-        self, layer_idx: int | None = None, state_idx: int | None = None
-    ) -> bool:
+    def has_previous_state(self, layer_idx: int | None = None, *args: Any, **kwargs: Any) -> bool:
         self._use_state(layer_idx)
-        return super().has_previous_state(layer_idx, state_idx)
+        return super().has_previous_state(layer_idx, *args, **kwargs)
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_conv_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         self._use_state(layer_idx)
-        return super().get_conv_state(layer_idx, state_idx)
+        return super().get_conv_state(layer_idx, *args, **kwargs)
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+    def get_recurrent_state(self, layer_idx: int, *args: Any, **kwargs: Any) -> Tensor | None:
         self._use_state(layer_idx)
-        return super().get_recurrent_state(layer_idx, state_idx)
+        return super().get_recurrent_state(layer_idx, *args, **kwargs)
 
     def update_conv_state(
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> Tensor:
         self._use_state(layer_idx)
-        forget_other_shapes(self.layers[layer_idx], state_idx, conv_states)
+        states.forget_other_shapes(self.layers[layer_idx], state_idx, conv_states)
         with outside_inference_mode():
             return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
+        self, recurrent_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> Tensor:
         self._use_state(layer_idx)
         with outside_inference_mode():
-            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
+            return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     # --- back
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last n tokens: `crop(-n)`. Exact in sliding layers too; no state is touched.
+        """Remove the last n tokens: `crop(-n)`. Exact in sliding layers too; no state moves.
 
-        A compact layer goes back by 64 tokens at least. A recurrent state
-        cannot go back: refused, but for convolutions that were told to keep
-        their past.
+        A compact layer goes back by 64 tokens at least. Of recurrent states
+        only convolutions that record their past go back; others are refused.
         """
-        self._pass.refuse_unfinished(self.seq_len)
+        self._pass.refuse_unfinished()
+        tokens_to_remove = int(tokens_to_remove)  # some versions of generate pass a tensor
         filled = [layer for layer in self.kv_layers if layer.length] or self.kv_layers[:1]
         for layer in filled:
-            layer.check_crop(int(tokens_to_remove))
-        crop_states(self.stateful_layers, int(tokens_to_remove), len(self.layers))
+            layer.check_crop(tokens_to_remove)
+        states.crop_states(self.stateful_layers, tokens_to_remove, len(self.layers))
         for layer in filled:
             layer.crop(tokens_to_remove)
         self._pass.discard(self.kv_layers)
         self._forget_removed_ids()
 
     def can_crop_to(self, length: int) -> bool:
-        """Whether the sequence can be shortened to this length."""
         removed = self.seq_len - length
         if self.stateful_layers and removed:
             return False
         return length == 0 or all(removed <= layer.num_croppable for layer in self.kv_layers)
 
     def reset(self) -> None:
-        """Remove all tokens. The storage stays as it is, recurrent states become zero."""
+        """Remove all tokens. The storage stays, recurrent states become zero."""
         for layer in self.kv_layers:
             StaticContiguousLayer.reset(layer)
         for layer in self.stateful_layers:
@@ -495,16 +474,16 @@ class StaticContiguousCache(AllocatedCache):
         self._known_ids = None
 
     def snapshot(self) -> Snapshot:
-        """The length, and copies of what longer sequences overwrite, for `restore`."""
+        """The length, and copies of what longer sequences overwrite."""
         newest = [layer.newest() for layer in self.kv_layers]
-        return self.seq_len, copies_of(self.stateful_layers), newest
+        return self.seq_len, states.copies_of(self.stateful_layers), newest
 
     def restore(self, snapshot: Snapshot) -> None:
         """Remove the tokens that were appended since this snapshot."""
-        length, states, newest = snapshot
+        length, before, newest = snapshot
         for layer, own in zip(self.kv_layers, newest, strict=True):
             layer.restore(length, own)
-        put_back(states)
+        states.put_back(before)
         self._pass.forget()
         self._forget_removed_ids()
 
@@ -514,19 +493,18 @@ class StaticContiguousCache(AllocatedCache):
         """Batch row i becomes what row `beam_idx[i]` is now (beam search), in place."""
         if self.seq_len and len(beam_idx) != self.batch_size:
             raise ValueError(
-                f"reorder_cache got {len(beam_idx)} indices for a batch of {self.batch_size}. "
-                "Give one for each row, or use batch_select_indices to change the number of rows."
+                f"reorder_cache got {len(beam_idx)} indices for a batch of {self.batch_size}. Give "
+                "one for each row, or call batch_select_indices."
             )
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows of the batch (indices or a boolean mask), in this order, in place.
 
-        Needs memory for the tokens of one layer; without it nothing is changed.
-        An interrupt or a device error while states are copied empties the
-        cache.
+        Needs memory for the tokens of one layer; without it nothing changes. An
+        error while states are copied empties the cache.
         """
-        self._pass.refuse_unfinished(self.seq_len)
+        self._pass.refuse_unfinished()
         filled = [layer for layer in self.kv_layers if layer.length]
         if not filled:
             return
@@ -534,8 +512,7 @@ class StaticContiguousCache(AllocatedCache):
         if indices.dtype == torch.bool:
             if len(indices) != batch_size:
                 raise ValueError(
-                    f"The mask has {len(indices)} entries for a batch of {batch_size}: give one a "
-                    "row."
+                    f"The mask has {len(indices)} entries for a batch of {batch_size}."
                 )
             indices = indices.nonzero().squeeze(1)
         # Read on the host: an index out of range must not become a device-side assert.
@@ -564,26 +541,23 @@ class StaticContiguousCache(AllocatedCache):
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, Tensor | None]]:
         """(keys, values, window) of each layer as `DynamicCache` gives them."""
         for layer in self.layers:
-            keys = layer.keys
-            values = layer.values
             window = layer.sliding_window
-            if keys is None or window is None:
-                yield keys, values, None if window is None else torch.tensor(window)
+            if layer.keys is None or window is None:
+                yield layer.keys, layer.values, None if window is None else torch.tensor(window)
             else:
                 newest = slice(1 - window, None)
-                size = torch.tensor(window, device=keys.device)
-                yield keys[:, :, newest], values[:, :, newest], size
+                size = torch.tensor(window, device=layer.device)
+                yield layer.keys[:, :, newest], layer.values[:, :, newest], size
 
     def shared(self) -> "StaticContiguousCache":
-        """The same sequences in the same storage, with lengths and states of their own."""
+        """The same sequences in the same storage, with its own lengths and states."""
         cache = type(self).__new__(type(self))
-        groups = {id(group): group.shared() for group in self._groups}
-        cache.__dict__.update(self._state_on(groups))
+        cache.__dict__.update(self._state_on({group: group.shared() for group in self._groups}))
         cache._unfitted = set(self._unfitted)
         cache._pass = copy.deepcopy(self._pass)
         with outside_inference_mode():
             for layer in cache.stateful_layers:
-                separate(layer)
+                states.separate(layer)
         return cache
 
     # --- files
@@ -601,10 +575,13 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache with the sequences of a file of `save`; `known_ids` are their tokens.
 
-        `max_cache_len=None` leaves room for 256 tokens more, and the cache
-        grows. `tokens=n` loads the first n. Each batch row becomes `repeat`
-        rows. A file of another model, dtype or layout, or that is damaged, is
-        refused with a `ValueError` (docs/files.md).
+        A file that is damaged, or of another model, dtype or layout, is refused
+        with a `ValueError` (docs/files.md).
+
+        Args:
+            max_cache_len: None leaves room for 256 more tokens, and the cache grows.
+            tokens: Load so many, the first ones.
+            repeat: Each batch row becomes so many rows.
         """
         with CacheFile(path) as file:
             file.check_model(ModelIdentity.of(model))
@@ -618,11 +595,7 @@ class StaticContiguousCache(AllocatedCache):
         return cache
 
     def fill(self, file: CacheFile, model: PreTrainedModel, length: int, repeat: int = 1) -> None:
-        """Replace the sequences by the first tokens of a file of this model.
-
-        A cache that grows does so if it is too short. After an error the cache
-        is empty.
-        """
+        """Replace the sequences by the first tokens of a file. After an error the cache is empty."""
         self.reset()
         if self.grows and length > self.max_cache_len:
             self.grow(max(2 * self.max_cache_len, length + _ROOM))
@@ -641,12 +614,13 @@ class StaticContiguousCache(AllocatedCache):
     ) -> None:
         """Write the sequences to a file that `load` reads: the tokens, not the capacity.
 
-        `tokens` [B, n] are the ids of the first positions, for instance what
-        `generate` returned; with fewer than `seq_len` only their positions are
-        saved. By default: those that are known, which are all after
-        `GraphDecoder` and those of the prompt after plain `generate`.
-        `attention_mask` [B, m] tells the left padding. The file is written
-        beside `path` and renamed.
+        The file is written beside `path` and renamed.
+
+        Args:
+            tokens: Ids [B, n] of the first positions, which are saved; for
+                instance what `generate` returned. By default those that are
+                known: all after `GraphDecoder`, the prompt after `generate`.
+            attention_mask: [B, m], 0 under left padding.
         """
         ids = tokens_to_save(self, self.known_ids, tokens)
         save_cache(self, path, header_of(self, model, ids, attention_mask))

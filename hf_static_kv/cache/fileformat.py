@@ -9,8 +9,7 @@ values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 ```
 
 A group of compact layers has the positions from `first` on, and checksums of 0
-before. `digest` covers every byte of the header, and the checksums; a checksum
-covers one position of one tensor.
+before. `digest` covers the header and the checksums.
 """
 
 import json
@@ -32,18 +31,15 @@ VERSION = 1
 MAX_HEADER_BYTES = 32 << 20  # about four million token ids
 MAX_CHECKSUM_BYTES = 512 << 20  # two million token ids in 16 groups
 CHECKSUM_BYTES = 8
-# torch's name, that of safetensors
+# By torch's name, that of safetensors.
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WORDS = (torch.int32, torch.int16, torch.int8)
 _SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
-# JSON in strings.
-_LISTS = ("tokens", "left_padding", "sliding_windows", "groups")
+_LISTS = ("tokens", "left_padding", "sliding_windows", "groups")  # as JSON in strings
 _VERSIONS = ("library_version", "transformers_version")
 
 
 class FileTensor(NamedTuple):
-    """One tensor of a file."""
-
     name: str
     dtype: torch.dtype
     shape: list[int]
@@ -54,8 +50,6 @@ class FileTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class FileGroup:
-    """Layers of one shape and dtype: one pair of tensors in a file."""
-
     layers: list[int]
     shape: LayerShape
     dtypes: tuple[str, str]  # of keys, of values
@@ -69,19 +63,13 @@ class FileGroup:
         _check(isinstance(shape, dict) and set(shape) == set(_SHAPE), "a shape")
         layers = values["layers"]
         first = values["first"]
-        are_ints = (
-            _are_ints([*shape.values()], 1) and _are_ints(layers, 0) and _are_ints([first], 0)
-        )
-        _check(are_ints, "the numbers of a group")
+        are_sizes = _are_ints([*shape.values()], 1)
+        _check(are_sizes and _are_ints(layers, 0) and _are_ints([first], 0), "a group")
         dtypes = values["dtypes"]
-        _check(isinstance(dtypes, list) and len(dtypes) == 2, "the dtypes")
-        # Not `name in DTYPES`: a list in the place of a name has no hash.
-        _check(all(name in [*DTYPES] for name in dtypes), "the dtypes")
+        # `[*DTYPES]`: a list in the place of a name has no hash.
+        are_names = isinstance(dtypes, list) and all(name in [*DTYPES] for name in dtypes)
+        _check(are_names and len(dtypes) == 2, "the dtypes")
         return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
-
-    def as_dict(self) -> dict[str, Any]:
-        """What `parse` reads: whether layers are compact is not the file's affair."""
-        return {**asdict(self), "shape": {name: getattr(self.shape, name) for name in _SHAPE}}
 
 
 @dataclass(frozen=True)
@@ -89,8 +77,7 @@ class Header:
     """Everything that a file says but its states. What `parse` would refuse is not saved."""
 
     tokens: list[list[int]]  # [B, n], left padding included
-    # Positions before the first token of each batch row.
-    left_padding: list[int]
+    left_padding: list[int]  # positions before the first token of each batch row
     sliding_windows: list[int | None]  # of each layer
     groups: list[FileGroup]
     model: ModelIdentity
@@ -101,8 +88,8 @@ class Header:
         tokens = self.tokens
         are_rows = isinstance(tokens, list) and bool(tokens)
         _check(are_rows and all(_are_ints(row, 0) for row in tokens), "the tokens")
-        _check(len({len(row) for row in tokens}) == 1, "the tokens")
-        _check(max(map(max, tokens)) < 1 << 63, "the tokens")
+        are_even = len({len(row) for row in tokens}) == 1
+        _check(are_even and max(map(max, tokens)) < 1 << 63, "the tokens")
         padding = self.left_padding
         _check(_are_ints(padding, 0) and len(padding) == len(tokens), "the left padding")
         _check(max(padding) < len(tokens[0]), "the left padding")
@@ -111,24 +98,19 @@ class Header:
         _check(_are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
         layers = [layer for group in self.groups for layer in group.layers]
         _check(bool(layers) and sorted(layers) == list(range(len(windows))), "the layers")
-        self._check_first()
-        if self.checksum_bytes > MAX_CHECKSUM_BYTES:
-            raise ValueError(
-                f"checksums of {self.checksum_bytes:,} bytes are more than the "
-                f"{MAX_CHECKSUM_BYTES:,} that a file may have. Save fewer than "
-                f"{self.num_tokens:,} tokens"
-            )
-
-    def _check_first(self) -> None:
         for group in self.groups:
-            _check(group.first <= self.num_tokens, "the first position of a group")
-            whole = [layer for layer in group.layers if self.sliding_windows[layer] is None]
+            whole = [layer for layer in group.layers if windows[layer] is None]
             if group.first and whole:
                 raise ValueError(
                     f"its layer {whole[0]} begins at position {group.first} and has no sliding "
-                    "window: the positions before that are missing"
+                    "window"
                 )
         _check(self.min_tokens <= self.num_tokens, "the first position of a group")
+        if self.checksum_bytes > MAX_CHECKSUM_BYTES:
+            raise ValueError(
+                f"checksums of {self.checksum_bytes:,} bytes are more than the "
+                f"{MAX_CHECKSUM_BYTES:,} of a file. Save fewer than {self.num_tokens:,} tokens"
+            )
 
     @property
     def num_rows(self) -> int:
@@ -141,19 +123,15 @@ class Header:
     @property
     def min_tokens(self) -> int:
         """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
-        fewest = 1
-        for group in self.groups:
-            windows = [self.sliding_windows[layer] or 1 for layer in group.layers]
-            if group.first:
-                fewest = max(fewest, group.first + max(windows) - 1)
-        return fewest
-
-    def is_in(self, dtype: torch.dtype) -> bool:
-        """Whether all keys and values are of this dtype."""
-        return all(tensor.dtype == dtype for tensor in self.states())
+        windows = self.sliding_windows
+        fewest = [
+            group.first + max(windows[layer] or 1 for layer in group.layers) - 1
+            for group in self.groups
+            if group.first
+        ]
+        return max([1, *fewest])
 
     def states(self) -> list[FileTensor]:
-        """Keys and values of each group in turn."""
         found = []
         offset = self.checksum_bytes
         for number, group in enumerate(self.groups):
@@ -173,7 +151,7 @@ class Header:
         return [states[i : i + 2] for i in range(0, len(states), 2)]
 
     def add_up(self, sums: list[tuple[FileTensor, Tensor]], length: int) -> Tensor:
-        """The checksums [tensors, length] of a file from those of its layers, [length - first]."""
+        """The checksums [tensors, length] of a file from those [length - first] of its layers."""
         names = [tensor.name for tensor in self.states()]
         totals = torch.zeros(len(names), length, dtype=torch.int64)
         for tensor, own in sums:
@@ -190,22 +168,21 @@ class Header:
         return self.checksum_bytes + sum(tensor.num_bytes for tensor in self.states())
 
     def encode(self, checksums: bytes | bytearray) -> bytes:
-        """The start of a file, up to its first tensor. Of one length for all `checksums`."""
+        """The start of a file, up to the checksums."""
         metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
-        for name in _LISTS:
-            own = getattr(self, name)
-            if name == "groups":
-                own = [group.as_dict() for group in own]
-            metadata[name] = json.dumps(own)
+        lists = {name: getattr(self, name) for name in _LISTS}
+        lists["groups"] = [asdict(group) for group in self.groups]
+        for group in lists["groups"]:
+            del group["shape"]["window"]
+        metadata |= {name: json.dumps(own) for name, own in lists.items()}
         metadata |= asdict(self.model)
         metadata |= {name: getattr(self, name) for name in _VERSIONS}
         content = {"__metadata__": metadata, **self._table()}
         encoded = _signed(json.dumps(content, separators=(",", ":")).encode(), checksums)
         if (length := len(encoded) - 8) > MAX_HEADER_BYTES:
             raise ValueError(
-                f"A header of {length:,} bytes is more than the {MAX_HEADER_BYTES:,} that a file "
-                f"may have: it has {self.num_rows:,} rows of {self.num_tokens:,} tokens. Save "
-                "fewer tokens or fewer rows."
+                f"A header of {length:,} bytes is more than the {MAX_HEADER_BYTES:,} of a file: save "
+                f"fewer than {self.num_rows:,} rows of {self.num_tokens:,} tokens."
             )
         return encoded
 
@@ -224,13 +201,12 @@ class Header:
 
     @classmethod
     def parse(cls, text: bytes) -> "Header":
-        """The header of a file; a `ValueError` names what is wrong with it."""
         metadata = _metadata(json.loads(text))
         values: dict[str, Any] = {name: json.loads(metadata[name]) for name in _LISTS}
         groups = values["groups"]
         _check(isinstance(groups, list) and bool(groups), "the groups")
-        names = [field.name for field in fields(ModelIdentity) if field.name in metadata]
-        identity = ModelIdentity(**{name: metadata[name] for name in names})
+        names = [field.name for field in fields(ModelIdentity)]
+        identity = ModelIdentity(**{name: metadata[name] for name in names if name in metadata})
         for name in ("config", "settings"):
             _check(isinstance(json.loads(getattr(identity, name)), dict), f"the {name}")
         values["groups"] = [FileGroup.parse(group) for group in groups]
@@ -238,7 +214,6 @@ class Header:
         return cls(model=identity, **values)
 
     def is_told_by(self, text: bytes, checksums: bytes | bytearray) -> bool:
-        """Whether nothing of the text or the checksums has changed."""
         content = json.loads(text)
         digest = _metadata(content)["digest"]
         unsigned = text.rstrip(b" ").replace(_digest(digest), _digest(""), 1)
@@ -267,10 +242,9 @@ def _metadata(content: Any) -> dict[str, str]:
         raise ValueError("it is no file of `StaticContiguousCache.save`")
     version = metadata.get("format_version")
     if version != str(VERSION):
-        written = f"hf_static_kv {metadata.get('library_version')}"
         raise ValueError(
-            f"its format is {version}, of {written}; this one reads format {VERSION}. Install a "
-            "newer hf_static_kv"
+            f"its format is {version}, of hf_static_kv {metadata.get('library_version')}; this one "
+            f"reads format {VERSION}. Install a newer hf_static_kv"
         )
     # Older files have no settings.
     names = {field.name for field in fields(ModelIdentity)} - {"settings"}
@@ -281,7 +255,6 @@ def _metadata(content: Any) -> dict[str, str]:
 
 
 def _are_ints(values: Any, least: int) -> bool:
-    """Whether this is a list of at least one int, none of them below `least`."""
     return isinstance(values, list) and set(map(type, values)) == {int} and min(values) >= least
 
 
@@ -305,14 +278,13 @@ def checksum_weights(name: str, layer_idx: int, states: Tensor) -> Tensor:
 def position_checksums(states: Tensor, weights: Tensor) -> Tensor:
     """Sum of the words [H, n, W] of states times weights [H, W], modulo 2^64: int64 [n].
 
-    A changed word changes the sum, for its weight is odd. Any other change is
-    missed with a probability below 2^-30 at each position that it touches.
-    Integers sum alike on every device.
+    A changed word changes the sum, for its weight is odd. Other changes are
+    missed with a probability below 2^-30 at each position.
     """
     words = states.view(_word(states))
     if not words.is_cpu:
         return (words * weights[:, None]).sum((0, 2))
-    # numpy makes no tensor of the products, whose memory would take longer than they do.
+    # numpy makes no tensor of the products.
     return torch.from_numpy(np.einsum("hnw,hw->n", words.numpy(), weights.numpy(), dtype=np.int64))
 
 

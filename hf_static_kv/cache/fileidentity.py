@@ -14,20 +14,12 @@ from torch.nn import Module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.cache.identity import (
-    NUM_SAMPLED,
-    OF_TORCH,
-    Values,
-    dtype_name,
-    sample,
-    unwrapped,
-)
+from hf_static_kv.cache.identity import NUM_SAMPLED, OF_TORCH, Values, dtype_name, sample, unwrapped
 from hf_static_kv.cache.ranks import num_ranks
 
 # Attributes that tell where or how a model runs, not what it computes.
 _OF_A_LOADED_MODEL = {"generation_config", "hf_device_map", "name_or_path", "warnings_issued"}
 _OF_HOOKS = {"_hf_hook", "_old_forward", "forward"}
-# The second one stops a gradient.
 _OF_TRAINING = {"training", "padding_idx"}
 # Fields of a config that change no key and no value.
 _OTHER_FIELDS = {
@@ -45,15 +37,12 @@ class ModelIdentity:
     attention: str  # the name of the attention implementation
     config: str  # JSON of the fields of the text config
     weights: str  # digest of names, shapes and samples
-    # JSON of the attributes of modules, by their names.
-    settings: str = "{}"
+    settings: str = "{}"  # JSON of the attributes of modules, by their names
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelIdentity":
         if (ranks := num_ranks(model)) > 1:
-            raise ValueError(
-                f"The model is split over tp_size={ranks} ranks, whose caches go to no file yet."
-            )
+            raise ValueError(f"The caches of tp_size={ranks} ranks go to no file yet.")
         config = model.config.get_text_config(decoder=True)
         fields = {name: own for name, own in config.to_dict().items() if name not in _OTHER_FIELDS}
         text = json.dumps(fields, sort_keys=True, default=str)
@@ -64,7 +53,7 @@ class ModelIdentity:
     def difference(self, other: "ModelIdentity") -> str | None:
         """What keeps this model from using states of the other one; None if nothing does.
 
-        Only one may have a field: transformers adds some over time.
+        Fields that only one has do not count: transformers adds some over time.
         """
         own = json.loads(self.config)
         others = json.loads(other.config)
@@ -87,10 +76,7 @@ class ModelIdentity:
 
 
 def _settings(model: PreTrainedModel) -> str:
-    """The attributes of the modules but weights and configs, as JSON.
-
-    What all layers have alike is kept once, under a common name.
-    """
+    """The attributes of the modules but weights and configs, as JSON; once if layers are alike."""
     values = Values(compat.all_modules(model), is_portable=True)
     found: dict[str, str] = {}
     texts: dict[str, set[str]] = {}
@@ -99,14 +85,14 @@ def _settings(model: PreTrainedModel) -> str:
             if name in OF_TORCH or _is_of_a_process(module, name, value):
                 continue
             full_name = f"{path}.{name}".lstrip(".")
-            read = values.of_attribute(value)
-            text = json.dumps(read, sort_keys=True, default=_json_of)
+            text = json.dumps(values.of_attribute(value), sort_keys=True, default=_json_of)
             found[full_name] = text
             texts.setdefault(_common(full_name), set()).add(text)
-    kept = {name: text for name, text in found.items() if len(texts[_common(name)]) > 1}
-    kept |= {name: next(iter(own)) for name, own in texts.items() if len(own) == 1}
-    parsed = {name: json.loads(text) for name, text in kept.items()}
-    return json.dumps(parsed, sort_keys=True, separators=(",", ":"))
+    kept = {}
+    for name, text in found.items():
+        is_alike = len(texts[_common(name)]) == 1
+        kept[_common(name) if is_alike else name] = json.loads(text)
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"))
 
 
 def _common(name: str) -> str:
@@ -114,11 +100,14 @@ def _common(name: str) -> str:
 
 
 def _is_of_a_process(module: Module, name: str, value: Any) -> bool:
-    if isinstance(module, PreTrainedModel) and (name.startswith("_") or name in _OF_A_LOADED_MODEL):
-        return True
-    if name in _OF_TRAINING or ("_hf_hook" in module.__dict__ and name in _OF_HOOKS):
-        return True
-    return isinstance(value, (PreTrainedConfig, torch.device, Tensor))
+    is_model = isinstance(module, PreTrainedModel)
+    is_hooked = "_hf_hook" in module.__dict__
+    return (
+        (is_model and (name.startswith("_") or name in _OF_A_LOADED_MODEL))
+        or (is_hooked and name in _OF_HOOKS)
+        or name in _OF_TRAINING
+        or isinstance(value, (PreTrainedConfig, torch.device, Tensor))
+    )
 
 
 def _json_of(value: Any) -> Any:
@@ -138,7 +127,7 @@ def _brief(value: Any) -> str:
 
 @torch.no_grad()
 def weights_digest(model: PreTrainedModel) -> str:
-    """Of the names, shapes, dtypes and 16 elements of every weight and saved buffer."""
+    """A digest of name, shape, dtype and 16 elements of every weight and saved buffer."""
     weights = sorted(model.state_dict().items())
     named = [(name, part) for name, tensor in weights for part in unwrapped(tensor)]
     samples: dict[torch.device, list[Tensor]] = {}
@@ -146,7 +135,6 @@ def weights_digest(model: PreTrainedModel) -> str:
         if tensor.device.type != "meta":
             sampled = sample(tensor).contiguous().view(torch.uint8)
             samples.setdefault(tensor.device, []).append(sampled)
-    # Read from each device at once.
     read = {
         device: BytesIO(torch.cat(parts).cpu().numpy().tobytes())
         for device, parts in samples.items()

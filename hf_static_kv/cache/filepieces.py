@@ -18,8 +18,7 @@ from torch import Tensor
 
 from hf_static_kv.cache.fileformat import FileTensor, checksum_weights, position_checksums
 
-# Read, copied and summed at a time: each costs some calls from Python.
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 16 << 20  # read, copied and summed at a time
 
 
 class Piece(NamedTuple):
@@ -38,8 +37,7 @@ class LayerStates(NamedTuple):
     number: int  # of the layer in the tensor of the file
     layer_idx: int
     states: Tensor  # [B, H, n, D], a view of the storage
-    # Positions of the file before `states` that the cache does not keep.
-    skipped: int = 0
+    skipped: int = 0  # positions of the file before `states`
 
     def offset(self, piece: Piece) -> int:
         """Where a piece begins, in bytes from the end of the header."""
@@ -76,22 +74,19 @@ class LayerStates(NamedTuple):
 
     @property
     def _piece_shape(self) -> tuple[int, int]:
-        """Heads and positions of a piece."""
         bytes_of_a_position = self.states.shape[3] * self.states.dtype.itemsize
-        positions = max(1, min(self._length, PIECE_BYTES // bytes_of_a_position))
+        # A window of 1 may keep no position.
+        length = max(1, self._length)
+        positions = max(1, min(length, PIECE_BYTES // bytes_of_a_position))
         if self.skipped or self._length != self.tensor.shape[3]:
             return 1, positions  # other positions are between two heads
-        # A window of 1 may keep none.
-        bytes_of_a_head = max(1, self._length) * bytes_of_a_position
-        return max(1, PIECE_BYTES // bytes_of_a_head), positions
+        return max(1, PIECE_BYTES // (length * bytes_of_a_position)), positions
 
     @property
     def is_staged(self) -> bool:
-        """Whether pieces go through a buffer: on a GPU."""
         return not self.states.is_cpu
 
     def on_cpu(self, piece: Piece, buffer: Tensor) -> Tensor:
-        """A piece on the CPU: in place, or in the buffer."""
         states = piece.states
         if not self.is_staged:
             return states
@@ -106,6 +101,6 @@ def staging(parts: Iterable[LayerStates]) -> Tensor:
 
 
 def memories(states: Tensor) -> list[memoryview]:
-    """The memory of a piece on a CPU: one, or one for each head if they are apart."""
+    """The memory of a piece on a CPU, or of each head if they are apart."""
     heads = [states] if states.is_contiguous() else states.unbind()
     return [memoryview(head.detach().view(torch.uint8).numpy()).cast("B") for head in heads]  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 import os
 import secrets
-from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 import transformers
 from torch import Tensor
@@ -26,14 +26,11 @@ from hf_static_kv.cache.identity import dtype_name
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
 
-# Threads: one alone copies less from the page cache than a bus, or the memory, takes.
-_READERS = 4
+_READERS = 4  # one thread copies less from the page cache than the memory takes
 
 
 class CacheFile:
     """A file of `StaticContiguousCache.save`, open, with its header checked.
-
-    The states are checked as they are read.
 
     ```python
     with CacheFile("chat.safetensors") as file:
@@ -43,8 +40,8 @@ class CacheFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        # One descriptor for header and states: a file that is replaced meanwhile is read as it was.
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115
+        # One descriptor: a file that is replaced meanwhile is read as it was.
+        self._file = open(self.path, "rb")  # noqa: SIM115
         self._seeking = Lock()
         try:
             self._read_header()
@@ -66,9 +63,7 @@ class CacheFile:
     @property
     def tokens(self) -> Tensor:
         """The token ids [B, n], left padding included."""
-        rows = [torch.frombuffer(array("q", row), dtype=torch.int64) for row in self.header.tokens]
-        # Ten times as fast as `torch.tensor` of the lists.
-        return torch.stack(rows)
+        return torch.from_numpy(np.array(self.header.tokens, np.int64))
 
     @property
     def attention_mask(self) -> Tensor:
@@ -81,32 +76,22 @@ class CacheFile:
 
     def _read_header(self) -> None:
         size = os.fstat(self._file.fileno()).st_size
-        length = int.from_bytes(self._read_bytes(0, min(8, size)), "little")
+        length = int.from_bytes(self._file.read(8), "little")
         if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
-            raise ValueError(
-                f"it has {size} bytes, too few for its header: it is damaged or truncated"
-            )
-        text = bytes(self._read_bytes(8, length))
+            raise ValueError(f"it has {size} bytes, too few for its header: it is truncated")
+        text = self._file.read(length)
         self.header = Header.parse(text)
         self._start = 8 + length
         wanted = self._start + self.header.num_bytes
         if size != wanted:
-            raise ValueError(
-                f"it has {size} bytes and should have {wanted}: it is damaged or truncated"
-            )
-        checksums = self._read_bytes(self._start, self.header.checksum_bytes)
+            raise ValueError(f"it has {size} bytes and should have {wanted}: it is truncated")
+        checksums = bytearray(self._file.read(self.header.checksum_bytes))
         if not self.header.is_told_by(text, checksums):
             raise ValueError("its header is damaged")
         sums = torch.frombuffer(checksums, dtype=torch.int64)
         self._checksums = sums.view(-1, self.header.num_tokens)
 
-    def _read_bytes(self, offset: int, num_bytes: int) -> bytearray:
-        buffer = bytearray(num_bytes)
-        self._read(offset, memoryview(buffer))
-        return buffer
-
     def _read(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer from this place of the file. Threads may do so together."""
         while buffer:
             if hasattr(os, "preadv"):
                 count = os.preadv(self._file.fileno(), [buffer], offset)
@@ -122,16 +107,13 @@ class CacheFile:
     # --- checks
 
     def check_model(self, identity: ModelIdentity) -> None:
-        """Refuse states of another model."""
         if (difference := identity.difference(self.header.model)) is not None:
             raise self._refusal(
-                f"{difference}. It belongs to the model that computed it (saved with transformers "
-                f"{self.header.transformers_version}, hf_static_kv {self.header.library_version}). "
-                "Load that model, or read the text again and save it."
+                f"{difference}. Load the model that computed it (with transformers "
+                f"{self.header.transformers_version}), or save its text again."
             )
 
     def check_length(self, tokens: int | None, max_cache_len: int | None) -> int:
-        """The number of tokens to load."""
         held = self.header.num_tokens
         length = held if tokens is None else tokens
         layout.check_positive(tokens=length)
@@ -141,33 +123,28 @@ class CacheFile:
             )
         if length < (fewest := self.header.min_tokens):
             raise ValueError(
-                f"tokens={length}: {self.path} was saved from a compact cache, which keeps the "
-                f"last positions only. Load at least {fewest} of its {held} tokens."
+                f"tokens={length}: {self.path} was saved from a compact cache. Load at least "
+                f"{fewest} of its {held} tokens."
             )
         if max_cache_len is not None and length > max_cache_len:
             raise ValueError(
                 f"{self.path} holds {held} tokens, and max_cache_len={max_cache_len} is too short "
-                f"for {length}. Use max_cache_len >= {length} (and what will be generated), or "
-                f"load a part: tokens={max_cache_len}."
+                f"for {length}. Use a longer one, or load a part: tokens={max_cache_len}."
             )
         return length
 
     def allocate(self, cache: AllocatedCache, model: PreTrainedModel, batch_size: int) -> None:
-        """Allocate layers that have no storage, in the dtypes of the file.
-
-        Layers of another number, window, shape or dtype than those of the file
-        are refused.
-        """
+        """Allocate layers that have no storage, in the dtypes of the file; refuse unlike layers."""
         self._check_layers(cache)
         devices = layout.layer_devices(model, len(cache.layers))
         missing: dict[tuple[str, str], dict[int, Place]] = {}  # by dtypes
-        for group, layer_idx in self._layers():
+        for group, layer_idx in sorted(self._layers(), key=lambda pair: pair[1]):
             if not cache.layers[layer_idx].is_initialized:
                 place = cache.planned_shape(layer_idx, group.shape), devices[layer_idx]
                 missing.setdefault(group.dtypes, {})[layer_idx] = place
         for names, places in missing.items():
             dtypes = getattr(torch, names[0]), getattr(torch, names[1])
-            cache.allocate_places(dict(sorted(places.items())), batch_size, dtypes)
+            cache.allocate_places(places, batch_size, dtypes)
 
     def _layers(self) -> list[tuple[FileGroup, int]]:
         return [(group, layer_idx) for group in self.header.groups for layer_idx in group.layers]
@@ -177,8 +154,8 @@ class CacheFile:
         windows = [layer.sliding_window for layer in cache.layers]
         if windows != self.header.sliding_windows:
             raise self._refusal(
-                f"the sliding windows of its layers are {self.header.sliding_windows}, and those "
-                f"of this model {windows}. Load the model that it was saved from."
+                f"its layers have the windows {self.header.sliding_windows}, and those of this "
+                f"model {windows}. Load the model that it was saved from."
             )
         for group, layer_idx in self._layers():
             layer = cache.layers[layer_idx]
@@ -202,39 +179,38 @@ class CacheFile:
         is empty.
         """
         rows = self.header.num_rows * repeat
+        targets = []
         jobs = []
-        for part in self._parts(cache, rows, length, repeat):
-            # Threads begin on the default stream: pass on the one that has filled the storage.
-            on_gpu = part.states.is_cuda
-            stream = torch.cuda.current_stream(part.states.device) if on_gpu else None
-            jobs.append((part, stream))
-        with ThreadPoolExecutor(_READERS) as pool:
-            shares = [jobs[i::_READERS] for i in range(_READERS)]
-            sums = list(chain(*pool.map(self._read_parts, shares)))
-        self._check_sums(sums, length)
-        for group, layer_idx in self._layers():
-            layer = cache.layers[layer_idx]
-            first = layer.first_loaded(group.first, length)
-            for states in layer.free_views(rows, first, length) if repeat > 1 else ():
-                for row in range(0, rows, repeat):
-                    states[row + 1 : row + repeat] = states[row]
-        for group, layer_idx in self._layers():
-            layer = cache.layers[layer_idx]
-            layer.fill(rows, layer.first_loaded(group.first, length), length)
-
-    def _parts(
-        self, cache: AllocatedCache, rows: int, length: int, repeat: int
-    ) -> Iterator[LayerStates]:
         for group, pair in zip(self.header.groups, self.header.pairs(), strict=True):
             for i, layer_idx in enumerate(group.layers):
                 layer = cache.layers[layer_idx]
                 first = layer.first_loaded(group.first, length)
                 views = layer.free_views(rows, first, length)
+                targets.append((layer, first, views))
+                # Threads begin on the default stream: pass on the one that has filled the storage.
+                on_gpu = layer.device.type == "cuda"
+                stream = torch.cuda.current_stream(layer.device) if on_gpu else None
                 for tensor, states in zip(pair, views, strict=True):
-                    yield LayerStates(tensor, i, layer_idx, states[::repeat], first - group.first)
+                    skipped = first - group.first
+                    part = LayerStates(tensor, i, layer_idx, states[::repeat], skipped)
+                    jobs.append((part, stream))
+        with ThreadPoolExecutor(_READERS) as pool:
+            shares = [jobs[i::_READERS] for i in range(_READERS)]
+            sums = list(chain(*pool.map(self._read_parts, shares)))
+        wrong = self.header.add_up(sums, length) != self._checksums[:, :length]
+        if bool(wrong.any()):
+            number, position = wrong.nonzero()[0].tolist()
+            raise self._refusal(
+                f"{self.header.states()[number].name} does not have its checksum at position "
+                f"{position}. Copy the file again, or save its text again."
+            )
+        for _, _, views in targets:
+            for states in views:
+                states.unflatten(0, (-1, repeat))[:, 1:] = states[::repeat, None]
+        for layer, first, _ in targets:
+            layer.fill(rows, first, length)
 
     def _read_parts(self, jobs: list[tuple[LayerStates, Any]]) -> list[tuple[FileTensor, Tensor]]:
-        """Read the states of some layers; return their checksums [n]."""
         buffer = staging(part for part, _ in jobs)
         sums = []
         for part, stream in jobs:
@@ -243,7 +219,6 @@ class CacheFile:
         return sums
 
     def _read_pieces(self, part: LayerStates, buffer: Tensor) -> Iterator[Piece]:
-        """The pieces of a layer, each when it has been read."""
         for piece in part.pieces():
             target = part.on_cpu(piece, buffer)
             offset = self._start + part.offset(piece)
@@ -254,16 +229,6 @@ class CacheFile:
                 piece.states.copy_(target)
             yield piece
 
-    def _check_sums(self, sums: list[tuple[FileTensor, Tensor]], length: int) -> None:
-        wrong = self.header.add_up(sums, length) != self._checksums[:, :length]
-        if bool(wrong.any()):
-            tensor, position = wrong.nonzero()[0].tolist()
-            raise self._refusal(
-                f"{self.header.states()[tensor].name} does not have its checksum at position "
-                f"{position}. The file is damaged: copy it again, or read the text again and save "
-                "it."
-            )
-
 
 # --- saving
 
@@ -271,7 +236,6 @@ class CacheFile:
 def header_of(
     cache: AllocatedCache, model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None
 ) -> Header:
-    """The header of a file with the tokens [B, n] of a cache."""
     return Header(
         tokens.tolist(),
         _left_padding(tokens, mask),
@@ -285,9 +249,11 @@ def header_of(
 
 @torch.no_grad()
 def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Header) -> None:
-    """Write the positions of a cache that the header tells of."""
     path = Path(path)
-    _check_place(path)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it.")
+    if not (folder := path.parent).is_dir():
+        raise FileNotFoundError(f"There is no folder {folder}: call os.makedirs({str(folder)!r}).")
     parts = []
     for group, pair in zip(header.groups, header.pairs(), strict=True):
         for tensor, name in zip(pair, ("keys", "values"), strict=True):
@@ -302,11 +268,16 @@ def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Head
         file.write(checksums)
         buffer = staging(parts)
         for part in parts:
-            _write(file, part, buffer)
+            for piece in part.pieces():
+                source = part.on_cpu(piece, buffer)
+                if part.is_staged:
+                    source.copy_(piece.states)
+                for memory in memories(source):
+                    file.write(memory)
 
 
 def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor | None) -> Tensor:
-    """The ids [B, n] of the first positions, from the caller or as they are known."""
+    """The ids [B, n] of the first positions, the caller's or the known ones."""
     _check_kinds(cache, "saved")
     length = min(layer.length for layer in cache.layers)
     rows = cache.layers[0].batch_size
@@ -321,7 +292,7 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
     if ids.ndim != 2 or len(ids) != rows or not is_integer:
         raise ValueError(
             f"tokens are {list(ids.shape)} {ids.dtype}, and the cache holds {rows} rows of "
-            f"{length} tokens. Pass the ids that `generate` returned."
+            f"{length} tokens. Pass what `generate` returned."
         )
     if ids.shape[1] == 0:
         raise ValueError("There are no tokens to save.")
@@ -330,15 +301,12 @@ def tokens_to_save(cache: AllocatedCache, known: Tensor | None, tokens: Tensor |
         row, position = (ids < 0).nonzero()[0].tolist()
         raise ValueError(
             f"tokens have the id {int(ids[row, position])} at position {position} of row {row}. "
-            "Ids are 0 or more: under left padding pass any, and tell it by attention_mask."
+            "Ids are 0 or more: tell left padding by attention_mask."
         )
     if known is not None and len(known) == rows:
         common = min(known.shape[1], ids.shape[1])
         if not torch.equal(ids[:, :common], known[:, :common].cpu()):
-            raise ValueError(
-                "The tokens are not those that the cache was computed from. Pass what `generate` "
-                "returned."
-            )
+            raise ValueError("The tokens are not those that the cache was computed from.")
     return ids
 
 
@@ -351,7 +319,6 @@ def _check_kinds(cache: AllocatedCache, what: str) -> None:
 
 
 def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
-    """The positions before the first token of each row."""
     if mask is None:
         return [0] * len(tokens)
     mask = mask[:, : tokens.shape[1]].cpu().bool()
@@ -363,27 +330,23 @@ def _left_padding(tokens: Tensor, mask: Tensor | None) -> list[int]:
             f"attention_mask is {list(mask.shape)}, and the tokens are {list(tokens.shape)}: it "
             "must have their rows, 0 under left padding and 1 after it."
         )
-    return [int(start) for start in starts]
+    return starts.tolist()
 
 
 def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
-    """The groups of a cache as a file describes them."""
-    found: dict[tuple[int, int], tuple[StorageGroup, list[int]]] = {}
+    found: dict[tuple[StorageGroup, int], list[int]] = {}
     used = [(cache.layers[0].batch_size, cache.layers[0].length)]
     for layer_idx, layer in enumerate(cache.layers):
         if layer.group is None or layer.used() != used:
-            raise ValueError(
-                f"Layer {layer_idx} is in the middle of a step, or has no storage: it cannot be "
-                "saved."
-            )
+            raise ValueError(f"Layer {layer_idx} is in the middle of a step, or has no storage.")
         if (fewest := layer.length - layer.num_croppable) > length:
             raise ValueError(
-                f"Layer {layer_idx} keeps the positions from {layer.oldest} on, too few for the "
-                f"first {length} of {layer.length} tokens. Save at least {fewest}."
+                f"Layer {layer_idx} keeps the positions from {layer.oldest} on, too few for "
+                f"{length} of {layer.length} tokens. Save at least {fewest}."
             )
-        found.setdefault((id(layer.group), layer.oldest), (layer.group, []))[1].append(layer_idx)
+        found.setdefault((layer.group, layer.oldest), []).append(layer_idx)
     groups = []
-    for (_, first), (storage, layers) in found.items():
+    for (storage, first), layers in found.items():
         dtypes = dtype_name(storage.keys.dtype), dtype_name(storage.values.dtype)
         if unknown := [name for name in dtypes if name not in DTYPES]:
             raise ValueError(
@@ -393,47 +356,24 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
     return groups
 
 
-def _write(file: BinaryIO, part: LayerStates, buffer: Tensor) -> None:
-    for piece in part.pieces():
-        source = part.on_cpu(piece, buffer)
-        if part.is_staged:
-            source.copy_(piece.states)
-        for memory in memories(source):
-            file.write(memory)
-
-
-def _check_place(path: Path) -> None:
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a folder: give the name of a file in it.")
-    if not path.parent.is_dir():
-        folder = str(path.parent)
-        raise FileNotFoundError(
-            f"There is no folder {folder}: make it first, with os.makedirs({folder!r})."
-        )
-
-
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `path` when the block is done."""
     # A longer name may not fit.
     temporary = path.with_name(f".hf_static_kv.{secrets.token_hex(8)}.tmp")
     try:
-        opened = open(temporary, "xb")  # noqa: SIM115
-    except OSError as error:
-        error.filename = str(path)
-        raise
-    try:
-        with opened as file:
+        with open(temporary, "xb") as file:
             yield file
             file.flush()
-            # First: a power cut would leave a name without its bytes.
+            # Else a power cut may leave a name without its bytes.
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as error:
         temporary.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename == str(temporary):
+            error.filename = str(path)
         raise
-    # Windows has none, and keeps the name by itself.
-    if hasattr(os, "O_DIRECTORY"):
+    if hasattr(os, "O_DIRECTORY"):  # not on Windows
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(folder)

@@ -3,11 +3,11 @@
     pass_state(model)      for captured passes: Python state by value, tensors by address
     content_state(model)   for prefix reuse: the same, and what tensors hold (write count, sample)
 
-`fileidentity.py` has the identity in files. Python state is what is reachable
-from the modules: attributes (numbers, strings, containers, numpy arrays,
-objects), classes, functions with their defaults, closures and the globals that
-they name, the attention function behind its name. What is too large or has no
-Python state (a tokenizer, a lock) counts as the object that it is.
+Python state is what is reachable from the modules: attributes (numbers,
+strings, containers, numpy arrays, objects), classes, functions with their
+defaults, closures and the globals that they name, the attention function behind
+its name. What is too large or has no Python state (a tokenizer, a lock) counts
+as the object that it is. `fileidentity.py` has the identity in files.
 """
 
 import sys
@@ -36,35 +36,33 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from hf_static_kv import compat
 
 NUM_SAMPLED = 16  # elements of each weight
-# Parts of one attribute; with more it counts as the object that it is.
-_MAX_NODES = 4_000
-# Immutable, and compared by their value or as the object that they are.
+_MAX_NODES = 4_000  # parts of one attribute; with more it counts as the object that it is
+# Immutable types.
 _PLAIN = (
     int, bool, bytes, complex, range, slice, type(...), type(NotImplemented), Enum, type, CodeType,
     torch.dtype, torch.device, torch.layout, torch.memory_format, np.dtype,
 )  # fmt: skip
-# Functions inside of something, and its parts.
+# What wraps a function, and its parts.
 _WRAPPERS = {
     MethodType: ("__func__", "__self__"), partial: ("func", "args", "keywords"),
     property: ("fget",), staticmethod: ("__func__",), classmethod: ("__func__",),
     cached_property: ("func",),
 }  # fmt: skip
-# Submodules, weights and hooks are read apart.
 OF_TORCH = frozenset(vars(Module())) - {"training"}
 # Attributes of a model that no pass reads.
 _OF_A_CALL = {"generation_config", "warnings_issued"}
-# Objects that no pass computes with. By name: importing their modules takes time.
+# Classes that no pass computes with. By name: importing them takes time.
 _OPAQUE = frozenset(
     {"Logger", "PreTrainedTokenizerBase", "ProcessorMixin", "GenerationConfig", "Generator"}
 )
-# Packages whose functions are known by their code: what these read is not followed.
+# Packages whose functions are known by their code alone.
 _NOT_FOLLOWED = {
     "torch", "transformers", "numpy", "accelerate", "hf_static_kv", *sys.stdlib_module_names
 }  # fmt: skip
 
 
 class State:
-    """What a model was: equal if nothing that was read has changed. Keeps no model alive."""
+    """Equal if nothing that was read of a model has changed. Keeps no model alive."""
 
     __slots__ = ("parts",)
 
@@ -75,7 +73,7 @@ class State:
         return isinstance(other, State) and self.parts == other.parts
 
     def __hash__(self) -> int:
-        # Few states are kept, and hashing takes longer than comparing.
+        # Few states are kept, and a hash takes longer than a comparison.
         return len(self.parts[1])
 
     @property
@@ -85,14 +83,14 @@ class State:
 
 
 def pass_state(model: PreTrainedModel) -> State:
-    """Differs if a recorded pass may differ: it reads tensors by address, and no Python."""
+    """Differs if a recorded pass may differ. It reads tensors by address."""
     return State(*Values(compat.all_modules(model)).of_model(model))
 
 
 def content_state(model: PreTrainedModel) -> State:
     """Differs if a pass over the same tokens may give other keys and values.
 
-    A write through `.data` that leaves the sample as it was is not seen.
+    A write through `.data` beside the sample is not seen.
     """
     values = Values(compat.all_modules(model))
     seen = values.of_model(model)
@@ -102,7 +100,6 @@ def content_state(model: PreTrainedModel) -> State:
 
 
 def first_difference(before: State, after: State) -> str:
-    """The first attribute that differs between two states of one model."""
     for one, other in zip(before.parts[1], after.parts[1], strict=False):
         if one != other:
             names = (a[0] for a, b in zip(one[1], other[1], strict=False) if a != b)
@@ -114,18 +111,17 @@ class Values:
     """Python values as nested tuples that are equal only for equal values."""
 
     def __init__(self, modules: list[Module], is_portable: bool = False) -> None:
-        # Grows by those that are found in attributes.
+        # These grow by what is found in attributes.
         self.modules = list(modules)
-        # Grows by those of the values that are found.
         self.classes: list[type] = []
         self.tensors: list[Tensor] = []
         self.of_calls: list[Tensor] = []  # which calls leave on a model
-        # Names in place of addresses, code and objects.
+        # For files: names in place of addresses, code and objects.
         self._is_portable = is_portable
         self._numbers = {id(module): i for i, module in enumerate(self.modules)}
         self._kept: list[Any] = []  # so that no id is used twice
         self._end = 0  # of `_kept`, for the attribute that is read now
-        # How values without parts are read. By type: configs are slow when `isinstance` asks them.
+        # Readers of values without parts. By type: `isinstance` is slow for configs.
         self._shallow: dict[type, Callable[[Any], Any]] = {
             str: _itself,
             type(None): _itself,
@@ -136,14 +132,15 @@ class Values:
             self._shallow |= dict.fromkeys((bool, int, float), _itself)
 
     def of_model(self, model: PreTrainedModel) -> tuple[Any, ...]:
-        """The model, and by value all that its passes read."""
         modules = tuple(map(self._module, self.modules))
         configs = self.of_attribute(model.config), self.of_attribute(model.config.get_text_config())
         functions = tuple(map(self.of_attribute, _attention_functions(model)))
         for kind in dict.fromkeys(map(type, self.modules)):
             self._add_class(kind)
         classes = tuple(map(self._class, self.classes))
-        settings = _settings_of_torch()
+        # Settings of the process or thread that change results.
+        autocast = map(torch.get_autocast_dtype, filter(torch.is_autocast_enabled, ("cpu", "cuda")))
+        settings = torch.get_float32_matmul_precision(), torch.get_default_dtype(), *autocast
         rotary = _rotary_values(self.modules)
         return weakref.ref(model), modules, configs, functions, classes, settings, rotary
 
@@ -162,7 +159,6 @@ class Values:
         return type(module), tuple(found), tensors
 
     def of_attribute(self, value: Any) -> Any:
-        """A value that a module or a class holds; if it is too large, the object that it is."""
         start = len(self._kept)
         num_modules = len(self.modules)
         num_classes = len(self.classes)
@@ -177,17 +173,17 @@ class Values:
 
     def _of(self, value: Any) -> Any:
         kind = type(value)
-        if (read := self._shallow.get(kind)) is not None:
-            return read(value)
-        if issubclass(kind, _PLAIN):
-            self._shallow[kind] = _with_type
-        elif issubclass(kind, Tensor):
-            self._shallow[kind] = self.of_tensor
-        else:
+        if (read := self._shallow.get(kind)) is None:
             if kind is FunctionType:
                 return self._function(value)
-            return self._deep(value)
-        return self._shallow[kind](value)
+            if issubclass(kind, _PLAIN):
+                read = _with_type
+            elif issubclass(kind, Tensor):
+                read = self.of_tensor
+            else:
+                return self._deep(value)
+            self._shallow[kind] = read
+        return read(value)
 
     def _deep(self, value: Any) -> Any:
         """A value with parts. Each object is read once."""
@@ -217,16 +213,14 @@ class Values:
         if kind is FunctionType:
             return self._parts_of_function(value)
         if kind is CellType:
-            if _is_filled(value):
-                return [self._of(value.cell_contents)]
-            return ["empty"]
+            is_empty = value == CellType()
+            return ["empty"] if is_empty else [self._of(value.cell_contents)]
         for wrapper, names in _WRAPPERS.items():
             if issubclass(kind, wrapper):
                 return [self._of(getattr(value, name)) for name in names]
         return self._object(value)
 
     def _function(self, function: FunctionType) -> Any:
-        """The code of a function, and what else a call of it reads."""
         is_bare = not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
         if is_bare and not function.__dict__ and not _is_followed(function.__module__):
             return function.__code__
@@ -266,17 +260,16 @@ class Values:
         return found + [(name, self._of(getattr(value, name))) for name in names]
 
     def _add_class(self, kind: type) -> None:
-        """Read a class and its bases, torch's too: libraries patch modules for speed."""
+        """Read a class and its bases, torch's too: libraries patch modules."""
         for base in kind.__mro__:
             is_read = _is_followed(base.__module__) or issubclass(base, Module)
-            # What `PreTrainedModel` adds to a module prepares passes and does not compute.
+            # `PreTrainedModel` prepares passes and does not compute.
             if is_read and base is not PreTrainedModel and base not in self.classes:
                 self.classes.append(base)
 
     def _class(self, kind: type) -> tuple[Any, ...]:
         own = [(name, value) for name, value in vars(kind).items() if _counts(name, value)]
-        read = tuple([(name, self.of_attribute(value)) for name, value in own])
-        return kind, kind.__bases__, read
+        return kind, kind.__bases__, [(name, self.of_attribute(value)) for name, value in own]
 
     def of_tensor(self, tensor: Tensor) -> tuple[Any, ...]:
         parts = unwrapped(tensor)
@@ -286,7 +279,7 @@ class Values:
         return tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in parts)
 
     def _as_object(self, value: Any) -> Any:
-        """Equal for this very object only, which is not kept alive."""
+        """Equal for this very object alone, without keeping it alive."""
         if self._is_portable:
             return type(value).__qualname__
         try:
@@ -309,29 +302,20 @@ def _with_type(value: Any) -> Any:
 
 
 class _TooLarge(Exception):
-    """An attribute has more parts than are read."""
+    """An attribute has more than `_MAX_NODES` parts."""
 
 
 @cache
 def _is_followed(module: str | None) -> bool:
-    """Whether code of this Python module may be a user's, or is a model's."""
+    """Whether a Python module is a model's, or may be a user's."""
     name = module or ""
     return name.startswith("transformers.models.") or name.partition(".")[0] not in _NOT_FOLLOWED
 
 
 @cache
 def _names(code: CodeType) -> tuple[str, ...]:
-    """The globals that a function names, and the functions inside it."""
     inside = [_names(const) for const in code.co_consts if isinstance(const, CodeType)]
     return tuple(dict.fromkeys(code.co_names + sum(inside, ())))
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  # raises while its variable has no value
-    except ValueError:
-        return False
-    return True
 
 
 def _slots(kind: type) -> Iterator[str]:
@@ -350,7 +334,6 @@ def _counts(name: str, value: Any) -> bool:
 
 
 def _attention_functions(model: PreTrainedModel) -> list[Any]:
-    """What computes attention and masks, for the model and its parts."""
     config = model.config
     parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
     names = [str(compat.attention_name(part)) for part in parts if part is not None]
@@ -358,15 +341,8 @@ def _attention_functions(model: PreTrainedModel) -> list[Any]:
     return [interface.get(name) for name in names for interface in interfaces]
 
 
-def _settings_of_torch() -> tuple[Any, ...]:
-    """Settings of the process or thread that change results."""
-    active = filter(torch.is_autocast_enabled, ("cpu", "cuda"))
-    autocast = map(torch.get_autocast_dtype, active)
-    return torch.get_float32_matmul_precision(), torch.get_default_dtype(), *autocast
-
-
 def _rotary_values(modules: Sequence[Module]) -> tuple[float, ...]:
-    """The rotary frequencies, by value: a step has tables of them."""
+    """The rotary frequencies, of which a step has tables."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
     buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
     values = [b.flatten() if b.numel() <= 4096 else b.double().sum()[None] for b in buffers]
@@ -375,7 +351,6 @@ def _rotary_values(modules: Sequence[Module]) -> tuple[float, ...]:
 
 @torch.no_grad()
 def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
-    """Some elements of each tensor, read from each device at once."""
     samples: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
         if tensor.device.type != "meta":
@@ -385,7 +360,7 @@ def _samples(tensors: Iterable[Tensor]) -> tuple[Any, ...]:
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """At most 16 elements of a tensor, evenly spread, without a copy of it."""
+    """At most 16 elements, evenly spread, without a copy of the tensor."""
     if tensor.dtype.itemsize == 1:
         tensor = tensor.view(torch.uint8)  # torch cannot list a float8
     size = min(NUM_SAMPLED, tensor.numel())
@@ -399,8 +374,7 @@ def unwrapped(tensor: Tensor) -> list[Tensor]:
     """The tensor, or those inside a wrapper such as a quantised weight."""
     if type(tensor) in (Tensor, Parameter):
         return [tensor]
-    inner = compat.inner_tensors(tensor)
-    if inner is None:
+    if (inner := compat.inner_tensors(tensor)) is None:
         return [tensor]
     return [part for wrapped in inner for part in unwrapped(wrapped)]
 
@@ -411,13 +385,12 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def states_of_a_call(modules: Sequence[Module]) -> dict[int, str]:
     """Tensors that calls leave on whole models (`rope_deltas`): names by `id`."""
-    models = [vars(module) for module in modules if isinstance(module, PreTrainedModel)]
-    named = [item for own in models for item in own.items()]
+    models = [module for module in modules if isinstance(module, PreTrainedModel)]
+    named = [item for model in models for item in vars(model).items()]
     return {id(value): name for name, value in named if isinstance(value, Tensor)}
 
 
 def draws_random_numbers(modules: Iterable[Module]) -> bool:
-    """Whether a pass draws: a module has `random_rates`."""
     return any(map(random_rates, modules))
 
 

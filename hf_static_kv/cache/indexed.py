@@ -1,6 +1,7 @@
 """Layers of sparse attention: an index of keys selects the tokens to attend to."""
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -9,16 +10,15 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 
 
 class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # its __init_subclass__
-    """Keys and values, and the index keys of the same tokens in a layer of their own.
+    """Keys and values, and the index keys of the same tokens in `index_layer`.
 
-    That layer has one head and no values. A pass writes both, in any order.
-    Names as in transformers' own layer.
+    That layer has one head and no values. Names as in transformers' own layer.
     """
 
     def __init__(self, max_cache_len: int, sliding_window: int | None = None) -> None:
         super().__init__(max_cache_len, sliding_window)
         self.index_layer = StaticContiguousLayer(max_cache_len)
-        # [P, B, n], of a pass that has failed as well
+        # [P, B, n], with those of an open or failed pass
         self._positions: Tensor | None = None
 
     def __copy__(self) -> "IndexedLayer":
@@ -41,9 +41,9 @@ class IndexedLayer(StaticContiguousLayer):  # type: ignore[no-untyped-call]  # i
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor | None) -> None:
-        self._positions = positions  # with those of the pass that has begun
+        self._positions = positions
 
-    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
+    def select_rows(self, indices: Tensor, scratch: Sequence[Tensor]) -> None:
         super().select_rows(indices, scratch)
         if self._positions is not None:
             self._positions = self._positions.index_select(1, indices)

@@ -14,10 +14,9 @@ from hf_static_kv.cache.storage import LayerShape, allocate_groups
 class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Keys and values of one layer, in the first `length` positions of its storage.
 
-    A `StaticContiguousCache` gives each layer a part of its shared storage and
-    moves all lengths together when a step is complete: `write` leaves the new
-    tokens `pending`, `commit` appends them, `discard` drops them. In a layer
-    that is used alone, `update` does both.
+    A `StaticContiguousCache` moves all lengths together when a step is
+    complete: `write` leaves the new tokens `pending`, `commit` appends them,
+    `discard` drops them. In a layer that is used alone, `update` does both.
 
     ```
     position      0   1   2   3   4   5   6   7        length = 4, pending = 2, sliding_window = 3
@@ -34,11 +33,11 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
     ) -> None:
         LayerSlots.__init__(self, max_cache_len, sliding_window, is_compact)
         self.pending = 0
-        # Keys and values of a step that is longer than the storage.
+        # The last keys and values of a step that is longer than the storage.
         self._tail: list[Tensor] = []
         self.was_assigned = False  # keys or values, since the last reset
         self._had_grad = False  # states, since the last reset
-        # The half of an assignment that is missing, and its old (batch, length).
+        # The missing half of an assignment, and its old (batch, length).
         self._old_half: dict[str, tuple[int, int]] = {}
         CacheLayerMixin.__init__(self)  # type: ignore[no-untyped-call]
 
@@ -48,22 +47,20 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         return f"{type(self).__name__}({self.length}/{self.max_cache_len}{window}{compact})"
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate storage for this layer alone."""
         window = self.sliding_window if self.is_compact else None
-        shape = LayerShape.of(key_states, value_states, window)
-        members = [(shape, key_states.device, [0])]
+        members = [(LayerShape.of(key_states, value_states, window), key_states.device, [0])]
         dtypes = key_states.dtype, value_states.dtype
         (group,) = allocate_groups(members, self.max_cache_len, len(key_states), dtypes)
         self.use_storage(group, index=0)
 
     def used(self) -> list[tuple[int, int]]:
-        """(batch rows, slots) that hold tokens, pending ones or half an assignment."""
+        """(batch rows, slots) in use, also by half an assignment."""
         return [(self.batch_size, self.length + self.pending), *self._old_half.values()]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append the states and return the views, in a layer used alone."""
+        """Append the states to a layer that is used alone; return the views."""
         self.check(key_states, value_states, has_storage=self.is_initialized)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -99,28 +96,24 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         if (heads, head_dim, value_states.shape[3]) != dims:
             raise ValueError(
                 f"The states have {LayerShape.of(key_states, value_states)}, this layer was "
-                f"allocated for {shape}. Build the cache with the config of the model that runs: "
-                "`StaticContiguousCache(model.config, max_cache_len)` learns the shape itself."
+                f"allocated for {shape}. Build the cache with the `model.config` that runs."
             )
         kind = key_states.dtype, value_states.dtype, key_states.device
         own_kind = self.dtype, self.value_dtype, self.device
         if kind != own_kind:
             raise ValueError(
-                f"The states (keys, values) are {kind}, the storage is {own_kind}: nothing is "
-                "cast silently. `StaticContiguousCache(model.config, max_cache_len)` takes the "
-                "dtype and device of the states, `from_model` those of the model."
+                f"The states (keys, values) are {kind}, the storage is {own_kind}: nothing is cast "
+                "silently. `StaticContiguousCache(model.config, max_cache_len)` learns both."
             )
         if self.length and batch_size != self.batch_size:
             raise ValueError(
                 f"The states have batch {batch_size}, the cached sequences have batch "
-                f"{self.batch_size}. Call reset() to start new ones, or batch_select_indices / "
-                "batch_repeat_interleave to change the batch."
+                f"{self.batch_size}. Call reset() or batch_select_indices first."
             )
         if batch_size > self.max_batch_size:
             raise ValueError(
                 f"The states have batch {batch_size}, the storage has {self.max_batch_size} batch "
-                f"rows. Build the cache with `from_model(model, {self.max_cache_len}, "
-                f"batch_size={batch_size})` (beams count)."
+                f"rows. Build the cache with batch_size={batch_size} (beams count)."
             )
 
     def _refuse_tokens(self, tokens: int) -> None:
@@ -137,7 +130,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             with torch.no_grad():
                 views = self.write(key_states, value_states)
             self._had_grad = True
-            # The anchor is for states that require no grad, after some that did.
+            # For states that require no grad, after some that did.
             anchor = torch.empty(0, requires_grad=True)
             return _ForwardOnly.apply(anchor, key_states, value_states, *views)  # type: ignore[no-any-return,no-untyped-call]
         self.batch_size, _, tokens, _ = key_states.shape
@@ -149,16 +142,15 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         self.pending = tokens
         return self._views(self._first_visible(), self.length + tokens)
 
-    def _hold(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Hold a step that is longer than the storage: `commit` keeps its last positions."""
+    def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Hold a step that is longer than the storage; `commit` keeps its last positions."""
+        self.pending = keys.shape[2]
         first = self._first_visible()
-        keys, values = key_states, value_states
         if first < self.length:
             past = self._views(first, self.length)
             keys = torch.cat([past[0], keys], dim=2)
             values = torch.cat([past[1], values], dim=2)
         self._tail = [states[:, :, -self.num_slots :].clone() for states in (keys, values)]
-        self.pending = key_states.shape[2]
         return keys, values
 
     def commit(self) -> None:
@@ -177,7 +169,6 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(kv_length, kv_offset): how many keys the next tokens see, and from where on."""
-        # A model asks for these before it computes any states.
         if query_length == 0:
             self._refuse_tokens(0)
         first = self._first_visible()
@@ -200,8 +191,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
     def restore(self, length: int, newest: list[Tensor]) -> None:
         """Go back to this length, when the layer had these `newest` states."""
         self.discard()
-        # If some of them were dropped.
-        if newest and self.oldest > length - newest[0].shape[2]:
+        if newest and self.oldest > length - newest[0].shape[2]:  # some were dropped
             self.length = length
             self._replace(newest)
         else:
@@ -209,8 +199,6 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens. No state moves."""
-        # Some versions of generate pass a tensor.
-        tokens_to_remove = int(tokens_to_remove)
         self.check_crop(tokens_to_remove)
         self.discard()
         self.length += tokens_to_remove
@@ -219,26 +207,21 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def check_crop(self, tokens_to_remove: int) -> None:
         """Refuse what `crop` cannot remove."""
-        removed = -tokens_to_remove
         held = self.length
-        if removed < 0:
-            remedy = f"To keep {-removed} of {held} tokens, call crop({-removed - held})."
-            if -removed >= held:
+        if tokens_to_remove > 0:
+            remedy = f"To keep {tokens_to_remove} of {held} tokens, call crop({tokens_to_remove - held})."
+            if tokens_to_remove >= held:
                 remedy = f"There are only {held} tokens: nothing to remove."
             raise ValueError(
-                f"crop takes a negative count of tokens to remove, got {-removed}. {remedy}"
+                f"crop takes a negative count of tokens to remove, got {tokens_to_remove}. {remedy}"
             )
-        if removed > held:
+        if -tokens_to_remove > held:
+            raise ValueError(f"crop({tokens_to_remove}): there are {held} tokens to remove.")
+        if self.num_croppable < -tokens_to_remove < held:
             raise ValueError(
-                f"crop({-removed}) reaches beyond the start: there are {held} tokens. Remove at "
-                f"most {held}, or call reset()."
-            )
-        if self.num_croppable < removed < held:
-            raise ValueError(
-                f"crop({-removed}): a layer with a window of {self.sliding_window} keeps the "
-                f"positions from {self.oldest} on, of {held}. Remove at most "
-                f"{self.num_croppable}, or call reset() and compute the shorter sequence. A cache "
-                'with sliding="full" keeps all positions.'
+                f"crop({tokens_to_remove}): a layer with a window of {self.sliding_window} keeps "
+                f"the positions from {self.oldest} on, of {held}. Remove at most "
+                f'{self.num_croppable}, or build the cache with sliding="full".'
             )
 
     def reset(self) -> None:
@@ -256,9 +239,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         """The keys [B, H, length, D] of the sequence, a view; None before allocation.
 
         A compact layer has those from position `oldest` on. Assigning replaces
-        them: a prefix of this very view only sets the length (and batch),
-        anything else is copied into the storage; None empties the layer. Assign
-        `values` of the same length as well.
+        them, and sets the length: assign `values` of the same length as well.
+        A prefix of this very view is not copied. None empties the layer.
         """
         return self._states("keys")
 
@@ -268,7 +250,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     @property
     def values(self) -> Tensor | None:
-        """The values [B, H, length, D] of the sequence; as `keys`."""
+        """As `keys`."""
         return self._states("values")
 
     @values.setter
@@ -279,44 +261,38 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         if self.group is None:
             return None
         batch_size, length = self._old_half.get(name, (self.batch_size, self.length))
-        return self._views(self.oldest, length, batch_size)[0 if name == "keys" else 1]
+        return self._views(self.oldest, length, batch_size)[name == "values"]
 
     def _assign(self, name: str, states: Tensor | None) -> None:
         if states is None:
             self.crop(-self.length)
             return
-        self.was_assigned = True
         own = self._assignable(name, states)
-        batch_size = states.shape[0]
-        length = states.shape[2]
-        is_prefix = states.data_ptr() == own.data_ptr() and states.stride() == own.stride()
-        if not is_prefix:
+        batch_size, _, length, _ = states.shape
+        if (states.data_ptr(), states.stride()) != (own.data_ptr(), own.stride()):
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
             # The storage stays out of autograd's graph.
             with torch.no_grad():
                 own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+        old_half = {"values" if name == "keys" else "keys": (self.batch_size, self.length)}
+        is_second = name in self._old_half
+        self.discard()
+        self._old_half = {} if is_second else old_half
         self._had_grad |= states.requires_grad
-        other = "values" if name == "keys" else "keys"
-        if name in self._old_half:
-            self._old_half = {}
-        else:
-            self._old_half = {other: (self.batch_size, self.length)}
+        self.was_assigned = True
         self.batch_size = batch_size
         self.length = self.oldest + length
-        self.pending = 0
-        self._tail = []
 
     def _assignable(self, name: str, states: Tensor) -> Tensor:
         """The storage [B, H, S, D] from position `oldest` on, for states that fit."""
         if self.group is None:
             raise ValueError(
-                f"This layer has no storage yet to hold the assigned {name} {list(states.shape)}. "
-                "Write them with `cache.update(keys, values, layer_idx)`, or build the cache "
-                "with `from_model`."
+                f"This layer has no storage yet for the assigned {name}: call `cache.update`, or "
+                "build the cache with `from_model`."
             )
-        own = self.storage[0 if name == "keys" else 1][:, :, self.oldest - self.offset :]
-        kind = (states.dtype, states.device)
-        own_kind = (own.dtype, own.device)
+        own = self.storage[name == "values"][:, :, self.oldest - self.offset :]
+        kind = states.dtype, states.device
+        own_kind = own.dtype, own.device
         fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2] and kind == own_kind
         if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2]:
             raise ValueError(
@@ -326,8 +302,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         if self.oldest and states.shape[2] != self.length - self.oldest:
             raise ValueError(
                 f"This layer keeps the positions {self.oldest} to {self.length - 1}: the assigned "
-                f"{name} have {states.shape[2]} and must have as many. To shorten the sequence "
-                "call crop."
+                f"{name} have {states.shape[2]} and must have as many. To shorten it call crop."
             )
         return own
 
@@ -342,6 +317,6 @@ class _ForwardOnly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         raise RuntimeError(
-            "Gradients cannot flow through a StaticContiguousCache: it is written in place. For "
-            "training use `DynamicCache` or no cache, else wrap the call in `torch.no_grad()`."
+            "Gradients cannot flow through a StaticContiguousCache, which is written in place. "
+            "Use `DynamicCache` or no cache, or wrap the call in `torch.no_grad()`."
         )

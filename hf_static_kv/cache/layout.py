@@ -15,34 +15,29 @@ from hf_static_kv.cache.storage import LayerShape
 logger = logging.getLogger(__name__)
 PerLayer = int | Sequence[int]  # one number for all layers, or one for each
 
-# For a cache a chunk is a window: its queries see at most `attention_chunk_size` keys.
+# A chunk is a window: its queries see at most `attention_chunk_size` keys.
 WINDOW_FIELDS = {
     "sliding_attention": "sliding_window",
     "hybrid_sliding": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# These keep nothing from token to token.
-_EMPTY_LAYER_TYPES = {"mlp", "moe"}
+_EMPTY_LAYER_TYPES = {"mlp", "moe"}  # keep nothing from token to token
 
 _OWN_CACHE = "Leave `past_key_values` out: `generate` then builds the cache that this model needs."
 _NO_CACHE = "Leave `past_key_values` out and pass `use_cache=False`."
-_RECURRENT = f"keeps a recurrent state, which a KV cache cannot hold. {_OWN_CACHE}"
 # Model types whose config does not tell what they keep.
-_UNSERVED_TYPES = {
-    "blt": (
-        f"keeps the keys of its byte encoder and of its byte decoder in two caches. {_OWN_CACHE}"
-    ),
-    "glm5_next_text": f"asks a layer for its length in the middle of a pass. {_OWN_CACHE}",
-    "mistral_large4_text": (
-        f"has layers that keep index keys alone and read the keys of others. {_OWN_CACHE}"
-    ),
-    "reformer": f"keeps hash buckets and hidden states. {_OWN_CACHE}",
-    "xlnet": f"keeps hidden states. {_OWN_CACHE}",
-    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), _RECURRENT),
-    "minimax": f"takes a cache of its own kind only. {_OWN_CACHE}",
-    "cpmant": f"prepends tokens of its own at every step. {_NO_CACHE}",
-    **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), f"takes no cache. {_NO_CACHE}"),
-    "prophetnet": f"computes other logits with a cache than without one. {_NO_CACHE}",
+_NEED_OWN_CACHE = {
+    "blt": "keeps the keys of its byte encoder and of its byte decoder in two caches",
+    "glm5_next_text": "asks a layer for its length in the middle of a pass",
+    "minimax": "takes a cache of its own kind only",
+    "mistral_large4_text": "has layers that keep index keys alone and read the keys of others",
+    **dict.fromkeys(("recurrent_gemma", "rwkv", "xlstm"), "keeps a recurrent state"),
+    **dict.fromkeys(("reformer", "xlnet"), "keeps hidden states"),
+}
+_NEED_NO_CACHE = {
+    "cpmant": "prepends tokens of its own at every step",
+    "prophetnet": "computes other logits with a cache than without one",
+    **dict.fromkeys(("flaubert", "openai-gpt", "xlm"), "takes no cache"),
 }
 # Encoders, unless their config has `is_decoder=True`. By name: decoders may have False too.
 _ENCODER_TYPES = {
@@ -50,41 +45,31 @@ _ENCODER_TYPES = {
     "megatron-bert", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer",
     "xlm-roberta", "xlm-roberta-xl", "xmod",
 }  # fmt: skip
-# Models with a table of positions, or of attention biases: it is as long as a sequence can be.
+# Models with a table of positions or of attention biases, which bounds a sequence.
 _POSITION_TABLE_TYPES = _ENCODER_TYPES | {
     "bart", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "codegen", "ctrl", "git",
     "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "marian", "mbart", "mpt", "mvp", "opt", "pegasus",
     "plbart", "trocr", "whisper",
 }  # fmt: skip
-# Tensor parallelism: the modules whose output is cached, and the styles that give every rank all
-# of it.
+# Tensor parallelism: modules whose output is cached, and styles that give every rank all of it.
 _KEY_PROJECTIONS = ("k_proj", "qkv_proj", "query_key_value", "kv_a_proj_with_mqa")
 _WHOLE_STYLES = {"colwise_gather_output", "colwise_rep", "mla_kv_a_proj", "replicate"}
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """One layer as the config describes it."""
-
-    # None: the config does not tell, or there are no keys.
-    shape: LayerShape | None
-    # Keys that a query may see, its own included; None: all.
-    sliding_window: int | None
+    shape: LayerShape | None  # None: the config does not tell, or there are no keys
+    sliding_window: int | None  # keys that a query may see, its own included; None: all
     has_keys: bool = True  # and values
     num_states: int = 0  # recurrent ones
-    # The sequence is cut into windows: a query sees its own only.
-    is_chunked: bool = False
-    # Of index keys: one head, no values.
-    index_shape: LayerShape | None = None
-    # `sliding_window` if the layer is compact.
-    compact_window: int | None = None
+    is_chunked: bool = False  # a query sees its own window of the sequence only
+    index_shape: LayerShape | None = None  # of index keys: one head, no values
+    compact_window: int | None = None  # `sliding_window` if the layer is compact
 
     def stored(self, shape: LayerShape) -> LayerShape:
-        """A shape as this layer stores it."""
         return replace(shape, window=self.compact_window)
 
     def stores_like(self, other: "LayerPlan") -> bool:
-        """Whether both may share one pair of tensors."""
         return (self.shape, self.compact_window) == (other.shape, other.compact_window)
 
 
@@ -95,18 +80,15 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
     """
     if isinstance(config, torch.nn.Module):
         raise TypeError(
-            f"{type(config).__name__} is a model: pass `model.config`, or use "
+            f"{type(config).__name__} is a model: pass `model.config`, or call "
             "`StaticContiguousCache.from_model(model, max_cache_len)`."
         )
     if not isinstance(config, PreTrainedConfig):
-        raise TypeError(
-            f"The config is of type {type(config).__name__}: pass `model.config`, a "
-            "PreTrainedConfig."
-        )
+        raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`.")
     if (reason := _why_unserved(config)) is not None:
         raise ValueError(reason)
     config = config.get_text_config(decoder=True)
-    # Configs whose layers differ (Gemma 4) list them: the whole config has no such field.
+    # Configs whose layers differ (Gemma 4) list them.
     layer_configs = list(getattr(config, "per_layer_config", None) or ())
     if not layer_configs:
         layer_configs = [config] * config.num_hidden_layers
@@ -132,35 +114,28 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
 
 
 def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
-    """The same plans, with layers that have a window "compact" or "full"."""
     if sliding not in ("full", "compact"):
         raise ValueError(
             f'sliding={sliding!r}: choose "full" (layers with a window store every position) or '
             '"compact" (about two windows of them).'
         )
-    if sliding == "full":
-        return list(plans)
-    return list(map(_compact, plans))
+    return list(plans) if sliding == "full" else list(map(_compact, plans))
 
 
 def _compact(plan: LayerPlan) -> LayerPlan:
     if plan.sliding_window is None or plan.index_shape is not None:
         return plan  # a layer with an index stays full
     plan = replace(plan, compact_window=plan.sliding_window)
-    if plan.shape is None:
-        return plan
-    return replace(plan, shape=plan.stored(plan.shape))
+    return replace(plan, shape=plan.shape and plan.stored(plan.shape))
 
 
 def _plan_layer(layer_config: Any, layer_type: str, index_type: str) -> LayerPlan:
-    window = None
-    if layer_type in WINDOW_FIELDS:
-        window = getattr(layer_config, WINDOW_FIELDS[layer_type])
+    field = WINDOW_FIELDS.get(layer_type)
+    window = None if field is None else getattr(layer_config, field)
     has_keys, has_state = compat.kept_by(layer_type)
     shape = _layer_shape(layer_config, layer_type) if has_keys else None
     num_states = 0
     if has_state and layer_type not in _EMPTY_LAYER_TYPES:
-        # The field is transformers' own.
         num_states = getattr(layer_config, "number_of_conv_states", 1)
     index_shape = None
     if index_type != "shared" and compat.has_index(layer_type):
@@ -183,17 +158,20 @@ def cache_bytes(
 ) -> int:
     """Bytes that a `StaticContiguousCache` for this config will take.
 
-    `dtype` defaults to the config's own. With `tp` ranks: on each of them,
-    under `tp_plan` or else the plan of the config.
-
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=16, num_key_value_heads=8, head_dim=64)
     >>> cache_bytes(config, 1024, dtype=torch.bfloat16)
     33554432
     >>> cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
     16777216
+
+    Args:
+        dtype: The config's own by default.
+        tp: Ranks; the bytes are those of one.
+        tp_plan: How ranks share the heads; the config's own by default.
     """
-    shapes = known_shapes(plan_layers(config, sliding), config)
+    plans = plan_layers(config, sliding)
+    shapes = known_shapes(plans, config)
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
     text_config = config.get_text_config(decoder=True)
     if tp_plan is None:
@@ -201,17 +179,14 @@ def cache_bytes(
     if (local := split_heads(shapes, tp_plan or {}, tp)) is None:
         raise ValueError(
             f"The plan of {config.model_type!r} does not tell how tp={tp} ranks share the KV "
-            "heads. Build `StaticContiguousCache(config, max_cache_len)`: its `memory_bytes` "
-            "tells after the first forward pass."
+            "heads: read `memory_bytes` of a cache after its first forward pass."
         )
-    own_dtype = text_config.dtype or config.dtype or torch.get_default_dtype()
-    if isinstance(own_dtype, str):
-        own_dtype = getattr(torch, own_dtype)
-    dtype = dtype or own_dtype
-    indexes = [shape for plan in plan_layers(config) if (shape := plan.index_shape) is not None]
-    return sum(
-        [shape.num_bytes(max_cache_len, batch_size, (dtype, dtype)) for shape in (*local, *indexes)]
-    )
+    own: Any = dtype or text_config.dtype or config.dtype or torch.get_default_dtype()
+    if isinstance(own, str):
+        own = getattr(torch, own)
+    indexes = [plan.index_shape for plan in plans if plan.index_shape is not None]
+    shapes = [*local, *indexes]
+    return sum([shape.num_bytes(max_cache_len, batch_size, (own, own)) for shape in shapes])
 
 
 def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[LayerShape]:
@@ -220,8 +195,7 @@ def known_shapes(plans: Sequence[LayerPlan], config: PreTrainedConfig) -> list[L
     if len(shapes) < sum(plan.has_keys for plan in plans):
         raise ValueError(
             f"The config of {config.model_type!r} does not tell the number of KV heads or their "
-            "dim. Build `StaticContiguousCache(config, max_cache_len)`, which learns them from "
-            "the first forward pass."
+            "dim. `StaticContiguousCache(config, max_cache_len)` learns them from the first pass."
         )
     return shapes
 
@@ -231,8 +205,8 @@ def local_shapes(model: PreTrainedModel, shapes: Sequence[LayerShape]) -> list[L
     ranks = num_ranks(model)
     if (local := split_heads(shapes, getattr(model, "tp_plan", None) or {}, ranks)) is None:
         logger.warning(
-            f"The model runs on tp_size={ranks} ranks and only its states show how KV heads are "
-            "split: the first forward pass allocates the cache, for its own batch size."
+            f"The plan of tp_size={ranks} ranks does not tell how KV heads are split: the first "
+            "forward pass allocates the cache, for its own batch size."
         )
     return local
 
@@ -248,48 +222,22 @@ def split_heads(
         return None
     if uneven := [shape.num_kv_heads for shape in shapes if shape.num_kv_heads % ranks]:
         raise ValueError(
-            f"{uneven[0]} KV heads cannot be split over tp_size={ranks} ranks: transformers would "
-            "cut a head in two. Use a number of ranks that divides them, or a plan that gives "
-            "every rank all heads (docs/several-gpus.md)."
+            f"{uneven[0]} KV heads cannot be split over tp_size={ranks} ranks. Use a number of "
+            "ranks that divides them, or a plan that gives every rank all (docs/several-gpus.md)."
         )
     return [replace(shape, num_kv_heads=shape.num_kv_heads // ranks) for shape in shapes]
 
 
-def plain_plans(
-    num_layers: int,
-    num_kv_heads: PerLayer,
-    key_head_dim: PerLayer,
-    value_head_dim: PerLayer,
-    windows: Sequence[int | None] | None,
-    sliding: str,
-) -> list[LayerPlan]:
-    """Plans from plain numbers."""
-    heads = for_each_layer("num_kv_heads", num_kv_heads, num_layers)
-    key_dims = for_each_layer("head_dim", key_head_dim, num_layers)
-    value_dims = for_each_layer("value_head_dim", value_head_dim, num_layers)
-    windows = [None] * num_layers if windows is None else list(windows)
-    if len(windows) != num_layers:
-        raise ValueError(
-            f"sliding_windows has {len(windows)} entries for {num_layers} layers: give one for "
-            "each."
-        )
-    check_positive(**{f"sliding_windows[{i}]": w for i, w in enumerate(windows) if w is not None})
-    shapes = map(LayerShape, heads, key_dims, value_dims)
-    return with_sliding(list(map(LayerPlan, shapes, windows)), sliding)
-
-
 def for_each_layer(name: str, number: PerLayer, num_layers: int) -> list[int]:
-    """One positive number for each layer."""
     if isinstance(number, int):
         check_positive(**{name: number})
         return [number] * num_layers
-    numbers = list(number)
-    if len(numbers) != num_layers:
+    if len(number) != num_layers:
         raise ValueError(
-            f"{name} has {len(numbers)} entries for {num_layers} layers: give one, or one for each."
+            f"{name} has {len(number)} entries for {num_layers} layers: give one for each."
         )
-    check_positive(**{f"{name}[{i}]": n for i, n in enumerate(numbers)})
-    return numbers
+    check_positive(**{f"{name}[{i}]": n for i, n in enumerate(number)})
+    return list(number)
 
 
 def check_positive(**sizes: int) -> None:
@@ -300,7 +248,7 @@ def check_positive(**sizes: int) -> None:
 
 
 def compute_device(model: PreTrainedModel) -> torch.device:
-    """The device on which the model computes, also if all weights are offloaded."""
+    """The device on which the model computes, also if its weights are offloaded."""
     if model.device.type != "meta":
         return model.device
     planned = filter(None, map(compat.planned_device, compat.all_modules(model)))
@@ -308,7 +256,6 @@ def compute_device(model: PreTrainedModel) -> torch.device:
 
 
 def layer_devices(model: PreTrainedModel, num_layers: int) -> list[torch.device]:
-    """The device on which each layer computes."""
     refuse_missing_layers(model, num_layers)
     devices: dict[int, torch.device] = {}
     for layer_idx, module in _numbered_modules(model):
@@ -332,7 +279,6 @@ def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
 
 
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
-    """The modules of the text decoder that have a `layer_idx`."""
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     modules = compat.all_modules(decoder)
     numbered = [(module.__dict__.get("layer_idx"), module) for module in modules]
@@ -340,14 +286,13 @@ def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module
 
 
 def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
-    """Raise a `ValueError` if a cache has layers that no module of the model writes."""
     if not (missing := missing_layers(model, num_layers)):
         return
     config = model.config.get_text_config(decoder=True)
     left = num_layers - len(missing)
-    counts = f"Counting those that store keys, the model has {left} layers and its config says"
+    says = "its config says"
     if len(plan_layers(model.config)) != num_layers:
-        counts = f"{type(model).__name__} has {left} layers that store keys and the cache has"
+        says = "the cache has"
         remedy = "Build the cache with the config of the model that runs."
     elif getattr(config, "num_kv_shared_layers", None):
         remedy = "Build the model from a config that describes the layers it has."
@@ -356,25 +301,21 @@ def refuse_missing_layers(model: PreTrainedModel, num_layers: int) -> None:
         remedy = f"Set `{place}.num_hidden_layers = {left}`"
         if getattr(config, "layer_types", None):
             remedy += " and keep the types of these layers in its `layer_types`"
-        remedy += "."
         if missing[0] < left:  # layers were taken from the middle
-            remedy = (
-                f"Number those that are left from 0 to {left - 1} (`layer_idx` of every module of "
-                f"a layer). {remedy}"
-            )
+            remedy = f"Number the rest from 0 to {left - 1} (`layer_idx` of every module). {remedy}"
+        remedy += "."
     raise ValueError(
-        f"{counts} {num_layers}: no step would be complete without layer "
-        f"{', '.join(map(str, missing))}. {remedy}"
+        f"Of those that store keys, the model has {left} layers and {says} {num_layers}: no step "
+        f"would be complete without layer {', '.join(map(str, missing))}. {remedy}"
     )
 
 
 def _implied_type(layer_config: Any) -> str:
-    if getattr(layer_config, "model_type", None) == "moshi":
-        # Its config has a window that its attention mask ignores.
-        return "full_attention"
-    for name, field in WINDOW_FIELDS.items():
-        if getattr(layer_config, field, None) is not None:
-            return name
+    # The config of Moshi has a window that its attention mask ignores.
+    if getattr(layer_config, "model_type", None) != "moshi":
+        for name, field in WINDOW_FIELDS.items():
+            if getattr(layer_config, field, None) is not None:
+                return name
     return "full_attention"
 
 
@@ -383,8 +324,7 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
         return getattr(layer_config, name, None)
 
     if latent_dim := read("kv_lora_rank"):
-        # Multi-head latent attention (DeepSeek): the latent is cached as keys, the shared rotary
-        # part as values.
+        # DeepSeek caches the latent as keys, and the shared rotary part as values.
         if compat.keeps_latents(layer_type):
             return LayerShape(1, latent_dim, layer_config.qk_rope_head_dim)
         key_dim = layer_config.qk_nope_head_dim + layer_config.qk_rope_head_dim
@@ -412,39 +352,33 @@ def _layer_shape(layer_config: Any, layer_type: str) -> LayerShape | None:
 def _why_unserved(config: PreTrainedConfig) -> str | None:
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
-    if name in _UNSERVED_TYPES:
-        return f"{name!r} {_UNSERVED_TYPES[name]}"
+    if name in _NEED_OWN_CACHE:
+        return f"{name!r} {_NEED_OWN_CACHE[name]}. {_OWN_CACHE}"
+    if name in _NEED_NO_CACHE:
+        return f"{name!r} {_NEED_NO_CACHE[name]}. {_NO_CACHE}"
     if name in _ENCODER_TYPES and not getattr(text_config, "is_decoder", False):
-        return (
-            f"{name!r} is an encoder, whose tokens attend to later ones: a new token changes the "
-            f"keys of all. {_NO_CACHE} As a decoder it needs `is_decoder=True` in its config."
-        )
+        return f"{name!r} is an encoder. {_NO_CACHE} A decoder has `is_decoder=True` in its config."
     if not (num_layers := getattr(text_config, "num_hidden_layers", None)):
         return f"The config of {name!r} does not say how many layers there are. {_OWN_CACHE}"
     if crossed := list(getattr(text_config, "cross_attention_layers", None) or ()):
-        return (
-            f"Layers {crossed} of {name!r} are cross-attention, which is not cached by position. "
-            f"{_OWN_CACHE}"
-        )
+        return f"Layers {crossed} of {name!r} are cross-attention. {_OWN_CACHE}"
     if getattr(text_config, "indexer_compress_ratio", None) and not compat.index_keeps_positions():
-        return (
-            f"{name!r} keeps positions outside of its layers before transformers 5.21. {_OWN_CACHE}"
-        )
+        return f"{name!r} needs transformers 5.21 to keep positions in its layers. {_OWN_CACHE}"
     types = set(getattr(text_config, "layer_types", None) or ("full_attention",))
+    types -= _EMPTY_LAYER_TYPES
     if unknown := sorted(kind for kind in types if compat.kept_by(kind) == (False, False)):
         return (
-            f"{name!r} has layers of type {', '.join(unknown)}, whose state is not keys and "
-            f"values by position, or not these alone. {_OWN_CACHE}"
+            f"{name!r} has layers of type {', '.join(unknown)}, whose state is not keys and values "
+            f"by position alone. {_OWN_CACHE}"
         )
     if not any(compat.kept_by(kind)[0] for kind in types):
         return (
             f"{name!r} has no layer with keys and values ({', '.join(sorted(types))}). {_OWN_CACHE}"
         )
-    if (num_shared := getattr(text_config, "num_kv_shared_layers", None) or 0) >= num_layers:
+    if (getattr(text_config, "num_kv_shared_layers", None) or 0) >= num_layers:
         return (
-            f"All {num_layers} layers of {name!r} read the keys and values of another model and "
-            f"store none (num_kv_shared_layers={num_shared}): there is nothing to cache. Give the "
-            "cache to that model."
+            f"All {num_layers} layers of {name!r} read the keys and values of another model. Give "
+            "the cache to that model."
         )
     return None
 
@@ -475,20 +409,15 @@ def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     if max_cache_len > trained:
         logger.warning(
             f"max_cache_len={max_cache_len} is more than the {trained} positions that {name!r} "
-            "was trained for (max_position_embeddings, rope_parameters): longer sequences run, "
-            "untrained."
+            "was trained for (max_position_embeddings, rope_parameters)."
         )
 
 
 def warn_use_cache_off(config: PreTrainedConfig, generation_config: object = None) -> None:
-    """Warn if the config says `use_cache=False`, or the generation config alone if it is given."""
+    """Warn if the config, or if given the generation config alone, has `use_cache=False`."""
     parts = (config, config.get_text_config(decoder=True))
-    where = "config"
     is_off = any(getattr(part, "use_cache", None) is False for part in parts)
     if generation_config is not None:
-        where = "generation config"
         is_off = not is_off and getattr(generation_config, "use_cache", None) is False
     if is_off:
-        logger.warning(
-            f"This model's {where} has use_cache=False: call generate with use_cache=True."
-        )
+        logger.warning("The model has use_cache=False: call generate with use_cache=True.")

@@ -14,8 +14,7 @@ KEYS = "keys"
 INDEX = "index"
 STATE = "state"
 _CLAIMING = Lock()  # global: a cache that holds a lock cannot be copied
-# To wait for a thread that is about to return: its streamer ends before its call.
-_SECONDS = 0.5
+_SECONDS = 0.5  # to wait for a thread that returns: its streamer ends before its call
 
 
 class UnfinishedPass(ValueError):
@@ -26,17 +25,16 @@ class OpenPass:
     """What the layers of a cache have done since its last complete pass.
 
     A layer takes part by writing keys, by writing index keys, or by using its
-    recurrent state. The pass is complete when every part that the plans name is
-    taken. Then `commit` appends its tokens in all layers. Until then `discard`
-    drops them, and the cache reads as before the pass.
+    recurrent state. When every part is taken, `commit` appends the tokens in
+    all layers. `discard` drops them, and the cache reads as before the pass.
 
     ```
     parts   (keys, 0)  (keys, 1)  (state, 1)     layer 1 has keys and a recurrent state
     taken   (keys, 0)  (keys, 1)                 layer 1 has not used its state yet
     ```
 
-    A recurrent state changes in place and cannot go back. If a pass fails after
-    that, the states belong to two lengths: everything but `reset` is refused.
+    A recurrent state changes in place. If a pass fails after that, the states
+    belong to two lengths: everything but `reset` is refused.
     """
 
     def __init__(self, plans: Sequence[LayerPlan]) -> None:
@@ -46,11 +44,9 @@ class OpenPass:
         self._parts = parts
         self._num_layers = len(plans)
         self._taken: set[tuple[str, int]] = set()
-        # Completed a pass; may still use its state in it.
         self._last_layer: int | None = None
         self._is_broken = False  # states belong to two lengths
         self.has_states = any(plan.num_states for plan in plans)
-        self.num_writers = sum(plan.has_keys for plan in plans)
         # (batch, tokens), once a layer has written.
         self.size: tuple[int, int] | None = None
         self.thread = 0  # which used the cache last
@@ -67,31 +63,19 @@ class OpenPass:
         return is_complete
 
     def use_state(self, layer_idx: int | None) -> bool:
-        """As `take`, for a layer that uses its state. The last layer may go on."""
+        """As `take`, for a state. The layer that completed a pass may go on using its own."""
         if layer_idx == self._last_layer or (STATE, layer_idx) not in self._parts:
             return False
         self._refuse_broken()
         assert layer_idx is not None
         return self.take(STATE, layer_idx)
 
-    def check_size(self, layer_idx: int, size: tuple[int, int]) -> None:
-        """Take (batch, tokens) from the first layer; refuse others later."""
-        if self.size not in (None, size):
-            raise ValueError(
-                f"Layer {layer_idx} brings (batch, tokens) = {size} into a step where earlier "
-                f"layers brought {self.size}. Give every layer the same tokens, or call "
-                f"advance({self.size[1]}) first."
-            )
-        self.size = size
-
     def commit(self, layers: Sequence[StaticContiguousLayer]) -> None:
-        """Append what the layers have written."""
         for layer in layers:
             layer.commit()
         self._close()
 
     def discard(self, layers: Sequence[StaticContiguousLayer]) -> None:
-        """Drop what the layers have written."""
         for layer in layers:
             layer.discard()
         self._close()
@@ -108,44 +92,40 @@ class OpenPass:
 
     # --- failures
 
-    def begin(self, seq_len: int) -> None:
+    def begin(self) -> None:
         """A new pass makes its masks: refuse it if the one before has not ended."""
-        self.refuse_unfinished(seq_len)
+        self.refuse_unfinished()
         self._last_layer = None
         self.refuse_states()
 
-    def unfinished(self, seq_len: int) -> UnfinishedPass:
-        """The error that names the layers which took no part."""
+    def unfinished(self) -> UnfinishedPass:
         missing = sorted({layer_idx for _, layer_idx in self._parts - self._taken})
         return UnfinishedPass(
-            f"Layers {missing} of {self._num_layers} did not run in the last forward pass, so its "
-            f"tokens are not in the cache, which holds {seq_len}. A model that skips layers needs "
-            "transformers' own cache: leave `past_key_values` out, or pass "
+            f"Layers {missing} of {self._num_layers} did not run in the last forward pass. For a "
+            "model that skips layers leave `past_key_values` out, or pass "
             "DynamicCache(config=model.config)."
         )
 
-    def refuse_unfinished(self, seq_len: int) -> None:
+    def refuse_unfinished(self) -> None:
         """Raise if a pass of the running `generate` left out layers."""
         if self.is_open and compat.generate_locals() is not None:
             if (model := running_model()) is not None:
                 refuse_missing_layers(model, self._num_layers)
-            raise self.unfinished(seq_len)
+            raise self.unfinished()
+
+    def written(self) -> list[int]:
+        return sorted(layer_idx for part, layer_idx in self._taken if part == KEYS)
 
     def refuse_states(self) -> None:
-        """Raise if the open pass has changed states."""
         self._is_broken |= any(part == STATE for part, _ in self._taken)
         self._refuse_broken()
 
     def _refuse_broken(self) -> None:
         if self._is_broken:
             raise RuntimeError(
-                "The last forward pass failed when some layers had changed their recurrent "
-                "state, which cannot go back. Call reset() and compute the sequence again."
+                "The last forward pass failed after it had changed a recurrent state, which cannot "
+                "go back. Call reset() and compute the sequence again."
             )
-
-    def describe(self) -> str:
-        written = sorted(layer_idx for part, layer_idx in self._taken if part == KEYS)
-        return f"layers {written} of {self._num_layers}"
 
     # --- threads
 
@@ -160,8 +140,7 @@ class OpenPass:
         with _CLAIMING:
             if self.thread and (is_writing or is_in_use(cache, self.thread)):
                 raise RuntimeError(
-                    f"Thread {thread} {doing} while thread {self.thread} uses this cache at "
-                    f"seq_len={cache.seq_len}. A cache serves one call at a time: build one for "
-                    "each thread."
+                    f"Thread {thread} {doing} while thread {self.thread} uses this cache: build "
+                    "one for each thread."
                 )
             self.thread = thread

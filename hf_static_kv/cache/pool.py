@@ -20,7 +20,6 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layout import (
     cache_bytes,
     compute_device,
-    missing_layers,
     plan_layers,
     refuse_missing_layers,
 )
@@ -37,23 +36,18 @@ _SHARE_OF_HOST = 0.25  # of its physical memory
 
 @dataclass(eq=False)
 class Entry:
-    """A cache of the pool."""
-
     cache: StaticContiguousCache
     kind: Any  # equal for two calls whose states one cache can hold
     planned_bytes: int
     # Of the model that computed its tokens; None: no other call may use them.
     identity: Any = None
-    # Tokens of the present call that are not computed again.
-    num_reused: int = 0
+    num_reused: int = 0  # tokens that the present call does not compute
     # `storage_users` before a caller was given the cache.
     own_users: list[int | None] | None = None
-    # That has it in use.
-    pool: "CachePool | None" = None
+    pool: "CachePool | None" = None  # that has it in use
 
     @property
     def storage_users(self) -> list[int | None]:
-        """How many tensors share each tensor of the storage."""
         groups = self.cache.storage_groups
         tensors = [tensor for group in groups for tensor in (group.keys, group.values)]
         return [compat.storage_users(tensor) for tensor in tensors]
@@ -80,16 +74,18 @@ class Entry:
 class CachePool:
     """Caches that calls take and give back.
 
-    A capacity is rounded up to a power of two, so that calls of like size share
-    storage and captured steps; `max_cache_len` is the least. `max_bytes` bounds
-    all caches, free and in use; by default it is half of the free memory of a
-    GPU, or a quarter of the memory of the host. A call that may need more
-    begins with less, and its cache grows. The least recently used of the free
-    caches goes first. `store` has prefixes of earlier processes.
+    The least recently used of the free caches goes first. The ranks of a
+    tensor-parallel model must decide alike: a rank that falls back alone keeps
+    the others waiting. So they agree once on the least of their bounds, and all
+    else follows from numbers that they share.
 
-    The ranks of a tensor-parallel model must decide alike: a rank that falls
-    back alone keeps the others waiting. So they agree once on the least of
-    their bounds. All else follows from numbers that they share.
+    Args:
+        max_cache_len: The least capacity. Capacities are powers of two, so that
+            calls of like size share storage and captured steps.
+        max_bytes: Bounds all caches, free and in use; by default half of the
+            free memory of a GPU, or a quarter of the memory of the host. A call
+            that may need more begins with less, and its cache grows.
+        store: Has prefixes of earlier processes.
     """
 
     def __init__(
@@ -103,12 +99,11 @@ class CachePool:
         self.store = store
         self.free: list[Entry] = []  # least recently used first
         self.in_use: list[Entry] = []
-        # The callers of earlier calls may still use their storage.
+        # Callers of earlier calls may still use their storage.
         self.taken: list[Entry] = []
         self.hits = 0
         self.reused_tokens = 0
-        # What the last call has kept.
-        self.last: weakref.ref[Entry] | None = None
+        self.last: weakref.ref[Entry] | None = None  # what the last call has kept
         self._lock = Lock()
 
     @property
@@ -119,11 +114,20 @@ class CachePool:
     def cache_for(self, request: Request, identity: Any = None) -> Iterator[StaticContiguousCache]:
         """A cache for one call: empty, or with a prefix of its prompt by the same `identity`.
 
-        It goes back to the pool, after `hand_over` once its caller has dropped it. A call that
-        returns its cache in any other way keeps it. Raises `Fallback`.
+        A call that returns its cache keeps it, unless `hand_over` gives the
+        caller another one. Raises `Fallback`.
         """
         self.last = None
-        entry = self._take(request, identity)
+        with self._lock:
+            # Callers have dropped these caches.
+            for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
+                self.taken.remove(entry)
+                entry.own_users = None
+                self.free.append(entry)
+            entry = self._find(request, identity, _kind(request))
+            entry.identity = identity
+            entry.pool = self
+            self.in_use.append(entry)
         is_callers = False
         try:
             self._load_prefix(entry, request)
@@ -141,7 +145,7 @@ class CachePool:
                     self._keep(entry)
 
     def hand_over(self, output: Any) -> Any:
-        """What a call returns, with a cache for the caller on the storage of the one in use.
+        """Give the caller of a call another cache on the storage of the one in use.
 
         The one in use stays, with its captured steps, until nobody else uses
         its storage.
@@ -156,8 +160,7 @@ class CachePool:
     def exchange(self, entry: Entry, request: Request, identity: Any) -> None:
         """Give the call of `entry` another cache: its prefix is of the model in another state.
 
-        That prefix stays, for calls of the model as it was. Where memory is short it is given up
-        instead.
+        That prefix stays for calls of the model as it was, if memory allows.
         """
         with self._lock:
             kept = Entry(entry.cache, entry.kind, entry.planned_bytes, entry.identity)
@@ -180,7 +183,6 @@ class CachePool:
         self._load_prefix(entry, request)
 
     def entry_of(self, cache: Any) -> Entry | None:
-        """The entry of a cache that is in use in this pool."""
         with self._lock:
             return next((entry for entry in self.in_use if entry.cache is cache), None)
 
@@ -194,9 +196,7 @@ class CachePool:
     def save(self, model: PreTrainedModel, identity: Any, input_ids: Tensor | None) -> Path:
         """Write the tokens of the last call, or what is kept of `input_ids`, to the store."""
         if self.store is None:
-            raise ValueError(
-                "There is no folder to save to: call attach(model, reuse_prefix=folder)."
-            )
+            raise ValueError("There is no folder: call attach(model, reuse_prefix=folder).")
         if input_ids is not None and input_ids.ndim == 1:
             input_ids = input_ids[None]
         with self._lock:
@@ -205,8 +205,7 @@ class CachePool:
             if ids is None:
                 raise ValueError(
                     "Nothing is kept of a last call: call generate with input_ids alone (no "
-                    "padding, no beams, no return_dict_in_generate, within max_bytes), or name "
-                    "tokens of an earlier call: save(input_ids)."
+                    "padding, no beams, no return_dict_in_generate), or save(input_ids)."
                 )
             kept = [entry for entry in self.free if entry.identity == identity]
             held = {entry: entry.num_held(ids) for entry in kept}
@@ -226,19 +225,9 @@ class CachePool:
                 self.free.append(entry)
 
     def clear(self) -> None:
-        """Drop the caches that no call uses."""
         with self._lock:
             self.free.clear()
             self.taken.clear()
-
-    def _take(self, request: Request, identity: Any) -> Entry:
-        with self._lock:
-            self._take_back()
-            entry = self._find(request, identity, _kind(request))
-            entry.identity = identity
-            entry.pool = self
-            self.in_use.append(entry)
-            return entry
 
     def _find(self, request: Request, identity: Any, kind: Any) -> Entry:
         entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
@@ -248,15 +237,8 @@ class CachePool:
         self.hits += 1
         return entry
 
-    def _take_back(self) -> None:
-        """Free the caches whose callers have dropped them."""
-        for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
-            self.taken.remove(entry)
-            entry.own_users = None
-            self.free.append(entry)
-
     def _with_prefix(self, request: Request, identity: Any, kind: Any) -> Entry | None:
-        """The free cache with the longest prefix, of half of the prompt or of its tokens."""
+        """The free cache with the longest prefix, if it is half of the prompt or of its tokens."""
         if identity is None:
             return None
         alike = [entry for entry in self.free if (entry.identity, entry.kind) == (identity, kind)]
@@ -276,19 +258,20 @@ class CachePool:
 
     def _free_entry(self, request: Request, kind: Any) -> Entry | None:
         """The smallest free cache that serves the call, without tokens if possible."""
-
-        def serves(entry: Entry) -> bool:
-            is_large = entry.cache.max_cache_len >= request.max_positions
-            has_rows = entry.cache.kv_layers[0].max_batch_size >= len(request.input_ids)
-            may_reset = entry.identity is None or len(self.free) >= _MAX_FREE
-            return entry.kind == kind and is_large and has_rows and may_reset
-
-        serving = [entry for entry in self.free if serves(entry)]
-        serving.sort(key=lambda entry: (entry.identity is not None, entry.num_bytes))
+        may_reset = len(self.free) >= _MAX_FREE
+        serving = [
+            entry
+            for entry in self.free
+            if entry.kind == kind
+            and entry.cache.max_cache_len >= request.max_positions
+            and entry.cache.kv_layers[0].max_batch_size >= len(request.input_ids)
+            and (entry.identity is None or may_reset)
+        ]
         if not serving:
             return None
-        serving[0].cache.reset()
-        return serving[0]
+        entry = min(serving, key=lambda entry: (entry.identity is not None, entry.num_bytes))
+        entry.cache.reset()
+        return entry
 
     def _new_entry(self, request: Request, kind: Any) -> Entry:
         model = request.model
@@ -301,10 +284,10 @@ class CachePool:
             parts = {"sliding": sliding, "tp": ranks, "tp_plan": model.tp_plan}
             return cache_bytes(model.config, length, rows, model.dtype, **parts)
 
+        windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
+        sliding = "compact" if windows and capacity > 4 * max(windows) else "full"
         try:
-            sliding = _sliding(model, capacity)
             wanted_bytes = num_bytes(capacity)
-            refuse_missing_layers(model, len(plan_layers(model.config)))
         except ValueError as unserved:
             raise Fallback(str(unserved)) from unserved
         if self.max_bytes is None and ranks > 1:
@@ -324,7 +307,6 @@ class CachePool:
         return Entry(cache, kind, planned_bytes)
 
     def _keep(self, entry: Entry) -> None:
-        """Put a cache beside the free ones."""
         cache = entry.cache
         if cache.is_unfinished:
             entry.identity = None  # the model skips layers
@@ -344,12 +326,10 @@ class CachePool:
     def _evict(self, max_bytes: int, max_number: int) -> None:
         # Those of callers first: they serve no call now.
         for entries in (self.taken, self.free):
-            while len(entries) > max_number or (entries and self._idle_bytes > max_bytes):
+            while len(entries) > max_number or (
+                entries and _sum_of_bytes([*self.free, *self.taken]) > max_bytes
+            ):
                 del entries[0]
-
-    @property
-    def _idle_bytes(self) -> int:
-        return _sum_of_bytes([*self.free, *self.taken])
 
     def _bound(self, device: torch.device) -> int:
         if self.max_bytes is not None:
@@ -363,32 +343,21 @@ def _sum_of_bytes(entries: list[Entry]) -> int:
     return sum(entry.num_bytes for entry in entries)
 
 
-def _sliding(model: PreTrainedModel, capacity: int) -> str:
-    """Compact if the capacity is more than four windows."""
-    windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
-    if windows and capacity > 4 * max(windows):
-        return "compact"
-    return "full"
-
-
 def host_bytes() -> int:
     """The physical memory of this machine; 8 GiB if it is not known."""
-    names = ("SC_PHYS_PAGES", "SC_PAGE_SIZE")
-    if any(name not in getattr(os, "sysconf_names", {}) for name in names):
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # on Windows
         return 8 << 30
-    return os.sysconf(names[0]) * os.sysconf(names[1])
 
 
 def _kind(request: Request) -> Any:
-    """Equal for two calls whose states one cache can hold."""
     model = request.model
     device = compute_device(model).type
-    autocast = None
-    if torch.is_autocast_enabled(device):
-        autocast = torch.get_autocast_dtype(device)
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     try:
         plans = plan_layers(model.config)
+        refuse_missing_layers(model, len(plans))
     except ValueError as unserved:
         raise Fallback(str(unserved)) from unserved
-    missing = missing_layers(model, len(plans))
-    return weakref.ref(model), model.dtype, model.device, autocast, plans, missing
+    return weakref.ref(model), model.dtype, model.device, autocast, plans

@@ -33,30 +33,27 @@ _SHARE_OF_DISK = 0.25
 
 
 class _Prefix(NamedTuple):
-    """What the index keeps of a file."""
-
-    # Inode and size: another file of the same name has others.
-    file: tuple[int, int]
+    file: tuple[int, int]  # inode and size, which tell another file of the same name
     tokens: Tensor  # [B, n]
-    # None: the file cannot be read, or has left padding.
-    model: ModelIdentity | None
+    model: ModelIdentity | None  # None: the file cannot be read, or has left padding
     min_tokens: int = 1  # that can be loaded
 
 
 class PrefixStore:
     """A folder of cache files for `attach(model, reuse_prefix=...)`.
 
-    Processes and models may share it. `max_bytes` bounds the files that `add`
-    has written, by default a quarter of the disk's free space; the least
-    recently used go first. Other files of the folder are read, and never
-    removed or touched.
+    Processes and models may share it. Files that `add` has not written are
+    read, and never removed or touched.
+
+    Args:
+        folder: Is made if it is not there.
+        max_bytes: Bounds the files of `add`, the least recently used go first.
+            By default a quarter of the disk's free space.
     """
 
     def __init__(self, folder: str | os.PathLike[str], max_bytes: int | None = None) -> None:
         if not isinstance(folder, str | os.PathLike) or folder == "":
-            raise ValueError(
-                f"folder={folder!r}: give the path of a folder ('.' is the current one)."
-            )
+            raise ValueError(f"folder={folder!r}: give the path of a folder.")
         if max_bytes is not None:
             check_positive(max_bytes=max_bytes)
         self.folder = Path(folder)
@@ -65,8 +62,7 @@ class PrefixStore:
             raise NotADirectoryError(f"{self.folder} is a file: give the path of a folder.")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._index: dict[str, _Prefix] = {}  # by name
-        # Names of files whose states are damaged.
-        self._unusable: set[str] = set()
+        self._unusable: set[str] = set()  # names of files whose states are damaged
         self._told: set[str] = set()  # reasons that have been logged
         self._lock = Lock()
         self._identity: tuple[Any, ModelIdentity] | None = None
@@ -76,7 +72,8 @@ class PrefixStore:
     ) -> None:
         """Put the longest saved prefix of the prompt [B, n] into a cache that has less than half.
 
-        `identity` is equal for two calls of a model that has not changed.
+        Args:
+            identity: Equal for two calls of a model that has not changed.
         """
         if torch.is_autocast_enabled(model.device.type):
             return  # the states have another dtype than the model
@@ -94,7 +91,8 @@ class PrefixStore:
         try:
             with CacheFile(path) as file:
                 file.check_model(own)
-                if not cache.is_allocated and not file.header.is_in(model.dtype):
+                dtypes = {tensor.dtype for tensor in file.header.states()}
+                if not cache.is_allocated and dtypes != {model.dtype}:
                     return  # only a pass can tell the dtype of its states
                 if not cache.grows:
                     length = min(length, cache.max_cache_len)
@@ -118,9 +116,8 @@ class PrefixStore:
         bound = self._bound(self._own_files())
         if size > bound:  # before others are removed in its favour
             raise ValueError(
-                f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes: it is not "
-                "saved. Pass PrefixStore(folder, max_bytes=...) with a larger bound, or save "
-                "fewer tokens."
+                f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes. Pass "
+                "PrefixStore(folder, max_bytes=...), or save fewer tokens."
             )
         name = blake2b(f"{header.model} {header.tokens}".encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}.safetensors"
@@ -136,7 +133,15 @@ class PrefixStore:
 
     def _longest(self, identity: ModelIdentity, ids: Tensor) -> tuple[Path | None, int]:
         """The file with the most tokens of the prompt, and how many. One row serves any number."""
-        self._refresh()
+        known = self._index
+        self._index = {}
+        for path, status in self._files(_ANY_NAME):
+            file = (status.st_ino, status.st_size)
+            found = known.get(path.name)
+            if found is None or found.file != file:
+                found = self._read(path, file)
+            if found is not None:
+                self._index[path.name] = found
         ids = ids.cpu()
         best = None
         longest = 0
@@ -154,29 +159,15 @@ class PrefixStore:
                 longest = common
         return best, longest
 
-    def _refresh(self) -> None:
-        """Read the headers of new files, forget files that are gone."""
-        known = self._index
-        self._index = {}
-        for path, status in self._files(_ANY_NAME):
-            file = (status.st_ino, status.st_size)
-            prefix = known.get(path.name)
-            if prefix is None or prefix.file != file:
-                prefix = self._read(path, file)
-            if prefix is not None:
-                self._index[path.name] = prefix
-
     def _read(self, path: Path, file: tuple[int, int]) -> _Prefix | None:
-        """The header of a file; None if another try may succeed."""
+        """What the index keeps of a file; None if another try may succeed."""
         try:
             with CacheFile(path) as opened:
                 header = opened.header
                 model = None if any(header.left_padding) else header.model
                 return _Prefix(file, opened.tokens, model, header.min_tokens)
-        except FileNotFoundError:  # another process has removed it
-            return None
-        except OSError as reason:  # not ours to read, for now
-            self._warn(f"{path}: {reason.strerror or reason}.")
+        except OSError as reason:
+            self._warn_of(path, reason)
             return None
         except Exception as reason:  # whatever is wrong with one file, the others are used
             self._warn(str(reason) if isinstance(reason, ValueError) else f"{path}: {reason!r}.")
@@ -187,18 +178,18 @@ class PrefixStore:
             self._told.add(reason)
             logger.warning("A saved prefix is not used. %s", reason)
 
+    def _warn_of(self, path: str | Path, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):  # another process has removed it
+            self._warn(f"{path}: {error.strerror or error}.")
+
     def _files(self, names: re.Pattern[str]) -> Iterator[tuple[Path, os.stat_result]]:
         with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if names.fullmatch(entry.name) is None:
-                    continue
+            for entry in filter(lambda entry: names.fullmatch(entry.name), entries):
                 try:
                     if entry.is_file():
                         yield Path(entry.path), entry.stat()
-                except FileNotFoundError:  # another process has removed it
-                    continue
                 except OSError as reason:  # a link that leads nowhere
-                    self._warn(f"{entry.path}: {reason.strerror or reason}.")
+                    self._warn_of(entry.path, reason)
 
     def _own_files(self) -> dict[Path, os.stat_result]:
         return dict(self._files(_OWN_NAME))
@@ -236,7 +227,6 @@ def _total(files: dict[Path, os.stat_result]) -> int:
 
 
 def _touch(path: Path) -> None:
-    """Mark a file of `add` as used now, if it may be touched."""
     if _OWN_NAME.fullmatch(path.name):
         with suppress(OSError):
             os.utime(path)

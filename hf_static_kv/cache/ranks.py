@@ -1,8 +1,8 @@
 """The ranks of a tensor-parallel model, which must decide alike.
 
 Every pass sums parts over all ranks: if one decides alone, the others wait for
-ever. So what a rank alone can know (its free memory, a failed allocation) is
-told to all. Every rank must reach `least` and `on_all_ranks`.
+ever. So they share what a rank alone can know (its free memory, a failed
+allocation). Every rank must reach `least` and `on_all_ranks`.
 """
 
 from collections.abc import Callable
@@ -17,11 +17,10 @@ _Result = TypeVar("_Result")
 
 
 class OutOfMemoryOnAllRanks(torch.OutOfMemoryError):
-    """An allocation that failed on at least one rank and that all ranks have given up."""
+    """An allocation failed on at least one rank, and all have given it up."""
 
 
 def are_connected() -> bool:
-    """Whether this process has joined others."""
     return distributed.is_available() and distributed.is_initialized()
 
 
@@ -31,7 +30,7 @@ def num_ranks(model: Any) -> int:
 
 
 def is_part(parameter: torch.Tensor) -> bool:
-    """Whether this weight is a DTensor of several processes (tensor parallelism, FSDP)."""
+    """Whether a weight is a DTensor of several processes (tensor parallelism, FSDP)."""
     return hasattr(type(parameter), "device_mesh")
 
 
@@ -47,7 +46,8 @@ def least(model: Any, number: int) -> int:
 def on_all_ranks(model: Any, allocate: Callable[[], _Result]) -> _Result:
     """What `allocate()` returns. If one rank is out of memory, all raise `OutOfMemoryOnAllRanks`.
 
-    `model` may be a part of a model, or None.
+    Args:
+        model: A model, a part of one, or None.
     """
     if model is None or _group(model) is None:
         return allocate()

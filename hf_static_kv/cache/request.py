@@ -1,8 +1,8 @@
 """What a call of `generate` asks for, who uses a cache, and what a cache refuses.
 
 `generate` gives a cache nothing but states, and a custom loop neither streamer
-nor assistant. So all of it is read from the frames of the stack. If that fails,
-a call is checked pass by pass.
+nor assistant: both are read from the frames of the stack. If that fails, a call
+is checked pass by pass.
 """
 
 import sys
@@ -19,26 +19,24 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_static_kv import compat
 
-# Seen right in 5.22 and wrong in 5.17.
+# Chunked prefill goes on after cached tokens in 5.22, and not in 5.17.
 _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
 PAIR_NEEDED = (
     "The model is an encoder-decoder, which caches the keys of its encoder as well: pass "
     "past_key_values=EncoderDecoderCache(cache, DynamicCache(config=model.config))."
 )
 CONTINUE_OR_RESET = (
-    "Call reset() before another sequence; to continue this one, pass the old tokens plus the new "
-    "ones."
+    "Call reset() before another sequence, or pass the old tokens plus the new ones."
 )
 
 
 def cache_is_full(length: int, max_cache_len: int, tokens: int = 1) -> ValueError:
-    """The error for `tokens` more than a cache has positions for."""
     return ValueError(
         f"The cache is full: it holds {length} of at most {max_cache_len} tokens and cannot take "
-        f"{tokens} more. Build it with max_cache_len >= {length + tokens}, limit the generation "
-        "with max_new_tokens, or free positions with crop or reset. A generation writes prompt + "
-        "max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + "
-        f"prompt_lookup_num_tokens - 2. The cache still holds its {length} tokens."
+        f"{tokens} more. Build it with max_cache_len >= {length + tokens} (a generation writes "
+        "prompt + max_new_tokens - 1 positions, with prompt lookup prompt + max_new_tokens + "
+        "prompt_lookup_num_tokens - 2), or free positions with crop or reset. It still holds its "
+        f"{length} tokens."
     )
 
 
@@ -51,13 +49,12 @@ def _model_frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def running_model() -> PreTrainedModel | None:
-    """The innermost model whose forward pass this is called from."""
+    """The innermost model that calls this."""
     frame = next(_model_frames(sys._getframe(1)), None)
     return None if frame is None else frame.f_locals["self"]
 
 
 def is_in_use(cache: Cache, thread: int) -> bool:
-    """Whether this thread runs a model that was given the cache."""
     for frame in _model_frames(sys._current_frames().get(thread)):
         if frame.f_code.co_name not in ("generate", "forward"):
             continue
@@ -71,7 +68,7 @@ def is_in_use(cache: Cache, thread: int) -> bool:
 
 
 class Fallback(Exception):
-    """Why a call runs in transformers' own loop, or with transformers' own cache."""
+    """Why a call runs in transformers' own loop or with its own cache."""
 
     @property
     def reason(self) -> str:
@@ -80,11 +77,8 @@ class Fallback(Exception):
 
 @dataclass(eq=False)
 class Request:
-    """One call of `generate`: its prompt and its settings."""
-
     model: Any
-    # [B, n]; n = 0 if the prompt is `inputs_embeds` alone
-    input_ids: Tensor
+    input_ids: Tensor  # [B, n]; n = 0 if the prompt is `inputs_embeds` alone
     config: GenerationConfig
     model_kwargs: dict[str, Any]
     streamer: Any = None
@@ -92,15 +86,12 @@ class Request:
     synced_gpus: bool | None = None
     custom_generate: Any = None
     stopping_criteria: Sequence[Any] = ()  # the caller's own
-    # False: only the model's defaults limit the length.
-    has_own_limit: bool = True
+    has_own_limit: bool = True  # False: only the model's defaults limit the length
 
     def __post_init__(self) -> None:
-        kwargs = self.model_kwargs
-        # [B, n], 1 at tokens
-        self.mask: Tensor | None = kwargs.get("attention_mask")
-        # [B, n, hidden], all of them
-        self.embeds: Tensor | None = kwargs.get("inputs_embeds")
+        self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n]
+        # [B, n, hidden], from position 0 on
+        self.embeds: Tensor | None = self.model_kwargs.get("inputs_embeds")
         # [B, n], from `past` on
         self.tokens = self.input_ids if self.embeds is None else None
         passed: int = self.input_ids.shape[1]
@@ -108,24 +99,21 @@ class Request:
         length: int = compat.mask_length(self.config)
         if self.mask is not None:
             length = self.mask.shape[1]
-        # Tokens before those passed: the mask covers all.
-        self.past = max(0, length - passed)
+        self.past = max(0, length - passed)  # the mask covers these tokens too
         # Whether cached tokens are passed again; `generate` removes them.
         self.is_whole = self.embeds is not None or length == passed
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
 
     @property
     def max_new_tokens(self) -> int:
-        own = [
-            rule.max_length for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria
-        ]
-        longest = min([int(self.config.max_length), *own])
+        rules = [rule for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria]
+        longest = min([int(self.config.max_length), *(rule.max_length for rule in rules)])
         return max(0, longest - self.input_ids.shape[1])
 
     @property
     def max_positions(self) -> int:
         """Positions that the longest generation writes; its last token has none."""
-        # Prompt lookup may propose this many tokens when two are missing, and writes them all.
+        # Prompt lookup may propose so many tokens when two are missing, and writes them all.
         proposed = int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
 
@@ -135,7 +123,7 @@ class Request:
 
 
 def running_request() -> Request | None:
-    """The request of the innermost `generate` of this thread, if it can be read."""
+    """The request of the innermost `generate`, if it can be read."""
     if (names := compat.generate_locals()) is None:
         return None
     try:
@@ -170,18 +158,21 @@ def check_request(
 ) -> None:
     """Raise a `ValueError` if a cache of `seq_len` tokens cannot serve the request.
 
-    `known_ids` [B, k] are the first of them. `max_cache_len` is None for a
-    cache that grows.
+    Args:
+        max_cache_len: None for a cache that grows.
+        known_ids: [B, k], the first cached tokens.
     """
-    if request.config.use_cache is False or request.model_kwargs.get("use_cache") is False:
+    config = request.config
+    model = request.model
+    if config.use_cache is False or request.model_kwargs.get("use_cache") is False:
         raise ValueError(
             "use_cache=False, and a cache is passed. Pass use_cache=True to `generate` (the "
             "model's own config may say False, for instance after gradient checkpointing), or "
             "leave `past_key_values` and `custom_generate` out."
         )
-    if getattr(getattr(request.model, "config", None), "is_encoder_decoder", False):
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ValueError(PAIR_NEEDED)
-    if request.model.training and getattr(request.model, "is_gradient_checkpointing", False):
+    if model.training and compat.checkpoints_activations(model):
         raise ValueError(
             "A model that trains with gradient checkpointing writes to no cache. Call "
             "model.eval() first."
@@ -190,26 +181,22 @@ def check_request(
     if request.embeds is None and request.past and request.past != seq_len:
         raise ValueError(
             f"The attention mask covers {request.past} tokens before the {new} that are passed, "
-            f"and the cache holds {seq_len}. Pass all tokens from position {seq_len} on (the last "
-            "one of a generation is not in the cache), or the whole sequence."
+            f"and the cache holds {seq_len}. Pass all tokens from there on, or the whole sequence."
         )
-    if request.embeds is not None and not new and request.config.prefill_chunk_size is not None:
+    if request.embeds is not None and not new and config.prefill_chunk_size is not None:
         raise ValueError(
             "Chunked prefill needs input_ids, and the prompt is inputs_embeds: omit "
             "prefill_chunk_size."
         )
     if seq_len:
         _check_continuation(request, seq_len, known_ids)
-    if max_cache_len is not None and request.has_own_limit:
-        _check_length(request, max_cache_len)
-
-
-def _check_length(request: Request, max_cache_len: int) -> None:
+    if max_cache_len is None or not request.has_own_limit:
+        return
     positions = request.max_positions
     if positions <= max_cache_len:
         return
     fitting = max(0, request.max_new_tokens - (positions - max_cache_len))
-    proposed = request.config.prompt_lookup_num_tokens or 1
+    proposed = config.prompt_lookup_num_tokens or 1
     lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed > 1 else ""
     raise ValueError(
         f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take "
@@ -228,8 +215,7 @@ def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None
     if request.config.prefill_chunk_size is not None and not _CHUNKS_CONTINUE:
         raise ValueError(
             f"Chunked prefill of transformers {transformers.__version__} starts at position 0, "
-            f"and the cache already holds {seq_len} tokens. Omit prefill_chunk_size, call reset() "
-            "first, or install transformers 5.22."
+            f"and the cache already holds {seq_len} tokens. Omit it, or call reset() first."
         )
     if request.is_whole and request.prompt_length <= seq_len:
         raise ValueError(

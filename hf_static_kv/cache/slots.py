@@ -12,9 +12,9 @@ class LayerSlots:
     """Keeps the positions from `oldest` to `length` - 1, with position p in slot p - `offset`.
 
     A full layer has a slot for every position: `oldest` and `offset` are 0. A
-    compact layer has 2 * (window + SLACK) at most. When they are full, the
-    newest positions move to slot 0. What the next token may see is always kept,
-    and at least SLACK positions before that:
+    compact layer has 2 * (window + SLACK) at most. If they are full, the newest
+    positions move to slot 0. It keeps what the next token may see, and at least
+    SLACK positions before that:
 
     ```
     slot          0   1   2   3   4   5   6   7        length = 10, sliding_window = 2, SLACK = 2
@@ -35,7 +35,6 @@ class LayerSlots:
         self.group: StorageGroup | None = None
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
-        """Keep this layer's states in layer `index` of the group."""
         self.group = group
         self._index = index
         self.shape = group.shape
@@ -49,43 +48,32 @@ class LayerSlots:
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
         """All slots: keys and values [B, H, S, D]."""
-        assert self.group is not None, "the layer has no storage"
+        assert self.group is not None
         return self.group.keys[self._index], self.group.values[self._index]
 
     def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] at the positions [first, end)."""
-        assert self.group is not None, "the layer has no storage"
+        assert self.group is not None
         rows = self.batch_size if batch_size is None else batch_size
         return self.group.views(self._index, rows, first - self.offset, end - first)
 
     def _first_visible(self) -> int:
         """The oldest position that the next token may see."""
-        if self.sliding_window is None:
-            return 0
-        return max(0, self.length - self.sliding_window + 1)
+        window = self.sliding_window
+        return 0 if window is None else max(0, self.length - window + 1)
 
     def _first_to_keep(self) -> int:
-        """The oldest position that stays when slots are needed: half of them are freed.
-
-        With very few slots all that the next token may see stays.
-        """
+        """The oldest position that stays when half of the slots, if possible, are freed."""
         kept = max(self.num_slots // 2 - 1, self.sliding_window or 0)
         return max(self.oldest, self.length - kept)
 
     @property
     def num_croppable(self) -> int:
         """The most tokens that `crop` can remove, beside all of them."""
-        if self.oldest:
-            return self._first_visible() - self.oldest
-        return self.length
-
-    @property
-    def num_free(self) -> int:
-        """Tokens that can be appended without moving any state."""
-        return min(self.max_cache_len, self.offset + self.num_slots) - self.length
+        return self._first_visible() - self.oldest if self.oldest else self.length
 
     def reserve(self, tokens: int) -> bool:
-        """Whether the storage can take so many tokens; compacts if need be."""
+        """Whether the storage can take so many tokens, if need be after compacting."""
         if self.length - self.offset + tokens > self.num_slots:
             first = self._first_to_keep()
             if self.length - first + tokens > self.num_slots:
@@ -101,7 +89,7 @@ class LayerSlots:
         self._replace(newest)
 
     def _replace(self, newest: Sequence[Tensor]) -> None:
-        """Keep these keys and values [B, H, n, D] of the newest positions alone, from slot 0 on."""
+        """Keep only these keys and values [B, H, n, D] of the newest positions, from slot 0 on."""
         kept = newest[0].shape[2]
         # First: what is overwritten no longer counts.
         self.oldest = self.length - kept
@@ -115,7 +103,7 @@ class LayerSlots:
         return max(first, length - self.num_slots)
 
     def free_views(self, batch_size: int, first: int, length: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] of an empty layer, to be written before `fill`."""
+        """Keys and values [B, H, n, D] of an empty layer, to write before `fill`."""
         slot = 0 if self.is_compact else first
         return self._views(slot, slot + length - first, batch_size)
 
@@ -126,8 +114,7 @@ class LayerSlots:
         self.oldest = first
         self.offset = first if self.is_compact else 0
 
-    def select_rows(self, indices: Tensor, scratch: tuple[Tensor, Tensor]) -> None:
-        """Batch row i becomes what row `indices[i]` is now, by way of `scratch`."""
+    def select_rows(self, indices: Tensor, scratch: Sequence[Tensor]) -> None:
         before = self._views(self.oldest, self.length)
         self.batch_size = len(indices)
         after = self._views(self.oldest, self.length)

@@ -1,7 +1,6 @@
 """Layers with a recurrent state (Mamba, convolutions, linear attention), in transformers' objects.
 
-A state is what a layer keeps of all tokens so far. It cannot go back to an
-earlier token.
+A state is what a layer keeps of all tokens so far. It cannot go back.
 """
 
 import inspect
@@ -20,12 +19,10 @@ from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import compute_device
 
 logger = logging.getLogger(__name__)
-# Layers, and what each had.
-States = list[tuple[Any, dict[str, dict[int, Any]]]]
+States = list[tuple[Any, dict[str, dict[Any, Any]]]]  # layers, and what each had
 _CONTINUATIONS: WeakKeyDictionary[PreTrainedModel, "Continuation | None"] = WeakKeyDictionary()
 _WARNED: WeakSet[PreTrainedModel] = WeakSet()
 _TENSORS = ("conv_states", "recurrent_states")
-_FLAGS = ("is_conv_states_initialized", "is_recurrent_states_initialized", "has_previous_state")
 
 
 class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignore[misc,override]  # as transformers' own
@@ -52,9 +49,8 @@ class StatefulLayer(LinearAttentionLayer, StaticContiguousLayer):  # type: ignor
         kind = StaticContiguousLayer if args else LinearAttentionLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Of keys and values alone: `crop_states` sees to the states."""
-        StaticContiguousLayer.crop(self, tokens_to_remove)
+    # Of keys and values alone: `crop_states` sees to the states.
+    crop = StaticContiguousLayer.crop
 
     def reset(self) -> None:
         LinearAttentionLayer.reset(self)
@@ -65,8 +61,7 @@ class Continuation(NamedTuple):
     """Whether tokens after a kept state are computed as in one pass over the whole sequence."""
 
     by_token: bool  # one token in a pass
-    # Several; Jamba and Zamba read the state for one token only.
-    by_chunk: bool
+    by_chunk: bool  # several; Jamba and Zamba read the state for one token only
 
 
 def continuation_of(model: PreTrainedModel) -> Continuation | None:
@@ -74,12 +69,10 @@ def continuation_of(model: PreTrainedModel) -> Continuation | None:
     config = model.config.get_text_config(decoder=True)
     is_traced = str(compat.attention_name(config)).endswith("_traced")
     if model.training or is_traced or compat.has_hooks(compat.all_modules(model)):
-        # It draws random numbers, or someone watches its passes.
-        return None
+        return None  # it draws random numbers, or someone watches its passes
     if model not in _CONTINUATIONS:
         _CONTINUATIONS[model] = None
-        # Such as a model that needs more than ids.
-        with suppress(Exception):
+        with suppress(Exception):  # such as of a model that needs more than ids
             _CONTINUATIONS[model] = _trial(model)
     return _CONTINUATIONS[model]
 
@@ -100,12 +93,11 @@ def _attempt(model: PreTrainedModel, ids: Tensor) -> Continuation:
     """Compute seven tokens in one pass without a cache, and on a state by token and by chunk.
 
     Right by token: within half of the digits. Right by chunk: at most twice as
-    far from the one pass as by token, and two units of rounding. 15 families of
-    toys are up to 1.5 times as far; Jamba and Zamba 4 to 200,000 times.
+    far from the one pass as by token, and two units of rounding. 15 toy
+    families are up to 1.5 times as far; Jamba and Zamba 4 to 200,000 times.
     """
     whole = _last_logits(model, ids, [7], None)
-    # A lower logit marks a token that is never selected.
-    seen = whole > -1e4
+    seen = whole > -1e4  # a lower logit marks a token that is never selected
     size = whole[seen].norm()
     eps = torch.finfo(model.dtype).eps
 
@@ -126,7 +118,7 @@ def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache 
     end = 0
     for size in parts:
         start = end
-        end = end + size
+        end += size
         inputs["attention_mask"] = torch.ones_like(ids[:, :end])
         if takes_positions:
             inputs["position_ids"] = torch.arange(start, end, device=ids.device)[None]
@@ -135,20 +127,18 @@ def _last_logits(model: Any, ids: Tensor, parts: list[int], cache: DynamicCache 
 
 
 def warn_of_continuation(model: PreTrainedModel, num_tokens: int) -> None:
-    """Log once if several tokens after a kept state are not those of one pass."""
     continuation = continuation_of(model)
     if continuation is None or continuation.by_chunk or model in _WARNED:
         return
     _WARNED.add(model)
     logger.warning(
         f"{type(model).__name__} computes {num_tokens} tokens after a kept recurrent state "
-        "otherwise than in one pass, with any cache: the new tokens may be wrong. Call reset() "
-        "and pass the whole sequence, or feed the new tokens one by one."
+        "otherwise than in one pass, with any cache. Call reset() and pass the whole sequence, or "
+        "feed the new tokens one by one."
     )
 
 
 def state_tensors(layer: Any) -> list[Tensor]:
-    """The tensors of a layer's states, if there are any."""
     states = (tensor for name in _TENSORS for tensor in getattr(layer, name, {}).values())
     return [tensor for tensor in states if tensor is not None]
 
@@ -166,7 +156,6 @@ def forget_other_shapes(layer: Any, state_idx: int, conv_states: Tensor) -> None
 
 
 def select_states(layer: Any, indices: Tensor) -> None:
-    """Batch row i of the states becomes what row `indices[i]` is now."""
     with torch.inference_mode(False):
         LinearAttentionLayer.reorder_cache(layer, indices)  # type: ignore[arg-type]  # a LongTensor, which none is
 
@@ -177,8 +166,7 @@ def crop_states(layers: list[Any], tokens_to_remove: int, num_layers: int) -> No
     if tokens_to_remove < 0 and not all(own.record_past and own.is_croppable for own in moved):
         raise ValueError(
             f"crop({tokens_to_remove}): {len(moved)} of {num_layers} layers keep a recurrent "
-            "state, which cannot go back to an earlier token. Call reset() and compute the "
-            "shorter sequence."
+            "state, which cannot go back. Call reset() and compute the shorter sequence."
         )
     for layer in moved:
         if layer.record_past:
@@ -186,15 +174,12 @@ def crop_states(layers: list[Any], tokens_to_remove: int, num_layers: int) -> No
 
 
 def copies_of(layers: list[Any]) -> States:
-    """Copies of all states, for `put_back`."""
-    names = _TENSORS + _FLAGS
-    return [(layer, {name: _copies(getattr(layer, name)) for name in names}) for layer in layers]
+    return [(layer, _copies(layer)) for layer in layers]
 
 
 def separate(layer: Any) -> None:
     """Give a shallow copy of a layer states of its own."""
-    own = {name: value for name, value in vars(layer).items() if isinstance(value, dict)}
-    vars(layer).update({name: _copies(values) for name, values in own.items()})
+    vars(layer).update(_copies(layer))
 
 
 def put_back(states: States) -> None:
@@ -209,5 +194,10 @@ def put_back(states: States) -> None:
                     now[i] = value
 
 
-def _copies(values: dict[int, Any]) -> dict[int, Any]:
-    return {i: value.clone() if isinstance(value, Tensor) else value for i, value in values.items()}
+def _copies(layer: Any) -> dict[str, dict[Any, Any]]:
+    """All that a layer keeps by the index of a state."""
+    return {
+        name: {i: own.clone() if isinstance(own, Tensor) else own for i, own in values.items()}
+        for name, values in vars(layer).items()
+        if isinstance(values, dict)
+    }

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
-# Of a group: shape, device, layers.
-Members = tuple["LayerShape", torch.device, Sequence[int]]
+Members = tuple["LayerShape", torch.device, Sequence[int]]  # of a group, with its layers
 # Positions that a compact layer keeps beyond its window, so that `crop` can go back.
 SLACK = 64
 _LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
@@ -27,15 +26,11 @@ class LayerShape:
     num_kv_heads: int
     key_head_dim: int
     value_head_dim: int
-    # Of a compact layer; None: every position is stored.
-    window: int | None = None
+    window: int | None = None  # of a compact layer; None: every position is stored
 
     @classmethod
-    def of(
-        cls, key_states: Tensor, value_states: Tensor, window: int | None = None
-    ) -> "LayerShape":
-        """The shape of a layer's own states [B, H, n, D]."""
-        return cls(key_states.shape[1], key_states.shape[3], value_states.shape[3], window)
+    def of(cls, keys: Tensor, values: Tensor, window: int | None = None) -> "LayerShape":
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], window)
 
     @property
     def of_a_token(self) -> "LayerShape":
@@ -43,13 +38,11 @@ class LayerShape:
         return replace(self, window=None)
 
     def num_slots(self, max_cache_len: int) -> int:
-        """How many positions one layer stores at the same time."""
         if self.window is None:
             return max_cache_len
         return min(max_cache_len, 2 * (self.window + SLACK))
 
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
-        """Bytes of one layer's keys and values at full capacity."""
         per_head = self.key_head_dim * dtypes[0].itemsize + self.value_head_dim * dtypes[1].itemsize
         return batch_size * self.num_slots(max_cache_len) * self.num_kv_heads * per_head
 
@@ -75,8 +68,8 @@ class StorageGroup:
     ```
 
     Attention reads a slice of one layer along S, never a copy. Zero-filled: a
-    kernel that loads free positions and masks them must not read NaN. A compact
-    group has fewer slots (`LayerSlots`).
+    kernel may load free positions and mask them. A compact group has fewer
+    slots (`LayerSlots`).
     """
 
     def __init__(
@@ -84,8 +77,7 @@ class StorageGroup:
     ) -> None:
         self.shape, device, layers = members
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
-        # (rows, positions) of a pickle; None: all.
-        self._pickled: tuple[int, int] | None = None
+        self._pickled: tuple[int, int] | None = None  # (rows, positions); None: all
         slots = self.shape.num_slots(max_cache_len)
         head = (len(layers), batch_size, self.shape.num_kv_heads, slots)
         with torch.inference_mode(False):
@@ -101,10 +93,10 @@ class StorageGroup:
         if torch.compiler.is_compiling():  # a kept slice would be guarded
             keys, values = self.keys[index, :batch_size], self.values[index, :batch_size]
             return keys.narrow(2, first, length), values.narrow(2, first, length)
-        # Made once for all layers of a step: every torch call costs the host several microseconds.
+        # Made once for all layers of a step: a torch call takes microseconds on the host.
         key = (batch_size, first, length)
         if (found := self._recent.get(key)) is None:
-            # A step asks for three: where to write, what full and what sliding layers see.
+            # A step needs three: where to write, what full and what sliding layers see.
             if len(self._recent) >= 4:
                 del self._recent[next(iter(self._recent))]
             with outside_inference_mode():
@@ -115,12 +107,11 @@ class StorageGroup:
     def copy_with_capacity(self, max_cache_len: int, batch_size: int) -> "StorageGroup":
         """The same states in larger storage, or this group if it is large enough."""
         layers, rows, _, length, _ = self.keys.shape
-        larger = max(rows, batch_size)
-        if (rows, length) == (larger, self.shape.num_slots(max_cache_len)):
+        if batch_size <= rows and length == self.shape.num_slots(max_cache_len):
             return self
         members = self.shape, self.keys.device, range(layers)
         dtypes = self.keys.dtype, self.values.dtype
-        (group,) = allocate_groups([members], max_cache_len, larger, dtypes)
+        (group,) = allocate_groups([members], max_cache_len, max(rows, batch_size), dtypes)
         group.keys[:, :rows, :, :length] = self.keys
         group.values[:, :rows, :, :length] = self.values
         return group
@@ -131,16 +122,16 @@ class StorageGroup:
         return group
 
     def shared(self) -> "StorageGroup":
-        """The same memory in tensors of their own, whose users can be counted."""
+        """The same memory in other tensors, whose users can be counted."""
         with torch.inference_mode(False):
             return self._with(keys=self.keys.detach(), values=self.values.detach())
 
     def to_pickle(self, rows: int, length: int) -> "StorageGroup":
-        """The same storage, of which a pickle keeps `rows` and `length`; loaded, it is whole."""
+        """The same storage. Its pickle keeps `rows` and `length`, and loads at full size."""
         return self._with(_pickled=(rows, length))
 
     def __getstate__(self) -> dict[str, Any]:
-        # Views do not survive pickling as views: a loaded cache would write into copies.
+        # A pickle makes copies of the views in `_recent`.
         state = {**self.__dict__, "_recent": {}, "_pickled": None}
         if self._pickled is not None:
             rows, length = self._pickled
@@ -175,7 +166,7 @@ def _slices(storage: Tensor, batch_size: int, first: int, length: int) -> tuple[
 
 
 def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros. On a CPU the system zeroes a large tensor page by page, when it is first touched."""
+    """Zeros. On a CPU the system zeroes a large tensor when a page is first touched."""
     num_bytes = math.prod(size) * dtype.itemsize
     if device.type == "cpu" and not torch.compiler.is_compiling() and num_bytes >= _LARGE:
         with suppress(MemoryError):  # torch has an error of its own
@@ -188,7 +179,7 @@ def _zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 def allocate_groups(
     members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
 ) -> list[StorageGroup]:
-    """One group for each of `members`. Out of memory: the error says what would fit."""
+    """One group for each of `members`. An error for lack of memory says what would fit."""
     try:
         return [StorageGroup(layers, max_cache_len, batch_size, dtypes) for layers in members]
     except RuntimeError as error:
@@ -198,20 +189,19 @@ def allocate_groups(
 
 
 def outside_inference_mode() -> Any:
-    """For tensors that are kept: those made in inference mode cannot be written outside of it."""
+    """For tensors that are kept: one made in inference mode cannot be written outside of it."""
     if torch.is_inference_mode_enabled():
         return torch.inference_mode(False)
     return nullcontext()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host ran out of memory, at once or as the cause of this error."""
+    """Whether this error, or its cause, is a lack of memory on a device or the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # Torch has no exception of its own for the host.
-    if "DefaultCPUAllocator" in str(error):
-        return True
-    return error.__cause__ is not None and is_out_of_memory(error.__cause__)
+    is_of_host = "DefaultCPUAllocator" in str(error)
+    return is_of_host or (error.__cause__ is not None and is_out_of_memory(error.__cause__))
 
 
 def free_bytes(device: torch.device) -> int:
@@ -224,11 +214,8 @@ def _what_fits(
     members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
 ) -> str:
     wanted = Counter[torch.device]()
-    fixed = Counter[torch.device]()  # of compact layers
     for shape, device, layers in members:
-        num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
-        wanted[device] += num_bytes
-        fixed[device] += 0 if shape.window is None else num_bytes
+        wanted[device] += len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
     places = []
     lengths = []
     for device, num_bytes in wanted.items():
@@ -236,14 +223,9 @@ def _what_fits(
         if device.type == "cuda":
             free = free_bytes(device)
             place += f", where {free:,} are free"
-            left = max(0, free - fixed[device])
-            lengths.append(max_cache_len * left // max(1, num_bytes - fixed[device]))
+            lengths.append(max_cache_len * free // num_bytes)
         places.append(place)
-    fits = ""
-    if lengths:
-        fits = f"About max_cache_len={min(lengths)} would fit. "
-        if not min(lengths):
-            fits = "Not one token would fit. "
+    fits = f"About max_cache_len={min(lengths)} would fit. " if lengths else ""
     return (
         f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in "
         f"{dtypes[0]} takes {'; '.join(places)}. {fits}Use a shorter max_cache_len, a smaller "

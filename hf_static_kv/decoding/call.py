@@ -22,7 +22,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_static_kv import compat
-from hf_static_kv.attention import ATTENTION_NAME, OWN_NAMES
 from hf_static_kv.cache.cache import Snapshot, StaticContiguousCache
 from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
@@ -31,7 +30,7 @@ from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import state_tensors
-from hf_static_kv.patching import attention_of, without_cudnn
+from hf_static_kv.patching import ATTENTION_NAME, OWN_NAMES, attention_of, without_cudnn
 from hf_static_kv.program.record import leaves
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 

@@ -26,7 +26,6 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
@@ -44,6 +43,7 @@ from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep, SelectingStep

@@ -8,9 +8,9 @@ import torch
 from transformers.generation import logits_process as processors
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.kernels.sample import Processors
+from hf_static_kv.patching import EXACT_ATTENTION_NAME
 from hf_static_kv.program.step import SelectingStep
 
 

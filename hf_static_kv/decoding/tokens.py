@@ -12,11 +12,11 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
-from hf_static_kv.attention import TRACED_ATTENTION_NAME
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.request import cache_is_full
 from hf_static_kv.decoding.call import Call
+from hf_static_kv.patching import TRACED_ATTENTION_NAME
 
 MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
 

@@ -30,12 +30,16 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from hf_static_kv import compat
-from hf_static_kv.attention import EXACT_ATTENTION_NAME
 from hf_static_kv.cache.identity import first_difference, pass_state, states_of_a_call
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.decoding.call import Call
-from hf_static_kv.patching import IS_VERIFICATION, attention_implementation, without_cudnn
+from hf_static_kv.patching import (
+    EXACT_ATTENTION_NAME,
+    IS_VERIFICATION,
+    attention_implementation,
+    without_cudnn,
+)
 from hf_static_kv.program.record import leaves
 from hf_static_kv.program.step import DecodeStep
 

@@ -22,7 +22,6 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat, patching
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache.identity import random_rates
 from hf_static_kv.cache.ranks import is_part
 from hf_static_kv.exactness.experts import (
@@ -37,8 +36,9 @@ from hf_static_kv.exactness.invariant_operations import (
     is_batch_invariant,
     no_kernel,
 )
+from hf_static_kv.exactness.linears import gated_mlps, single_linears
 from hf_static_kv.exactness.self_check import refuse_other_logits, trial_logits
-from hf_static_kv.program.linears import gated_mlps, single_linears
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.rotary import frequencies_depend_on_length, fused_rotary
 
@@ -78,15 +78,8 @@ def exact(model: Module) -> Iterator[None]:
     with ExitStack() as changes:
         changes.enter_context(patching.attention_implementation(inner, EXACT_ATTENTION_NAME))
         changes.enter_context(patching.experts_implementation(inner, EXACT_EXPERTS_NAME))
-        parts = (
-            fused_norms,
-            fused_rotary,
-            gated_mlps,
-            single_linears,
-            ordinary_balancing_loss,
-            _batch_invariant,
-        )
-        for change in parts:
+        parts = fused_norms, fused_rotary, gated_mlps, single_linears
+        for change in (*parts, ordinary_balancing_loss, _batch_invariant):
             changes.enter_context(change(inner))
         refuse_other_logits(inner, ordinary)
         yield
@@ -94,15 +87,16 @@ def exact(model: Module) -> Iterator[None]:
 
 def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
     if compat.is_fullgraph(wrapper):
-        problem = "this model is compiled with fullgraph=True, which makes that an error"
-        remedy = "pass and call the model that is not compiled"
-        raise ValueError(f"exact does not run compiled code, and {problem}: {remedy}.")
+        raise ValueError(
+            "exact does not run compiled code, and this model is compiled with fullgraph=True, which "
+            "makes that an error: pass and call the model that is not compiled."
+        )
     modules = dict(model.named_modules())
     for name, part in list(modules.items())[1:]:  # dynamo can be disabled for the whole model only
         if compat.inside_compiled(part) is not None or compat.is_compiled_in_place(part):
-            remedy = "load the model without compiling its parts, or compile it as a whole."
             raise ValueError(
-                f"{name} is compiled by torch, and compiled code is not batch-invariant: {remedy}"
+                f"{name} is compiled by torch, and compiled code is not batch-invariant: load the "
+                "model without compiling its parts, or compile it as a whole."
             )
     attention = patching.attention_of(model).values()
     if EXACT_ATTENTION_NAME in attention:
@@ -115,12 +109,14 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         )
     for name, part in modules.items():
         for rate, value in random_rates(part).items():
-            drawn = f"{name} has {rate} = {value}, which draws random numbers in training"
-            raise ValueError(f"{drawn}, and exact draws none: set it to 0, or call model.eval().")
+            raise ValueError(
+                f"{name} has {rate} = {value}, which draws random numbers in training, and exact "
+                "draws none: set it to 0, or call model.eval()."
+            )
     if any(map(is_part, model.parameters())):
-        split = "This model is split over processes (tensor parallelism, FSDP)"
         raise ValueError(
-            f"{split}, and exact has no batch-invariant sum over them. Load it on one device."
+            "This model is split over processes (tensor parallelism, FSDP), and exact has no "
+            "batch-invariant sum over them. Load it on one device."
         )
     if model.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
@@ -135,8 +131,10 @@ def _refuse(wrapper: Module, model: PreTrainedModel) -> None:
         model, "exact has no batch-invariant kernel for its attention."
     )
     if any(hasattr(module, "prepare_dynamic_mask") for module in modules.values()):
-        own_masks = f"The layers of {type(model).__name__} compute attention masks of their own"
-        raise ValueError(f"{own_masks}, for which exact has no batch-invariant kernel.")
+        raise ValueError(
+            f"The layers of {type(model).__name__} compute attention masks of their own, for which "
+            "exact has no batch-invariant kernel."
+        )
 
 
 def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -162,9 +160,7 @@ def _batch_invariant(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def _invariant_checkpointing(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Layers that gradient checkpointing computes again, in a backward pass, have the bits of this
-    pass.
-    """
+    """Layers that gradient checkpointing computes again have the bits of this pass."""
     functions = compat.checkpoint_functions(model) if model.training else {}
     return patching.replaced(
         compat.CHECKPOINT_FUNCTION,
@@ -181,10 +177,9 @@ def _checkpoint(
         if next(passes) == 0:  # inside the mode already
             return layer(*args)
         if EXACT_ATTENTION_NAME not in patching.attention_of(model).values():
-            recomputed = "Gradient checkpointing computes layers again in the backward pass"
             raise RuntimeError(
-                f"{recomputed}, and this pass was made inside exact: call backward() inside "
-                "exact, too."
+                "Gradient checkpointing computes layers again in the backward pass, and this pass "
+                "was made inside exact: call backward() inside exact, too."
             )
         with BatchInvariantMode():  # type: ignore[no-untyped-call]
             return layer(*args)

@@ -1,6 +1,4 @@
-"""Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`, by
-tokens.
-"""
+"""Mixtures of experts inside `exact`: an implementation for transformers' `ExpertsInterface`."""
 
 import sys
 from collections.abc import Callable
@@ -36,12 +34,9 @@ def exact_experts(
         )
     k = top_k_index.shape[1]
     experts = top_k_index.reshape(-1)
-    states = _linear(
-        module,
-        "gate_up_proj" if module.has_gate else "up_proj",
-        _repeated(hidden_states, k),
-        experts,
-    )
+    # Each token k times in succession.
+    states = hidden_states[:, None].expand(-1, k, -1).reshape(len(experts), -1)
+    states = _linear(module, "gate_up_proj" if module.has_gate else "up_proj", states, experts)
     states = compat.apply_gate(module, states) if module.has_gate else module.act_fn(states)
     states = _linear(module, "down_proj", states, experts)
     if getattr(module, "has_post_expert_norm", False):
@@ -53,40 +48,30 @@ def exact_experts(
     return total.to(hidden_states.dtype)
 
 
-def _repeated(states: Tensor, k: int) -> Tensor:
-    """Each token k times in succession."""
-    return states[:, None].expand(-1, k, -1).reshape(-1, states.shape[-1])
-
-
 def _linear(module: Any, name: str, states: Tensor, experts: Tensor) -> Tensor:
     weight = getattr(module, name)
     bias = getattr(module, f"{name}_bias") if module.has_bias else None
 
     def by_expert(function: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Any:
-        return function(
-            states, weight.transpose(1, 2) if module.is_transposed else weight, experts, bias
-        )
+        weight = weight.transpose(1, 2) if module.is_transposed else weight
+        return function(states, weight, experts, bias)
 
-    operation, plain = (
-        partial(by_expert, function) for function in (expert_linear, expert_linear_plain)
-    )
+    operation = partial(by_expert, expert_linear)
+    plain = partial(by_expert, expert_linear_plain)
     return differentiable(operation, plain, states, weight, bias)  # type: ignore[no-any-return]
 
 
 def parameter_adapters(model: Module) -> dict[str, Any]:
-    """PEFT's LoRA adapters of parameters, such as stacked experts, by the names of their modules."""
-    named = model.named_modules()
+    """PEFT's LoRA adapters of parameters, such as stacked experts, by module name."""
     return {
         name: part
-        for name, part in named
+        for name, part in model.named_modules()
         if hasattr(part, "parameter_name") and hasattr(part, "lora_A")
     }
 
 
 def refuse_active(adapters: dict[str, Any]) -> None:
-    """Refuse `parameter_adapters` that are neither merged nor disabled: each pass computes their
-    weights anew.
-    """
+    """Refuse `parameter_adapters` in use: each pass would compute their weights anew."""
     for name, adapter in adapters.items():
         is_in_use = any(active in adapter.lora_A for active in adapter.active_adapters)
         if is_in_use and not adapter.merged and not adapter.disable_adapters:
@@ -99,7 +84,7 @@ def refuse_active(adapters: dict[str, Any]) -> None:
 
 
 def ordinary_balancing_loss(model: Module) -> AbstractContextManager[None]:
-    """The model with its auxiliary loss as it is: a mean over tokens is no token's own."""
+    """Leave the auxiliary loss alone: it is a mean over tokens, and no token's own."""
     modules = {type(module).__module__ for module in model.modules()}
     owners = [module for module in modules if hasattr(sys.modules.get(module), _BALANCING_LOSS)]
     return replaced_function(_BALANCING_LOSS, dict.fromkeys(owners, _balancing_loss))

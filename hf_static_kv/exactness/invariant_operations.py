@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -15,25 +16,22 @@ aten = torch.ops.aten
 _BLOCK = 1 << 14  # elements: torch splits 32,768 and more among threads
 
 # Copies, casts and comparisons: the order of evaluation does not change the result.
-_COPIES_AND_COMPARISONS = {"_local_scalar_dense", "_to_copy", "_unsafe_view", "all", "amax",
-"amin", "any", "argmax",
+_COPIES_AND_COMPARISONS = {
+    "_local_scalar_dense", "_to_copy", "_unsafe_view", "all", "amax", "amin", "any", "argmax",
     "argmin", "cat", "clone", "constant_pad_nd", "contiguous", "copy", "copy_", "detach_",
-    "embedding", "empty_like",
-    "equal", "fill", "fill_", "flip", "full_like", "gather", "index", "index_copy", "index_copy_",
-    "index_select",
-    "lift_fresh", "masked_fill", "masked_fill_", "max", "min", "new_empty", "new_full", "new_ones",
-    "new_zeros",
-    "nonzero", "ones_like", "repeat", "roll", "scatter", "scatter_", "select_scatter",
-    "slice_scatter", "sort",
-    "stack", "tril", "triu", "where", "zero_", "zeros_like"}  # fmt: skip
+    "embedding", "empty_like", "equal", "fill", "fill_", "flip", "full_like", "gather", "index",
+    "index_copy", "index_copy_", "index_select", "lift_fresh", "masked_fill", "masked_fill_",
+    "max", "min", "new_empty", "new_full", "new_ones", "new_zeros", "nonzero", "ones_like",
+    "repeat", "roll", "scatter", "scatter_", "select_scatter", "slice_scatter", "sort", "stack",
+    "tril", "triu", "where", "zero_", "zeros_like",
+}  # fmt: skip
 # Correctly rounded: every implementation gives the same bits.
-_CORRECTLY_ROUNDED = {"abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil",
-"clamp", "clamp_max",
-    "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le", "logical_and",
-    "logical_not",
-    "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne", "neg", "reciprocal", "relu",
-    "round", "rsub", "sign",
-    "sqrt", "sub", "sub_", "trunc"}  # fmt: skip
+_CORRECTLY_ROUNDED = {
+    "abs", "add", "add_", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp",
+    "clamp_max", "clamp_min", "div", "div_", "eq", "floor", "ge", "gt", "isinf", "isnan", "le",
+    "logical_and", "logical_not", "logical_or", "lt", "maximum", "minimum", "mul", "mul_", "ne",
+    "neg", "reciprocal", "relu", "round", "rsub", "sign", "sqrt", "sub", "sub_", "trunc",
+}  # fmt: skip
 
 
 def no_kernel(what: str) -> RuntimeError:
@@ -51,25 +49,19 @@ def is_batch_invariant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -
         return True
     name, is_pointwise = _name_and_tag(func)
     # `alpha` multiplies before the add: whether that product is rounded depends on the kernel.
-    if (
-        is_pointwise
-        and name in _CORRECTLY_ROUNDED
-        and _argument(func, args, kwargs, 2, "alpha", 1) == 1
-    ):
+    is_rounded = is_pointwise and name in _CORRECTLY_ROUNDED
+    if is_rounded and _argument(func, args, kwargs, 2, "alpha", 1) == 1:
         return True
     # With `accumulate`, values at the same index are added in no fixed order.
-    if name in ("index_put", "index_put_") and not _argument(
-        func, args, kwargs, 3, "accumulate", False
-    ):
+    is_put = name in ("index_put", "index_put_")
+    if is_put and not _argument(func, args, kwargs, 3, "accumulate", False):
         return True
-    lists = (
-        value if isinstance(value, list | tuple) else [value] for value in (*args, *kwargs.values())
-    )
+    values = (*args, *kwargs.values())
+    lists = (value if isinstance(value, list | tuple) else [value] for value in values)
     tensors = [value for values in lists for value in values if isinstance(value, Tensor)]
-    is_inexact = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    return not is_inexact or (
-        is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors)
-    )
+    if not any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        return True
+    return is_pointwise and not any(tensor.device.type == "cpu" for tensor in tensors)
 
 
 @cache  # called a thousand times in a pass
@@ -108,25 +100,21 @@ def invariant_operation(func: Any) -> Callable[..., Any] | None:
 
 
 def _is_approximated(func: Any) -> bool:
-    """Whether it is an elementwise function of one tensor that is not correctly rounded, such as
-    exp.
-    """
+    """Whether it is an elementwise function of one tensor that is not correctly rounded (exp)."""
     name, is_pointwise = _name_and_tag(func)
     if not is_pointwise or name in _CORRECTLY_ROUNDED | _COPIES_AND_COMPARISONS:
         return False
     arguments = compat.schema(func).arguments
     # Also Tensor? and Tensor[].
     takes_tensor = ["Tensor" in str(argument.type) for argument in arguments]
-    return (
-        takes_tensor[0]
-        and sum(takes_tensor) == 1
-        and all(argument.alias_info is None for argument in arguments)
-    )
+    is_in_place = any(argument.alias_info is not None for argument in arguments)
+    return takes_tensor[0] and sum(takes_tensor) == 1 and not is_in_place
 
 
 def _in_blocks(func: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """On a CPU scalar code may compute the last elements of a tensor or of a thread: blocks hold
-    whole vectors.
+    """func(x) in blocks of whole vectors.
+
+    On a CPU scalar code may compute the last elements of a tensor or of a thread.
     """
     if x.device.type != "cpu" or not x.is_floating_point():
         return func(x, *args, **kwargs)  # type: ignore[no-any-return]
@@ -172,10 +160,7 @@ def _mean(
 
 
 def _cumsum(x: Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Some models count positions in a float mask.
-
-    Sums of integers have the same bits in any order.
-    """
+    """Some models count positions in a float mask: a sum of integers is exact in any order."""
     result = x.cumsum(dim, dtype=dtype)
     if not result.is_floating_point():
         return result
@@ -194,26 +179,24 @@ def _topk(
 
 
 def _softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
-    if dim % x.ndim != x.ndim - 1:
-        raise no_kernel(f"aten.softmax over dim {dim} of {tuple(x.shape)}, not over the last one")
-    scores = x.float()
-    powers = _in_blocks(aten.exp.default, scores - scores.amax(dim=-1, keepdim=True))
-    return (powers / invariant_sum(powers)[..., None]).to(
-        torch.float32 if half_to_float else x.dtype
-    )
+    _, powers, total = _powers("softmax", x, dim)
+    return (powers / total).to(torch.float32 if half_to_float else x.dtype)
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    scores, _, total = _powers("log_softmax", x, dim)
+    result = scores - _in_blocks(aten.log.default, total)
+    return result.to(torch.float32 if half_to_float else x.dtype)
+
+
+def _powers(name: str, x: Tensor, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores less their maximum, exp of these, and its sum, in float32."""
     if dim % x.ndim != x.ndim - 1:
-        raise no_kernel(
-            f"aten.log_softmax over dim {dim} of {tuple(x.shape)}, not over the last one"
-        )
+        raise no_kernel(f"aten.{name} over dim {dim} of {tuple(x.shape)}, not over the last one")
     scores = x.float()
     scores = scores - scores.amax(dim=-1, keepdim=True)
-    total = invariant_sum(_in_blocks(aten.exp.default, scores))[..., None]
-    return (scores - _in_blocks(aten.log.default, total)).to(
-        torch.float32 if half_to_float else x.dtype
-    )
+    powers = _in_blocks(aten.exp.default, scores)
+    return scores, powers, invariant_sum(powers)[..., None]
 
 
 def _no_random_numbers(*args: Any, **kwargs: Any) -> Tensor:
@@ -248,11 +231,9 @@ def _linears(
 
         return invariant_linears_triton(x, weights, biases, activation)
     flat = x.reshape(-1, x.shape[-1])
-    parts = [
-        invariant_linear(flat, weight, biases[i] if biases else None)
-        for i, weight in enumerate(weights)
-    ]
-    return torch.cat(parts, dim=-1).view(*x.shape[:-1], -1)
+    pairs = zip_longest(weights, biases)
+    y = torch.cat([invariant_linear(flat, *pair) for pair in pairs], dim=-1)
+    return y.view(*x.shape[:-1], -1)
 
 
 def _gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:

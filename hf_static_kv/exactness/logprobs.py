@@ -1,5 +1,4 @@
-"""Log-probabilities of tokens by batch-invariant operations: the same numbers for a generation and
-for its training.
+"""Log-probabilities of tokens by batch-invariant operations, alike in generation and in training.
 
     selected_logprobs(logits, tokens)       of logits that are there
     token_logprobs(model, sequences)        of whole sequences, by one pass of the model
@@ -33,10 +32,8 @@ def selected_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) 
     logits: [..., V]   tokens: [...], int64   result: [...]
     """
     if logits.shape[:-1] != tokens.shape:
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)} do not fit: [..., V] "
-            "and [...]."
-        )
+        shapes = f"logits {tuple(logits.shape)} and tokens {tuple(tokens.shape)}"
+        raise ValueError(f"{shapes} do not fit: [..., V] and [...].")
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}.")
     with BatchInvariantMode():  # type: ignore[no-untyped-call]
@@ -80,14 +77,11 @@ def token_logprobs(
             f"{given} do not fit: [B, T] and 1 to T - 1, with a token before each one that is "
             "asked for."
         )
-    if attention_mask is not None and attention_mask.shape not in (
-        sequences.shape,
-        (len(sequences), prompt_len),
-    ):
-        fitting = (
-            f"{tuple(sequences.shape)}, or that of the prompts, {(len(sequences), prompt_len)}"
-        )
-        raise ValueError(f"attention_mask must be {fitting}, got {tuple(attention_mask.shape)}.")
+    whole = tuple(sequences.shape)
+    of_prompts = (len(sequences), prompt_len)
+    if attention_mask is not None and attention_mask.shape not in (whole, of_prompts):
+        expected = f"{whole}, or that of the prompts, {of_prompts}"
+        raise ValueError(f"attention_mask must be {expected}, got {tuple(attention_mask.shape)}.")
     head = _Head(inner)
     # [B * n, hidden size]
     states = head.inputs(sequences, attention_mask)[:, prompt_len - 1 : -1].flatten(0, 1)
@@ -98,26 +92,21 @@ def token_logprobs(
 
 
 class _Head:
-    """What a model computes after its layers (linear layer, soft cap, scales), by the model's own
-    code.
+    """What a model computes after its layers (linear layer, soft cap, scales), by its own code.
 
-    It runs on a shadow, in which the output of the layers is given: other threads run the model's
-    layers meanwhile.
+    It runs on a shadow with a given output of the layers: other threads run the model meanwhile.
     """
 
     def __init__(self, model: Any) -> None:
         self.model = model
         self.layers: Any = None  # the module of all layers
         self.output: Any = None  # of that module
-        self.weights: dict[
-            str, tuple[Tensor, Any]
-        ] = {}  # of the head, and how often each was written
+        # Of the head, and how often each was written.
+        self.weights: dict[str, tuple[Tensor, Any]] = {}
         self.thread = get_ident()
 
     def inputs(self, sequences: Tensor, mask: Tensor | None) -> Tensor:
-        """The hidden states of all tokens, [B, T, hidden size]; positions count from the first
-        token of a row.
-        """
+        """The hidden states [B, T, hidden size]; positions count from the first token of a row."""
         given: dict[str, Any] = {}
         if mask is not None:
             given["attention_mask"] = mask = F.pad(
@@ -131,11 +120,8 @@ class _Head:
                 hooks.enter_context(layers.register_forward_hook(self._keep))
             self.model(sequences, **given, use_cache=False, logits_to_keep=1)
         if self.layers is None:
-            name = type(self.model).__name__
-            raise ValueError(
-                "token_logprobs takes a model with a head, such as AutoModelForCausalLM, got "
-                f"{name}."
-            )
+            takes = "a model with a head, such as AutoModelForCausalLM"
+            raise ValueError(f"token_logprobs takes {takes}, got {type(self.model).__name__}.")
         name = next(name for name, module in self.model.named_modules() if module is self.layers)
         self.model = shadow_of(self.model)
         self.layers = self.model.get_submodule(name)
@@ -154,19 +140,15 @@ class _Head:
     def _present_weights(self) -> dict[str, Tensor]:
         """The parameters of all modules but the layers, a tied embedding too, by name."""
         layers = set(self.layers.modules())
-        head = (
-            (name, module) for name, module in self.model.named_modules() if module not in layers
-        )
         return {
-            f"{name}.{own}": p
-            for name, module in head
-            for own, p in module.named_parameters(recurse=False)
+            f"{name}.{own}": parameter
+            for name, module in self.model.named_modules()
+            if module not in layers
+            for own, parameter in module.named_parameters(recurse=False)
         }
 
     def logprobs(self, states: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-        """Of tokens [n] after hidden states [n, hidden size]; for gradients the logits are computed
-        again.
-        """
+        """Of tokens [n] after states [n, hidden size]; gradients compute the logits again."""
         if not torch.is_grad_enabled():
             return self._logprobs(states, tokens, temperature)
         arguments = (states, tokens, temperature)
@@ -180,9 +162,7 @@ class _Head:
         return selected_logprobs(logits[0], tokens, temperature)
 
     def _refuse_other_weights(self) -> None:
-        """Raise if the head is not the one of the forward pass: its gradients would be those of
-        other logits.
-        """
+        """Raise if the head was changed: its gradients would be those of other logits."""
         present = self._present_weights()
         for name, (weight, count) in self.weights.items():
             # FSDP has whole weights there during a pass. The parts that it has at other times are

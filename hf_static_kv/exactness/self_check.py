@@ -1,5 +1,4 @@
-"""Whether `exact` computes the model: before its first use a few tokens run in an ordinary pass and
-inside.
+"""Whether `exact` computes the model: a few tokens run in an ordinary pass before its first use.
 
 `exact` knows norms, rotations and MLPs by trial. What a trial does not see (a clamp beyond its
 inputs) shows here.
@@ -17,9 +16,8 @@ from hf_static_kv import compat
 
 _PROMPTS = 3
 _TOKENS = 5
-_COARSE = (
-    0.2  # of the largest logit; clamps that a trial did not see changed logits by 0.4 to 1.2 of it
-)
+# Of the largest logit; clamps that a trial did not see changed logits by 0.4 to 1.2 of it.
+_COARSE = 0.2
 _CHECKED: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 
 
@@ -49,8 +47,7 @@ def trial_logits(model: PreTrainedModel) -> Tensor | None:
 
 
 def refuse_other_logits(model: PreTrainedModel, ordinary: Tensor | None) -> None:
-    """Inside `exact`: raise if rounding does not explain how far its logits are from those of the
-    ordinary pass.
+    """Inside `exact`: raise if rounding does not explain how far its logits are from `ordinary`.
 
     In float32 the bound is sqrt(eps) times the largest logit. In half precision it is a coarse
     share of that, since a float32 copy of the model may not fit. One prompt must agree: by rounding
@@ -78,8 +75,5 @@ def _kind(model: PreTrainedModel) -> tuple[Any, ...]:
 def _rounding(model: PreTrainedModel) -> float:
     """What rounding may change, as a share of the largest logit."""
     is_tf32 = model.device.type == "cuda" and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return (
-        _COARSE
-        if is_tf32 or model.dtype != torch.float32
-        else float(torch.finfo(torch.float32).eps ** 0.5)
-    )
+    is_coarse = is_tf32 or model.dtype != torch.float32
+    return _COARSE if is_coarse else float(torch.finfo(torch.float32).eps ** 0.5)

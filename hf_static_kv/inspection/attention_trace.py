@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 from hf_static_kv import attention, patching
 from hf_static_kv.kernels.decode_attention import decode_attention
 
-_NAME = attention.TRACED_ATTENTION_NAME
+_NAME = patching.TRACED_ATTENTION_NAME
 _TRACE = "_attention_trace"  # the attribute of a traced module: (trace, layer)
 _REMEDY = (
     'Load it with attn_implementation="eager" and call it with output_attentions=True to get its '
@@ -22,15 +22,11 @@ _REMEDY = (
 
 
 class AttentionRow(NamedTuple):
-    """One row of the attention matrix for each sequence: the weights of its newest token in one
-    layer and pass.
-    """
+    """The weights of the newest token of each sequence in one layer and pass."""
 
     layer: int
     positions: Tensor  # [keys]; those of a sliding window do not start at 0
-    weights: (
-        Tensor  # [B, heads, keys], float32; sum to 1 (to less in a model with sinks), 0 for padding
-    )
+    weights: Tensor  # [B, heads, keys], float32; sum to 1 (to less with sinks), 0 for padding
 
 
 class AttentionTrace:
@@ -40,9 +36,8 @@ class AttentionTrace:
         self.layers = tuple(layers)
         self.heads = None if heads is None else list(heads)
         self.rows: list[AttentionRow] = []
-        self.full: list[Tensor] | None = (
-            None  # [B, heads, queries, keys] of each pass, where `full_attention` asks
-        )
+        # [B, heads, queries, keys] of each pass, if `full_attention` asks.
+        self.full: list[Tensor] | None = None
 
     def of_layer(self, layer: int) -> list[AttentionRow]:
         """The rows of one layer, one for each pass."""
@@ -53,14 +48,11 @@ class AttentionTrace:
         return [row for row in self.rows if row.layer == layer]
 
     def matrix(self, layer: int, batch_row: int = 0) -> Tensor:
-        """The rows of one layer by position, [heads, passes, positions]; 0 where a query does not
-        attend.
-        """
+        """The rows of one layer by position, [heads, passes, positions]; 0 where none attends."""
         if not (rows := self.of_layer(layer)):
-            cause = "the model did not run inside the context, or the layer does not call"
             raise ValueError(
-                f"Nothing was recorded for layer {layer}: {cause} transformers' attention "
-                "interface."
+                f"Nothing was recorded for layer {layer}: the model did not run inside the context, "
+                "or the layer does not call transformers' attention interface."
             )
         length = max(int(row.positions[-1]) + 1 for row in rows)
         matrix = torch.zeros(rows[0].weights.shape[1], len(rows), length)
@@ -102,9 +94,7 @@ def trace_attention(
     count = getattr(inner.config.get_text_config(), "num_attention_heads", None)
     if heads is not None and count is not None and any(not 0 <= head < count for head in heads):
         raise ValueError(f"heads are 0 to {count - 1}, got {list(heads)}.")
-    if not {attention.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(
-        patching.attention_of(inner).values()
-    ):
+    if not {patching.EXACT_ATTENTION_NAME, _NAME}.isdisjoint(patching.attention_of(inner).values()):
         raise RuntimeError("The model is traced or exact already: leave that context first.")
     trace = AttentionTrace(chosen, heads)
     traced = {modules[layer]: (trace, layer) for layer in chosen}
@@ -114,8 +104,7 @@ def trace_attention(
 
 @torch.no_grad()
 def full_attention(model: Module, input_ids: Tensor, layer: int) -> Tensor:
-    """The attention weights of one layer for every token of a sequence, [1, heads, n, n], from one
-    pass.
+    """The attention weights of one layer for every token of a sequence: [1, heads, n, n].
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> full_attention(random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]]), layer=0).shape
@@ -144,10 +133,9 @@ def traced_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`static_contiguous_attention` that records the weights of traced layers."""
+    states = query, key, value, attention_mask
     if _TRACE not in module.__dict__:
-        return attention.static_contiguous_attention(
-            module, query, key, value, attention_mask, **kwargs
-        )
+        return attention.static_contiguous_attention(module, *states, **kwargs)
     if kwargs.get("position_bias") is not None:
         kind = type(module).__name__
         raise ValueError(
@@ -158,17 +146,15 @@ def traced_attention(
     step = attention.step_layer(module)
     first = getattr(attention_mask, "first_key", 0)
     is_whole = trace.full is not None  # the decode kernel gives the weights of one query only
-    if step is None and (
-        is_whole or not attention.kernel_serves(query, key, value, attention_mask)
-    ):
-        output, weights = attention.plain_attention(query, key, value, attention_mask, scoring)
+    if step is None and (is_whole or not attention.kernel_serves(*states)):
+        output, weights = attention.plain_attention(*states, scoring)
         trace.record(layer, first, weights[:, :, -1])
         if is_whole:
             trace.full.append(weights)
         return output, weights
     weights = torch.zeros(*query.shape[:2], key.shape[2], device=query.device)
     if step is None:
-        output = attention.one_token_attention(query, key, value, attention_mask, scoring, weights)
+        output = attention.one_token_attention(*states, scoring, weights)
     else:
         output = decode_attention(
             query, key, value, step.spans,
@@ -184,9 +170,8 @@ def traced_attention(
 
 def traced_mask(**kwargs: Any) -> Tensor:
     """The mask for SDPA, with the position of its first key as an attribute."""
-    mask: Any = sdpa_mask(
-        **kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    )
+    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Any = sdpa_mask(**kwargs)
     mask.first_key = int(kwargs.get("kv_offset", 0))
     return mask  # type: ignore[no-any-return]
 
@@ -195,11 +180,9 @@ def _attention_modules(model: PreTrainedModel) -> dict[int, Module]:
     """The decoder's modules that call the attention function, by layer number."""
     found: dict[int, Module] = {}
     for module in model.get_decoder().modules():  # type: ignore[no-untyped-call]  # without vision and audio towers
-        if (
-            isinstance(i := getattr(module, "layer_idx", None), int)
-            and "Attention" in type(module).__name__
-        ):
-            found.setdefault(i, module)  # self-attention comes before cross-attention
+        layer = getattr(module, "layer_idx", None)
+        if isinstance(layer, int) and "Attention" in type(module).__name__:
+            found.setdefault(layer, module)  # self-attention comes before cross-attention
     if not found:
         raise ValueError(
             f"No attention layers were found in {type(model).__name__}: no module has a layer_idx."

@@ -1,6 +1,4 @@
-"""The token of each step of a generation, and the tokens it was chosen from: plain data, ready for
-JSON.
-"""
+"""The token of each step of a generation and those it was chosen from, as plain data for JSON."""
 
 from typing import Any
 
@@ -16,8 +14,7 @@ _REMEDY = (
 
 
 class StepRecorder(LogitsProcessor):
-    """A logits processor that records the scores it is given, after earlier processors, and does
-    not change them.
+    """A logits processor that records the scores after earlier processors and changes nothing.
 
     It holds the record of one call of `generate`: pass what that call returned to `steps`. Another
     prompt starts a new record, and so does any call after `steps`. Before that, a prompt that is
@@ -36,20 +33,17 @@ class StepRecorder(LogitsProcessor):
         self._ids = prompt  # the sequences before the newest step
         self._scores: list[tuple[Tensor, Tensor, Tensor]] = []  # best tokens, log-probs, entropy
         self._chosen: list[Tensor] = []  # log-probs of the chosen tokens
-        self._log_probs: Tensor | None = (
-            None  # [B, V] of the newest step, whose token is not chosen yet
-        )
+        # [B, V] of the newest step, whose token is not chosen yet.
+        self._log_probs: Tensor | None = None
         # Whether every step had the sequences of the last and a token; read deferred.
         self._is_continuous = torch.ones((), dtype=torch.bool, device=prompt.device)
         self._was_read = False
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        (batch_size, length), is_unread = self._ids.shape, bool(self._scores) and not self._was_read
+        batch_size, length = self._ids.shape
+        is_unread = bool(self._scores) and not self._was_read
         # Comparing tokens here would synchronize.
-        if is_unread and input_ids.shape == (
-            batch_size,
-            length + 1,
-        ):
+        if is_unread and input_ids.shape == (batch_size, length + 1):
             self._is_continuous = self._is_continuous & (input_ids[:, :-1] == self._ids).all()
             self._choose(input_ids[:, -1])
         else:
@@ -64,10 +58,8 @@ class StepRecorder(LogitsProcessor):
             self._begin(input_ids)
         log_probs = scores.float().log_softmax(dim=-1)
         top = log_probs.topk(min(self.best, log_probs.shape[-1]), dim=-1)
-        entropy = -torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs).sum(
-            dim=-1
-        )
-        self._scores.append((top.indices, top.values, entropy))
+        terms = torch.where(log_probs == -torch.inf, 0.0, log_probs.exp() * log_probs)
+        self._scores.append((top.indices, top.values, -terms.sum(dim=-1)))
         self._log_probs = log_probs
         self._ids = input_ids.clone()
         return scores
@@ -78,8 +70,7 @@ class StepRecorder(LogitsProcessor):
             self._log_probs = None
 
     def steps(self, sequences: Tensor) -> list[list[dict[str, Any]]]:
-        """The steps of each batch row: token, text, probability, the best tokens with theirs,
-        entropy in nats.
+        """The steps of each batch row: token, text, probability, best tokens, entropy in nats.
 
         All batch rows have the same number of steps: those after the end of a sequence are padding.
         """
@@ -90,10 +81,8 @@ class StepRecorder(LogitsProcessor):
         num_steps = len(self._scores)
         num_new = sequences.shape[1] - self.prompt_len
         if not 0 < num_new <= num_steps:
-            raise ValueError(
-                f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens: "
-                f"{remedy}"
-            )
+            counts = f"{num_steps} steps were recorded and the sequences hold {num_new} new tokens"
+            raise ValueError(f"{counts}: {remedy}")
         if not bool(self._is_continuous) or not torch.equal(sequences[:, : known.shape[1]], known):
             raise ValueError(f"The sequences are not those whose steps were recorded: {remedy}")
         self._was_read = True
@@ -106,15 +95,10 @@ class StepRecorder(LogitsProcessor):
 
     def _step(self, n: int, row: int, token: int) -> dict[str, Any]:
         tokens, log_probs, entropy = (tensor[row] for tensor in self._scores[n])
-        best = [
-            self._entry(*pair)
-            for pair in zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
-        ]
-        return {
-            **self._entry(token, self._chosen[n][row].exp().item()),
-            "best": best,
-            "entropy": entropy.item(),
-        }
+        pairs = zip(tokens.tolist(), log_probs.exp().tolist(), strict=True)
+        best = [self._entry(*pair) for pair in pairs]
+        chosen = self._entry(token, self._chosen[n][row].exp().item())
+        return {**chosen, "best": best, "entropy": entropy.item()}
 
     def _entry(self, token: int, probability: float) -> dict[str, Any]:
         text = None if self.tokenizer is None else str(self.tokenizer.decode([token]))

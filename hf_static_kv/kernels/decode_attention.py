@@ -13,9 +13,8 @@
     decode_attention       up to 16 queries of a batch row, whose spans move forward
     invariant_attention    each query has the bits of a decode step at its position
 
-Spans are read on the device, so one CUDA graph serves every length. The kernel divides [seq_start,
-end) into splits of a fixed size. So a batch row's bits depend neither on the other rows, nor on its
-left padding, nor on the capacity S.
+Spans are read on the device, so one CUDA graph serves every length. Splits of [seq_start, end) have
+a fixed size, so a row's bits depend neither on other rows, nor on left padding, nor on capacity.
 """
 
 import torch
@@ -30,8 +29,7 @@ def decode_attention(
     scale: float, max_span: int | None = None, softcap: float | None = None, sinks: Tensor | None = None,
     weights: Tensor | None = None, spans_ready: bool = False, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
-    """softmax(scale * query keys^T) values over each span; neighbouring query heads share a KV
-    head.
+    """softmax(scale * query keys^T) values over each span. Neighbouring query heads share KV.
 
     seen         [B, S], bool: positions of the span where it is false are left out
     max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
@@ -44,10 +42,8 @@ def decode_attention(
     num_tokens = query.shape[2]
     most = MAX_TOKENS if weights is None else 1
     if not 1 <= num_tokens <= most:
-        raise ValueError(
-            f"decode_attention takes 1 to {most} tokens of a batch row, got {num_tokens}: use SDPA "
-            "for prefill."
-        )
+        takes = f"1 to {most} tokens of a batch row"
+        raise ValueError(f"decode_attention takes {takes}, got {num_tokens}: use SDPA for prefill.")
     _check(query, keys, values, spans)
     if not query.is_cuda:
         return decode_attention_plain(
@@ -138,15 +134,12 @@ def invariant_attention_plain(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor,
     scale: float, softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """One query after the other, with splits padded to one shape: all run the same code. Reads
-    spans on the host.
-    """
+    """One query after the other; splits are padded to one shape, so that all run the same code."""
     output = values.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
     for b, batch_row in enumerate(spans.tolist()):
         for t, span in enumerate(batch_row):
-            output[b, t] = _one_query(
-                query[b, :, t], keys[b], values[b], span, scale, softcap, sinks
-            )
+            states = query[b, :, t], keys[b], values[b]
+            output[b, t] = _one_query(*states, span, scale, softcap, sinks)
     return output
 
 
@@ -164,15 +157,12 @@ def _one_query(
     total = torch.zeros_like(maximum)
     if sinks is not None:
         maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
-    output = torch.zeros(*maximum.shape, value_dim, dtype=dtype, device=query.device)
-    for begin in range(
-        seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE, end, _SPLIT_SIZE
-    ):
+    output = maximum.new_zeros(*maximum.shape, value_dim)
+    first_split = seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE
+    for begin in range(first_split, end, _SPLIT_SIZE):
         positions = slice(max(begin, first), min(begin + _SPLIT_SIZE, end))
         inside = slice(positions.start - begin, positions.stop - begin)
-        scores = torch.full(
-            (*maximum.shape, _SPLIT_SIZE), -torch.inf, dtype=dtype, device=query.device
-        )
+        scores = maximum.new_full((*maximum.shape, _SPLIT_SIZE), -torch.inf)
         k = keys.new_zeros(heads, _SPLIT_SIZE, keys.shape[2])
         v = values.new_zeros(heads, _SPLIT_SIZE, value_dim)
         k[:, inside], v[:, inside] = keys[:, positions], values[:, positions]
@@ -202,12 +192,8 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:
             "[B, H, S, Dv] with Hq a multiple of H."
         )
     if spans.shape != (batch, num_tokens, 3):
-        raise ValueError(
-            f"spans must be {[batch, num_tokens, 3]} of seq_start, first, end, got "
-            f"{list(spans.shape)}."
-        )
-    dtypes = [tensor.dtype for tensor in (query, keys, values)]
-    if len(set(dtypes)) > 1:
-        raise ValueError(
-            f"query, keys and values must have one dtype, got {', '.join(map(str, dtypes))}."
-        )
+        expected = f"{[batch, num_tokens, 3]} of seq_start, first, end"
+        raise ValueError(f"spans must be {expected}, got {list(spans.shape)}.")
+    if not query.dtype == keys.dtype == values.dtype:
+        dtypes = f"{query.dtype}, {keys.dtype}, {values.dtype}"
+        raise ValueError(f"query, keys and values must have one dtype, got {dtypes}.")

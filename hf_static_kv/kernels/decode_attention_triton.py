@@ -91,25 +91,20 @@ def decode_attention_split(
 
 @triton.jit
 def weigh(q, k, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """The scores [M, N] of a split in powers of two, their maxima [M], and the weights relative to
-    these.
-    """
+    """The scores [M, N] of a split in powers of two, their maxima [M], and the weights [M, N]."""
     score = tl.dot(q, k, input_precision="ieee") * scale
     if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
         score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
     score = tl.where(is_seen, score * LOG2_E, -float("inf"))
     maximum = tl.max(score, 1)
-    # Where a split has nothing to attend to, 0 instead of -inf avoids -inf - -inf = nan.
+    # If a split has nothing to attend to, 0 instead of -inf avoids -inf - -inf = nan.
     reference = tl.where(maximum == -float("inf"), 0.0, maximum)
     return score, maximum, tl.exp2(score - reference[:, None])
 
 
 @triton.jit
 def sum_in_order(p, v, SPLIT_SIZE: tl.constexpr):
-    """The sums [M] of the weights p [M, N], rounded as they multiply values.
-
-    `tl.sum` has an order for each layout.
-    """
+    """The sums of p [M, N], rounded as it multiplies values: `tl.sum` has an order per layout."""
     # A column of ones among zeros.
     is_first = tl.arange(0, 16)[None, :] + tl.zeros((SPLIT_SIZE, 1), tl.int32) == 0
     return tl.sum(tl.dot(p.to(v.dtype), is_first.to(v.dtype), input_precision="ieee"), 1)
@@ -117,9 +112,7 @@ def sum_in_order(p, v, SPLIT_SIZE: tl.constexpr):
 
 @triton.jit
 def factors(maximum, split_maximum):
-    """The maximum with one more split, and what multiplies the sums before it and those of the
-    split.
-    """
+    """The maximum with one more split, and the factors of the sums before it and of its own."""
     new_maximum = tl.maximum(maximum, split_maximum)
     reference = tl.where(new_maximum == -float("inf"), 0.0, new_maximum)
     return new_maximum, tl.exp2(maximum - reference), tl.exp2(split_maximum - reference)
@@ -214,9 +207,8 @@ def decode_attention_triton(
     heads = values.shape[1]
     value_dim = values.shape[-1]
     if any(tensor.stride(-1) != 1 for tensor in (query, keys, values, spans)):
-        raise ValueError(
-            "decode_attention needs query, keys, values and spans whose last dim has stride 1."
-        )
+        tensors = "query, keys, values and spans"
+        raise ValueError(f"decode_attention needs {tensors} whose last dim has stride 1.")
     groups = query_heads // heads
     rows = groups * num_tokens  # queries that share a KV head
     pairs = batch * heads  # of a batch row and a KV head

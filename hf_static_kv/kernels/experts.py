@@ -1,9 +1,9 @@
 """Mixtures of experts in a decode step.
 
 route(logits, k, style)                                   the k experts of each token, and their weights
-    p = softmax(logits), its k largest                    where style.softmax_first
+    p = softmax(logits), its k largest                    if style.softmax_first
     p = softmax(the k largest logits)                     otherwise
-    weights = p / sum(p) where style.normalize, else p    the largest first
+    weights = p / sum(p) if style.normalize, else p       the largest first
 
     logits: [T, E]   weights: [T, k]   index: [T, k], int64   computed in float32
 
@@ -14,8 +14,8 @@ experts(x, index, weights, gate_up, down, activation)     the output of these ex
     x, y: [T, H]   gate_up: [E, 2 I, H], gate above up   down: [E, H, I]
 
 Only the chosen experts' weights are read. Values are rounded where transformers' `batched_mm`
-rounds them: both products of an expert, the activation, h, and what is multiplied by the expert's
-weight. Both operations are seen by a TorchFunctionMode as one call.
+rounds: both products of an expert, the activation, h, and what is multiplied by the expert's
+weight. A TorchFunctionMode sees each operation as one call.
 """
 
 from typing import NamedTuple
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
-from hf_static_kv.kernels.linear import ACTIVATIONS, activate
+from hf_static_kv.kernels.linear import activate, check_activation
 
 # of a token and an expert: each reads the expert's weights again, beyond that mostly in vain
 MAX_PAIRS = 128
@@ -66,9 +66,7 @@ def route_plain(logits: Tensor, k: int, style: RouteStyle) -> tuple[Tensor, Tens
 def experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    """The weighted sum of the chosen experts, in the dtype of x; `activation` is one of
-    `ACTIVATIONS`.
-    """
+    """The weighted sum of the chosen experts, in the dtype of x."""
     check_experts(x, index, weights, gate_up, down, activation)
     if is_supported(x, index, gate_up, down):
         from hf_static_kv.kernels.experts_triton import experts_triton
@@ -78,13 +76,10 @@ def experts(
 
 
 def is_supported(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -> bool:
-    """Whether the kernels take these: few pairs of a token and an expert, on a GPU, contiguous
-    weights.
-    """
-    is_known = x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    """Whether the kernels take these: few pairs of a token and an expert, contiguous weights."""
     return (
         x.is_cuda
-        and is_known
+        and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and 0 < index.numel() <= MAX_PAIRS
         and gate_up.is_contiguous()
         and down.is_contiguous()
@@ -94,23 +89,19 @@ def is_supported(x: Tensor, index: Tensor, gate_up: Tensor, down: Tensor) -> boo
 def check_experts(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> None:
-    """Raise ValueError where activation, shapes or dtypes do not fit."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    """Raise ValueError if activation, shapes or dtypes do not fit."""
+    check_activation(activation)
     if x.ndim != 2 or index.ndim != 2 or len(index) != len(x) or weights.shape != index.shape:
-        shapes = (
-            f"x {tuple(x.shape)}, index {tuple(index.shape)} and weights {tuple(weights.shape)}"
-        )
-        raise ValueError(f"{shapes} do not fit: [T, H], [T, k] and [T, k].")
+        chosen = f"index {tuple(index.shape)} and weights {tuple(weights.shape)}"
+        raise ValueError(f"x {tuple(x.shape)}, {chosen} do not fit: [T, H], [T, k] and [T, k].")
     fits = down.ndim == 3 and gate_up.shape == (len(down), 2 * down.shape[2], down.shape[1])
     if not fits or down.shape[1] != x.shape[1]:
         shapes = f"x {tuple(x.shape)}, gate_up {tuple(gate_up.shape)} and down {tuple(down.shape)}"
         raise ValueError(f"{shapes} do not fit: [T, H], [E, 2 I, H] and [E, H, I].")
     if not x.dtype == gate_up.dtype == down.dtype or weights.dtype not in (x.dtype, torch.float32):
+        rule = "x, gate_up and down must have one dtype, and weights that or float32"
         dtypes = f"{x.dtype}, {gate_up.dtype}, {down.dtype} and {weights.dtype}"
-        raise ValueError(
-            f"x, gate_up and down must have one dtype, and weights that or float32, got {dtypes}."
-        )
+        raise ValueError(f"{rule}, got {dtypes}.")
     if index.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"index must be int64 or int32, got {index.dtype}.")
 
@@ -118,7 +109,7 @@ def check_experts(
 def experts_plain(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
-    """As `batched_mm` of transformers: it copies the weights of each pair of a token and an expert."""
+    """As `batched_mm` of transformers: it copies the weights of each pair of token and expert."""
     (tokens, k), chosen = index.shape, index.flatten()
     pairs = x.repeat_interleave(k, dim=0)
     gate, up = torch.bmm(gate_up[chosen], pairs[:, :, None])[:, :, 0].chunk(2, dim=-1)

@@ -112,10 +112,7 @@ def experts_gate_up(
 
 @triton.jit
 def _load_rows(w, n, k, N, K, EVEN: tl.constexpr):
-    """The tile [n, k] of one expert's weight [N, K], with zeros outside of it.
-
-    It has less than 2^31 elements.
-    """
+    """The tile [n, k] of one expert's weight [N, K] (under 2^31 elements), zeros outside of it."""
     mask = n[:, None] < N
     if not EVEN:
         mask &= k[None, :] < K
@@ -131,7 +128,7 @@ def experts_down(
     n = tl.program_id(1)
     j = tl.arange(0, TILE_E)
     at_k = tl.arange(0, TILE_K)[None, :]
-    # Before the wait: experts_gate_up ran since these were written, and it has waited for their kernels.
+    # Before the wait: experts_gate_up has waited for the kernels that wrote these.
     expert = tl.minimum(tl.load(index + t * k + j, mask=j < k, other=0), E - 1).to(tl.int64)
     weight = tl.load(weights + t * k + j, mask=j < k, other=0.0)
     row = down + expert[:, None] * (N * K) + n * K

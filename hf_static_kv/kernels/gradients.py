@@ -17,9 +17,7 @@ from torch.autograd.function import once_differentiable
 def differentiable(
     operation: Callable[..., Any], plain: Callable[..., Any], *inputs: Tensor | None
 ) -> Any:
-    """The tensor, or tuple of tensors, that `operation` returns; differentiable in each of the
-    inputs.
-    """
+    """What `operation` returns, a tensor or a tuple; differentiable in each of the inputs."""
     if not torch.is_grad_enabled():
         return operation(*inputs)
     return _ByPlainTwin.apply(operation, plain, *inputs)  # type: ignore[no-untyped-call]

@@ -1,5 +1,4 @@
-"""Batch-invariant linear layers and sums: the bits of a token depend neither on the number of
-tokens nor on its index.
+"""Batch-invariant linear layers and sums: a token's bits do not depend on the other tokens.
 
     invariant_linear(x, weight, bias)    y = x weight^T + bias
     expert_linear(x, weight, experts)    y[m] = x[m] weight[experts[m]]^T + bias[experts[m]]
@@ -23,9 +22,8 @@ _TILE = 16
 
 def invariant_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
-        raise ValueError(
-            f"x {tuple(x.shape)} and weight {tuple(weight.shape)} do not fit: [M, K] and [N, K]."
-        )
+        shapes = f"x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+        raise ValueError(f"{shapes} do not fit: [M, K] and [N, K].")
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
 
@@ -42,16 +40,10 @@ def invariant_linear_plain(x: Tensor, weight: Tensor, bias: Tensor | None = None
 @torch.library.custom_op("hf_static_kv::expert_linear", mutates_args=())
 def expert_linear(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
     """The linear layer of one expert for each token."""
-    if (
-        x.ndim != 2
-        or weight.ndim != 3
-        or x.shape[1] != weight.shape[2]
-        or experts.shape != x.shape[:1]
-    ):
-        shapes = (
-            f"x {tuple(x.shape)}, weight {tuple(weight.shape)} and experts {tuple(experts.shape)}"
-        )
-        raise ValueError(f"{shapes} do not fit: [M, K], [E, N, K] and [M].")
+    has_dims = x.ndim == 2 and weight.ndim == 3
+    if not has_dims or x.shape[1] != weight.shape[2] or experts.shape != x.shape[:1]:
+        others = f"weight {tuple(weight.shape)} and experts {tuple(experts.shape)}"
+        raise ValueError(f"x {tuple(x.shape)}, {others} do not fit: [M, K], [E, N, K] and [M].")
     if x.is_cuda:
         from hf_static_kv.kernels.invariant_linear_triton import expert_linear_triton
 
@@ -70,8 +62,7 @@ def _by_expert(
     order = experts.argsort()
     counts = experts.bincount(minlength=len(weight)).tolist()
     biases = [None] * len(weight) if bias is None else bias.unbind()
-    # `unbind`: the gradient of `weight[expert]` would be as large as that of all experts, for each
-    # of them.
+    # `unbind`: each gradient of a `weight[expert]` would be as large as that of all experts.
     groups = zip(torch.split(x[order], counts), weight.unbind(), biases, strict=True)
     return torch.cat([linear(*group) for group in groups if len(group[0])])[order.argsort()]
 
@@ -92,11 +83,9 @@ def _is_index_invariant(size: int, dim: int, stride: tuple[int, int], dtype: tor
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
         elements = 1 + (size - 1) * stride[0] + (dim - 1) * stride[1]
-        token = torch.randn(dim, generator=generator)
-        base = torch.randn(elements, generator=generator)
-        y = torch.mm(
-            token.to(dtype).repeat(_TILE, 1), base.to(dtype).as_strided((size, dim), stride).t()
-        )
+        token = torch.randn(dim, generator=generator).to(dtype)
+        base = torch.randn(elements, generator=generator).to(dtype)
+        y = torch.mm(token.repeat(_TILE, 1), base.as_strided((size, dim), stride).t())
     return bool((y == y[:1]).all())
 
 

@@ -148,7 +148,7 @@ def _group(groups, tile):
 
 @triton.jit
 def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
-    """Prefetch the first KiB of each output feature into the L2 cache, by its lines of 128 bytes."""
+    """Prefetch the first KiB of each feature into the L2 cache, by its lines of 128 bytes."""
     n = tl.minimum(n_start + tl.arange(0, TILE_N)[:, None], N - 1).to(tl.int64)
     k = tl.minimum(
         tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1
@@ -191,48 +191,32 @@ def _epilogue(total, up, b, n, N, y, HAS_BIAS: tl.constexpr, ACTIVATION: tl.cons
 def invariant_linears_triton(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
-    """`linears` of weights of any strides, or with an activation `gated_linear` of gate and up of
-    equal strides.
-    """
+    """`linears` of any strides; with an activation `gated_linear` of gate and up of equal ones."""
     # Large tiles are for tensor cores, which float32 does not use.
     has_many_tokens = x.numel() > _MAX_FEW_TOKENS * x.shape[-1] and x.element_size() == 2
-    sizes = output_sizes(weights, activation)
+    sizes = output_sizes(weights, bool(activation))
     stride = weights[0].stride()
     if len(sizes) > 1 and (has_many_tokens or any(weight.stride() != stride for weight in weights)):
-        return torch.cat(
-            [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)],
-            dim=-1,
-        )
-    x, tokens = x.contiguous(), x.numel() // x.shape[-1]
+        parts = [invariant_linears_triton(x, [w], biases[i : i + 1]) for i, w in enumerate(weights)]
+        return torch.cat(parts, dim=-1)
+    x = x.contiguous()
+    tokens = x.numel() // x.shape[-1]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
+    tensors = x, y, weights, biases, None
     if has_many_tokens:
         how = _tiles_of_many(tokens, bool(activation))
-        _launch_many(
-            x, y, weights, biases, None, triton.cdiv(tokens, how[0]), (0, *stride), activation, how
-        )
+        _launch_many(*tensors, triton.cdiv(tokens, how[0]), (0, *stride), activation, how)
     else:
         tile_m = 8 if tokens <= 8 else 16
-        _launch_few(
-            x,
-            y,
-            weights,
-            biases,
-            None,
-            triton.cdiv(tokens, tile_m),
-            (0, *stride),
-            activation,
-            tile_m,
-        )
+        _launch_few(*tensors, triton.cdiv(tokens, tile_m), (0, *stride), activation, tile_m)
     return y
 
 
 def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
     """`expert_linear`: x [M, K], weight [E, N, K] of any strides, experts [M], bias [E, N]."""
-    x, y, biases = (
-        x.contiguous(),
-        x.new_empty(len(x), weight.shape[1]),
-        [] if bias is None else [bias.contiguous()],
-    )
+    x = x.contiguous()
+    y = x.new_empty(len(x), weight.shape[1])
+    biases = [] if bias is None else [bias.contiguous()]
     if len(x) <= _MAX_FEW_TOKENS or x.element_size() == 4:
         token = torch.arange(len(x), device=x.device)
         groups = torch.stack([token, token + 1, experts], dim=-1)  # each token alone
@@ -246,8 +230,7 @@ def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tenso
 
 
 def tiles_of_groups(experts: Tensor, num_experts: int, tile_m: int) -> Tensor:
-    """Begin, end and expert of each tile [n, 3], where tokens are sorted by their `experts`; the
-    last tiles are empty.
+    """Begin, end and expert of each tile [n, 3] of tokens sorted by `experts`; the last are empty.
 
     The number of tiles depends on the shapes alone, so the host does not wait for the device.
     """
@@ -283,7 +266,7 @@ def _launch_few(
     groups: Tensor | None, tiles: int,
     stride: tuple[int, ...], activation: str, tile_m: int,
 ) -> None:  # fmt: skip
-    sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, activation)
+    sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, bool(activation))
     dim = x.shape[-1]
     # Programs next to each other read the same output features.
     launch(
@@ -306,13 +289,12 @@ def _tiles_of_many(tokens: int, is_gated: bool) -> tuple[int, int, int, int]:
 
 
 def _stages(size: int, dim: int, tile_m: int, element_size: int, activation: str) -> int:
-    """Tiles of the weight in flight: the fewer programs, the more; never more than K has, nor than
-    99 KiB hold.
+    """Tiles of the weight in flight: the fewer instances, the more; never more than K has.
 
-    Smaller GPUs have 99 KiB of shared memory. Chosen on an H200 for the dev models (2026-11-15): 2
-    to 12 for each linear layer alone, then eight combinations by whole decode steps of one token
-    and of eight. The 2 of short gated layers: by steps of one token of gemma-3-1b in float16
-    (2026-11-17), 1 % faster than 3.
+    Smaller GPUs have 99 KiB of shared memory, which is enough. Chosen on an H200 for the dev models
+    (2026-11-15): 2 to 12 for each linear layer alone, then eight combinations by whole decode steps
+    of one token and of eight. The 2 of short gated layers: by steps of one token of gemma-3-1b in
+    float16 (2026-11-17), 1 % faster than 3.
     """
     if element_size == 4:
         return 2  # what fits
@@ -335,7 +317,8 @@ def invariant_sum(x, output, D, TILE: tl.constexpr, PDL: tl.constexpr):
 
 def invariant_sum_triton(vectors: Tensor) -> Tensor:
     vectors = vectors.contiguous()
-    (count, dim), tile = vectors.shape, min(4096, triton.next_power_of_2(vectors.shape[1]))
+    count, dim = vectors.shape
+    tile = min(4096, triton.next_power_of_2(dim))
     output = vectors.new_empty(count, dtype=torch.float32)
     launch(invariant_sum, (count,), vectors, output, dim, TILE=tile, num_warps=4)
     return output

@@ -46,9 +46,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Inside the context launches compile their kernels in parallel and do not run them; on exit
-    all are loaded.
-    """
+    """Launches compile their kernels in parallel, without running them; on exit all are loaded."""
     compiler = _CompileAndLoad(torch.cuda.current_device())
     with _mode("compile"), compiler as pool, compat.parallel_compiling(pool):
         yield

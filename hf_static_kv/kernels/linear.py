@@ -8,18 +8,18 @@
 
     x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
 
-With few tokens a linear layer is limited by the reading of its weights. Libraries that are tuned
-for many tokens read a small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to
-MAX_TOKENS run in our kernels. The first two are registered with torch, so that `exact` can replace
-them by their batch-invariant forms.
+With few tokens a linear layer is limited by the reading of its weights. Libraries tuned for many
+tokens read a small weight at a third of the memory bandwidth (H200, 2026-11-15), so up to
+MAX_TOKENS run in our kernels. The first two are registered with torch: `exact` replaces them by
+their batch-invariant forms.
 
-`fused_linears` is one launch for one token. It rounds to the dtype where the operations of a model
-round, except that the output of the norm is not rounded: the sums are scaled by 1 / sqrt(mean(x^2)
-+ eps) at their end, in float32. With transposed weights (GPT-2) the norm is a kernel of its own,
-and a gated layer is computed plainly.
+`fused_linears` is one launch for one token. It rounds where the operations of a model round, except
+after the norm: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32. With
+transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +27,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_static_kv.kernels import norm as norms
-from hf_static_kv.kernels.norm import Norm, norm_plain
+from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
 
 MAX_TOKENS = 16
 MAX_WEIGHTS = 3
-ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu")
+# By name: torch's function with its keywords. The formulas of the kernels are in linear_triton.py.
+ACTIVATIONS: dict[str, partial[Tensor]] = {
+    "silu": partial(F.silu),
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu": partial(F.gelu),
+    "relu": partial(F.relu),
+}
 
 
 class Linear(NamedTuple):
@@ -42,14 +48,11 @@ class Linear(NamedTuple):
     norm: Norm | None = None  # an RMS norm of the input
     activation: str = ""  # one of `ACTIVATIONS`, or none
     is_gated: bool = False  # the weights are gate and up
-    residual: Any = (
-        None  # a tensor, added to the output; in a recorded pass the value that stands for it
-    )
+    residual: Any = None  # a tensor that is added; in a recorded pass the value that stands for it
 
 
 def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
-    """Whether the kernels take these: few tokens on a GPU, one dtype; weights contiguous, or
-    transposed.
+    """Whether the kernels take these: few tokens on a GPU, one dtype, contiguous weights.
 
     Transposed weights only for one token and without a gate.
     """
@@ -58,9 +61,10 @@ def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -
     has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
     if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
         return False
-    if _are_contiguous(weights):
-        return True
-    return tokens == 1 and not is_gated and all(weight.t().is_contiguous() for weight in weights)
+    may_transpose = tokens == 1 and not is_gated
+    return _are_contiguous(weights) or (
+        may_transpose and _are_contiguous([weight.t() for weight in weights])
+    )
 
 
 def _are_contiguous(weights: Sequence[Tensor]) -> bool:
@@ -68,7 +72,7 @@ def _are_contiguous(weights: Sequence[Tensor]) -> bool:
 
 
 def fuses(x: Tensor, layer: Linear) -> bool:
-    """Whether `fused_linears` of these runs in a kernel: one token, and what `is_supported` says."""
+    """Whether `fused_linears` runs in a kernel: for one token that `is_supported`."""
     return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
 
 
@@ -76,11 +80,8 @@ def fuses(x: Tensor, layer: Linear) -> bool:
 def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     """x w^T + b of 1 to MAX_WEIGHTS weights, side by side; one bias for each weight, or none."""
     check_linears(x, weights, biases)
-    return (
-        linears_kernel(x, weights, biases)
-        if is_supported(x, weights)
-        else linears_plain(x, weights, biases)
-    )
+    run = linears_kernel if is_supported(x, weights) else linears_plain
+    return run(x, weights, biases)
 
 
 @linears.register_fake
@@ -89,17 +90,13 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
 
 
 def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
-    """Raise ValueError where shapes or dtypes do not fit."""
+    """Raise ValueError if shapes or dtypes do not fit."""
     if not 1 <= len(weights) <= MAX_WEIGHTS or len(biases) not in (0, len(weights)):
-        raise ValueError(
-            f"linears takes 1 to {MAX_WEIGHTS} weights and as many biases or none, got "
-            f"{len(weights)}."
-        )
+        takes = f"1 to {MAX_WEIGHTS} weights and as many biases or none"
+        raise ValueError(f"linears takes {takes}, got {len(weights)}.")
     if any(weight.shape[1] != x.shape[-1] for weight in weights):
         shapes = [tuple(weight.shape) for weight in weights]
-        raise ValueError(
-            f"x {tuple(x.shape)} and weights {shapes} do not fit: [..., K] and [N, K]."
-        )
+        raise ValueError(f"x {tuple(x.shape)} and weights {shapes} do not fit: [..., K], [N, K].")
     if len(dtypes := sorted({str(tensor.dtype) for tensor in (x, *weights, *biases)})) > 1:
         raise ValueError(f"x, weights and biases must have one dtype, got {' and '.join(dtypes)}.")
 
@@ -107,13 +104,12 @@ def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 def linears_kernel(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
-    """The kernel for one token, or for more the tensor-core kernel, which is also batch-invariant."""
+    """The kernel for one token; for more the tensor-core kernel, which is also batch-invariant."""
     from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
     from hf_static_kv.kernels.linear_triton import linears_triton
 
-    return (linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton)(
-        x, weights, biases, activation
-    )
+    run = linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton
+    return run(x, weights, biases, activation)
 
 
 def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
@@ -124,9 +120,7 @@ def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 
 @torch.library.custom_op("hf_static_kv::gated_linear", mutates_args=())
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(x gate^T) * (x up^T), with one of `ACTIVATIONS`; both products and the activation
-    are rounded.
-    """
+    """activation(x gate^T) * (x up^T); both products and the activation are rounded."""
     check_gated(x, gate, up, activation)
     if is_supported(x, [gate, up], is_gated=True):
         return linears_kernel(x, [gate, up], [], activation)
@@ -143,9 +137,8 @@ def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
 
 
 def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
-    """Raise ValueError where activation, shapes, strides or dtypes do not fit."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}.")
+    """Raise ValueError if activation, shapes, strides or dtypes do not fit."""
+    check_activation(activation)
     if gate.shape != up.shape or gate.shape[1] != x.shape[-1] or gate.stride() != up.stride():
         shapes = f"x {tuple(x.shape)}, gate {tuple(gate.shape)} and up {tuple(up.shape)}"
         raise ValueError(
@@ -156,13 +149,25 @@ def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
 
 def activate(x: Tensor, activation: str) -> Tensor:
     """One of `ACTIVATIONS` in plain PyTorch."""
-    if activation == "relu":
-        return F.relu(x)
-    return (
-        F.silu(x)
-        if activation == "silu"
-        else F.gelu(x, approximate="tanh" if "tanh" in activation else "none")
-    )
+    check_activation(activation)
+    return ACTIVATIONS[activation](x)
+
+
+def check_activation(name: str, or_empty: bool = False) -> None:
+    """Raise ValueError for a name that is not in `ACTIVATIONS`."""
+    if name not in ACTIVATIONS and (name or not or_empty):
+        known = f"{'empty or ' if or_empty else ''}one of {', '.join(ACTIVATIONS)}"
+        raise ValueError(f"activation must be {known}, got {name!r}.")
+
+
+def activation_name(function: Any, keywords: Mapping[str, Any]) -> str:
+    """The name of `function(x, **keywords)` in `ACTIVATIONS`; "" if it is not there."""
+    # What changes the result, and is not torch's default.
+    given = {
+        k: v for k, v in keywords.items() if (k, v) != ("approximate", "none") and k != "inplace"
+    }
+    known = ((name, one.func, one.keywords) for name, one in ACTIVATIONS.items())
+    return next((name for name, *one in known if one == [function, given]), "")
 
 
 def fused_linears(x: Tensor, layer: Linear) -> Tensor:
@@ -179,30 +184,23 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
 
 
 def check_fused(x: Tensor, layer: Linear) -> None:
-    """Raise ValueError where activation, norm, shapes or dtypes do not fit."""
+    """Raise ValueError if activation, norm, shapes or dtypes do not fit."""
     weights, biases, norm, activation, is_gated, residual = layer
-    if activation not in ("", *ACTIVATIONS):
-        raise ValueError(
-            f"activation must be empty or one of {', '.join(ACTIVATIONS)}, got {activation!r}."
-        )
+    check_activation(activation, or_empty=True)
     check_linears(x, weights, biases)
     sizes = [weight.shape[0] for weight in weights]
     if is_gated and (len(sizes) != 2 or sizes[0] != sizes[1]):
-        raise ValueError(
-            "A gated layer takes two weights of one shape, got "
-            f"{[tuple(w.shape) for w in weights]}."
-        )
-    if biases and [tuple(bias.shape) for bias in biases] != [(size,) for size in sizes]:
-        raise ValueError(
-            f"biases {[tuple(bias.shape) for bias in biases]} and weights of {sizes} rows do not "
-            "fit."
-        )
-    if norm is not None and tuple(norm.weight.shape) != x.shape[-1:]:
-        raise ValueError(
-            f"x {tuple(x.shape)} and norm {tuple(norm.weight.shape)} do not fit: [..., K] and [K]."
-        )
-    if norm is not None and norm.style.is_centred:
-        raise ValueError("fused_linears takes an RMS norm without bias: run a LayerNorm before it.")
+        shapes = [tuple(weight.shape) for weight in weights]
+        raise ValueError(f"A gated layer takes two weights of one shape, got {shapes}.")
+    shapes = [tuple(bias.shape) for bias in biases]
+    if biases and shapes != [(size,) for size in sizes]:
+        raise ValueError(f"biases {shapes} and weights of {sizes} rows do not fit.")
+    if norm is not None:
+        check_norm(x, norm, "norm")
+        if norm.style not in STYLES:
+            raise ValueError(
+                "fused_linears takes an RMS norm without bias: run a LayerNorm before it."
+            )
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         got = f"{tuple(residual.shape)} {residual.dtype}"

@@ -1,21 +1,20 @@
-"""Linear layers of one token in Triton: a GEMV, and what is before and after it. Formulas and
-shapes are in linear.py.
+"""Linear layers of one token in Triton: a GEMV, and what is before and after it. See linear.py.
 
 All sums are float32 FMAs, without tensor cores. More tokens are in invariant_linear_triton.py.
 
-`linear_few_tokens`, weights [N, K]: a program computes TILE_N output features. It loads its first tile
-[TILE_N, TILE_K] before it waits for the kernel that writes x, and each further tile before it uses
-the one at hand; where K fits into a tile (IS_WHOLE) it loads all at once. The factor 1 /
+`linear_few_tokens`, weights [N, K]: an instance computes TILE_N output features. It loads its first
+tile [TILE_N, TILE_K] before it waits for the kernel that writes x, and each further tile before it
+uses the one at hand; if K fits into a tile (IS_WHOLE) it loads all at once. The factor 1 /
 sqrt(mean(x^2) + eps) of a norm is one number: the loop sums x^2 beside the products with x times
 the norm's weight, and the sums are scaled at the end. So nothing waits for the mean, and nothing is
 rounded before the end.
 
-`linear_transposed`, weights [K, N] in memory: a program loads one tile [TILE_K, TILE_N], all of it before
-it waits for x, and so computes a part of the sums of TILE_N output features. The program that comes
+`linear_transposed`, weights [K, N] in memory: an instance loads one tile [TILE_K, TILE_N] before it
+waits for x, and so computes a part of the sums of TILE_N output features. The instance that comes
 last for these features adds the parts.
 
 Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is
-loaded, so the program would wait for it before it lets the next kernel start. Not in the loop of
+loaded, so the instance would wait for it before it lets the next kernel start. Not in the loop of
 `linear_few_tokens`: there ptxas would load the next tile only after the products of the one at hand.
 """
 
@@ -28,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
-from hf_static_kv.kernels.norm_triton import TritonNorm
+from hf_static_kv.kernels.norm_triton import TritonNorm, norm_arguments
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
 _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
@@ -113,7 +112,7 @@ def _epilogue(
 
 @triton.jit
 def _rounded(x, dtype: tl.constexpr):
-    """A float32 number as it is when it has been stored in `dtype`."""
+    """A float32 number after it was stored in `dtype`."""
     return x.to(dtype).to(tl.float32)
 
 
@@ -138,15 +137,14 @@ def linear_transposed(
         tile = _load_transposed(w, n, k, N, K, EVEN)
     bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
     pdl_sync(PDL)
-    if HAS_RESIDUAL:
-        residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0)
+    residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
     x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
     result = tl.sum(_unpack(tile, dtype, IS_PAIRED) * x_tile[:, None], 0)
     is_last = True
     if IS_SPLIT:
         size = n0 + n1 + n2
         tl.store(sums + part * size + y_start + n, result, mask=n < N)
-        # the sums of all threads are stored before one thread counts the program
+        # The sums of all threads are stored before one thread counts the instance.
         tl.debug_barrier()
         is_last = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == parts - 1
     if is_last:
@@ -154,18 +152,13 @@ def linear_transposed(
             tl.store(counters + block, 0)  # for the next launch
             result = _add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
         result = _finish_sum(result, 1.0, bias, False, HAS_BIAS)
-        if ACTIVATION != "":
-            result = activate(result.to(dtype).to(tl.float32), ACTIVATION)
-        if HAS_RESIDUAL:
-            result = residual_tile.to(tl.float32) + result.to(dtype).to(tl.float32)
+        result = _epilogue(result, 1.0, residual_tile, dtype, ACTIVATION, False, HAS_RESIDUAL)
         tl.store(y + y_start + n, result.to(dtype), mask=n < N)
 
 
 @triton.jit
 def pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N: tl.constexpr):
-    """The weight of a block of output features: pointer, bias, N; then the block's start in it and
-    its start in y.
-    """
+    """The weight of a block of features: pointer, bias, N, the block's start in it and in y."""
     first = tl.cdiv(n0, TILE_N)
     second = first + tl.cdiv(n1, TILE_N)
     w = w0
@@ -218,11 +211,8 @@ def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
         if dtype == tl.bfloat16:  # the upper half of a float32
             both = tl.join(tile << 16, tile & -65536).to(tl.float32, bitcast=True)
         else:
-            both = (
-                tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16))
-                .to(dtype, bitcast=True)
-                .to(tl.float32)
-            )
+            halves = tl.join(tile.to(tl.int16), (tile >> 16).to(tl.int16))
+            both = halves.to(dtype, bitcast=True).to(tl.float32)
         tile = tl.reshape(both, (tile.shape[0], 2 * tile.shape[1]))
     return tile.to(tl.float32)
 
@@ -240,10 +230,8 @@ def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.con
 @triton.jit
 def _load_parts(sums, part, n, N, size, parts):
     mask = (part[:, None] < parts) & (n[None, :] < N)
-    # Not from L1.
-    return tl.load(
-        sums + part[:, None] * size + n[None, :], mask=mask, other=0.0, cache_modifier=".cg"
-    )
+    at = sums + part[:, None] * size + n[None, :]
+    return tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")  # not from L1
 
 
 @triton.jit
@@ -258,23 +246,25 @@ def _finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
+    """One of `ACTIVATIONS` of linear.py."""
     if ACTIVATION == "silu":
         return x / (1.0 + tl.exp(-x))
-    if ACTIVATION == "relu":
+    elif ACTIVATION == "relu":
         return tl.where(x < 0.0, 0.0, x)  # keeps a NaN
-    if ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-    return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # 0.5 * (1 + tanh(inner)) without overflow
+    elif ACTIVATION == "gelu_tanh":  # 0.5 * x * (1 + tanh(inner)) without overflow
+        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
+        return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
+    else:
+        tl.static_assert(False, "unknown activation")
 
 
 def linears_triton(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
     """`linears`, or with an activation `gated_linear` of the weights gate and up."""
-    return fused_linears_triton(
-        x, weights, biases, activation=activation, is_gated=bool(activation)
-    )
+    return fused_linears_triton(x, weights, biases, None, activation, bool(activation))
 
 
 def fused_linears_triton(
@@ -286,8 +276,7 @@ def fused_linears_triton(
     is_gated: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`fused_linears` of one token. The arguments after x are the fields of `Linear`, in their
-    order.
+    """`fused_linears` of one token. The arguments after x are the fields of `Linear`.
 
     Weights are all contiguous or all transposed.
     """
@@ -297,17 +286,18 @@ def fused_linears_triton(
                 "Transposed weights are multiplied without norm and without gate: run these apart."
             )
         return _transposed_linears(x, weights, biases, activation, residual)
-    x, dim = x.contiguous(), x.shape[-1]
-    sizes = [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
+    x = x.contiguous()
+    dim = x.shape[-1]
+    sizes = output_sizes(weights, is_gated)
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    norm_weight, eps, (offset, _, _), _ = norm or (x, 0.0, (0.0, False, False), None)
+    (norm_weight, _), numbers, _ = norm_arguments(norm, x)
     tile_n, tile_k, warps = _tiles(sum(sizes), dim, is_gated)
     launch(
         linear_few_tokens, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
         norm_weight.contiguous(),
         x if residual is None else residual.contiguous(), *padded(x, weights), *padded(x, biases),
         *padded(0, sizes),
-        dim, float(eps), float(offset), TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
+        dim, *numbers, TILE_N=tile_n, TILE_K=tile_k, EVEN=dim % tile_k == 0,
         IS_WHOLE=dim <= tile_k, IS_PAIRED=dim <= tile_k and _is_paired(weights, [dim]),
         HAS_NORM=norm is not None, HAS_BIAS=bool(biases), ACTIVATION=activation, IS_GATED=is_gated,
         HAS_RESIDUAL=residual is not None, num_warps=warps,
@@ -322,7 +312,9 @@ def _transposed_linears(
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
-    x, dim, sizes = x.contiguous(), x.shape[-1], [weight.shape[0] for weight in weights]
+    x = x.contiguous()
+    dim = x.shape[-1]
+    sizes = [weight.shape[0] for weight in weights]
     y = x.new_empty(*x.shape[:-1], sum(sizes))
     tile_n, tile_k, warps = _transposed_tiles(x.element_size())
     blocks = sum(triton.cdiv(size, tile_n) for size in sizes)
@@ -345,16 +337,16 @@ def _transposed_linears(
 
 
 def _is_paired(weights: Sequence[Tensor], lengths: Sequence[int]) -> bool:
-    """Whether two numbers of these weights make an int32, with rows in memory of these lengths."""
+    """Whether two numbers of these weights make an int32, with rows of these lengths."""
     is_half = all(weight.element_size() == 2 and weight.data_ptr() % 4 == 0 for weight in weights)
     return is_half and all(length % 2 == 0 for length in lengths)
 
 
 class _Pool:
-    """Zeros of one device, of which each captured launch gets its own.
+    """Zeros of one device. Each captured launch gets its own; then they are used again.
 
-    After the last one it begins again. Launches that share counters must not run at the same time,
-    so two graphs may run at once unless a million counters were captured between them.
+    Launches that share counters must not run at the same time, so two graphs may run at once unless
+    a million counters were captured between them.
     """
 
     def __init__(self, zeros: Tensor) -> None:
@@ -374,8 +366,8 @@ _POOLS: dict[torch.device, _Pool] = {}
 def _counters(x: Tensor, number: int) -> Tensor:
     """Zeros on the device of x, which a launch leaves as zeros.
 
-    In a graph they would be zeroed at each replay, which costs a launch. So a captured launch takes
-    them from a pool that was zeroed before, by the first launch outside of a capture.
+    Zeroing them in a graph would cost a launch at each replay. So a captured launch takes them from
+    a pool that the first launch outside of a capture has zeroed.
     """
     is_captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     if is_captured and x.device in _POOLS:
@@ -387,9 +379,9 @@ def _counters(x: Tensor, number: int) -> Tensor:
     return x.new_zeros(number, dtype=torch.int32)
 
 
-def output_sizes(weights: Sequence[Tensor], activation: str) -> list[int]:
+def output_sizes(weights: Sequence[Tensor], is_gated: bool) -> list[int]:
     """The output features of each weight; gate and up have one output together."""
-    return [weight.shape[0] for weight in (weights[:1] if activation else weights)]
+    return [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
 
 
 def padded(absent: Any, given: Sequence[Any]) -> list[Any]:
@@ -401,10 +393,10 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
     """TILE_N, TILE_K and warps: fastest, or nearly, by whole steps of 11 shapes from 1B to 14B
     (H200, 2026-11-17).
 
-    Up to 4096 wide, a program reads whole rows at once. Most wider ones are read in parts; so is a
-    head of a large vocabulary, whose many programs keep enough loads in flight. An H200 runs 4224
-    warps at once: a warp for each long row is best where they are most of these, and larger
-    programs elsewhere.
+    Up to 4096 wide, an instance reads whole rows at once. Most wider ones are read in parts; so is
+    a head of a large vocabulary, whose many instances keep enough loads in flight. An H200 runs
+    4224 warps at once: if long rows are most of these, a warp for each is best, else larger
+    instances.
     """
     whole = max(128, triton.next_power_of_2(dim))
     warps_of_whole = 2 if dim <= 1024 else 4 if dim <= 3072 else 8
@@ -424,10 +416,9 @@ def _tiles(size: int, dim: int, is_gated: bool) -> tuple[int, int, int]:
 
 
 def _transposed_tiles(element_size: int) -> tuple[int, int, int]:
-    """TILE_N, TILE_K and warps of transposed weights: the fastest of nine by steps of GPT-2 XL
-    (H200, 2026-11-17).
+    """TILE_N, TILE_K and warps: the fastest of nine by steps of GPT-2 XL (H200, 2026-11-17).
 
     A row of a tile is one cache line, 128 bytes. Tiles of 32 bytes and all of K need no sum across
-    programs, but a step took 0.57 ms instead of 0.45 (12 layers).
+    instances, but a step took 0.57 ms instead of 0.45 (12 layers).
     """
     return 128 // element_size, 128, 1 if element_size == 2 else 2

@@ -8,9 +8,8 @@
 
     x, other: [..., D]   weight, bias: [D]   computed in float32
 
-RMS norms differ in how they multiply by the weight, which `NormStyle` says. Llama rounds to the
-dtype of x before it multiplies: NormStyle(0, True). Gemma multiplies by 1 + weight before it
-rounds: NormStyle(1, False). LayerNorm rounds once, at the end.
+Llama's RMS norm rounds to the dtype of x before it multiplies by the weight: NormStyle(0, True).
+Gemma's multiplies by 1 + weight before it rounds: NormStyle(1, False). LayerNorm rounds at the end.
 """
 
 from typing import NamedTuple
@@ -31,8 +30,10 @@ class NormStyle(NamedTuple):
     is_centred: bool = False  # LayerNorm: the mean is subtracted first
 
 
-STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))  # of RMS norms
+# Of RMS norms: kernels that contain a norm compute these, and a model is searched for them.
+STYLES = (NormStyle(0.0, True), NormStyle(0.0, False), NormStyle(1.0, False))
 LAYER_NORM = NormStyle(0.0, False, True)
+KNOWN_STYLES = (*STYLES, LAYER_NORM)
 
 
 class Norm(NamedTuple):
@@ -70,10 +71,8 @@ def add_norm(
     if pre_norm is not None:
         check_norm(x, pre_norm)
     if other.shape != x.shape or other.dtype != x.dtype:
-        raise ValueError(
-            f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype} must be "
-            "alike."
-        )
+        both = f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype}"
+        raise ValueError(f"{both} must be alike.")
     if not x.is_cuda:
         total = x + (other if pre_norm is None else norm_plain(other, pre_norm))
         return total, norm_plain(total, norm)
@@ -82,16 +81,16 @@ def add_norm(
     return norm_triton(x, other, norm, pre_norm)
 
 
-def check_norm(x: Tensor, norm: Norm) -> None:
-    """Raise ValueError where the shapes or the style do not fit."""
+def check_norm(x: Tensor, norm: Norm, weight_name: str = "weight") -> None:
+    """Raise ValueError if the shapes or the style do not fit."""
     weight, _, style, bias = norm
-    for name, tensor in (("weight", weight), ("bias", bias)):
+    for name, tensor in ((weight_name, weight), ("bias", bias)):
         if tensor is not None and (tensor.ndim != 1 or tensor.shape != x.shape[-1:]):
-            raise ValueError(
-                f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)} do not fit: [..., D] and [D]."
-            )
-    if style.is_centred and style != LAYER_NORM:
-        raise ValueError(f"A centred norm must be LAYER_NORM, {LAYER_NORM}, got {style}.")
+            shapes = f"x {tuple(x.shape)} and {name} {tuple(tensor.shape)}"
+            raise ValueError(f"{shapes} do not fit: [..., D] and [D].")
+    if style not in KNOWN_STYLES:
+        known = f"LAYER_NORM, {LAYER_NORM}, or one of STYLES, {STYLES}"
+        raise ValueError(f"The style of a norm must be {known}, got {style}.")
     if bias is not None and not style.is_centred:
         raise ValueError(f"Only a LayerNorm has a bias: omit it with {style}.")
 
@@ -102,8 +101,6 @@ def norm_plain(x: Tensor, norm: Norm) -> Tensor:
         return F.layer_norm(x, weight.shape, weight, bias, eps)
     y = x.float()
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
-    return (
-        weight * y.to(x.dtype)
-        if style.cast_first
-        else (y * (style.offset + weight.float())).to(x.dtype)
-    )
+    if style.cast_first:
+        return weight * y.to(x.dtype)
+    return (y * (style.offset + weight.float())).to(x.dtype)

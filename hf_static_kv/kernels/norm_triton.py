@@ -1,4 +1,4 @@
-"""Norms in Triton, one program per vector [D]. Formulas and styles are in norm.py."""
+"""Norms in Triton, one kernel instance per vector [D]. Formulas and styles are in norm.py."""
 
 from contextlib import suppress
 
@@ -33,17 +33,9 @@ def fused_add_norm(
         term = tl.load(other + at, mask=d < D, other=0.0)
         if HAS_PRE_NORM:
             term = _normalize(
-                term,
-                pre_w,
-                pre_b,
-                pre_eps,
-                pre_offset,
-                D,
-                TILE,
-                PRE_CAST_FIRST,
-                PRE_IS_CENTRED,
-                PRE_HAS_BIAS,
-            )
+                term, pre_w, pre_b, pre_eps, pre_offset, D, TILE,
+                PRE_CAST_FIRST, PRE_IS_CENTRED, PRE_HAS_BIAS,
+            )  # fmt: skip
         y = (y.to(tl.float32) + term.to(tl.float32)).to(y.dtype)
         tl.store(total + at, y, mask=d < D)
     y = _normalize(y, w, b, eps, offset, D, TILE, CAST_FIRST, IS_CENTRED, HAS_BIAS)
@@ -76,33 +68,27 @@ def rms_scale(x, eps, D: tl.constexpr):
 @triton.jit
 def rms_multiply(x, scale, w, offset, CAST_FIRST: tl.constexpr):
     y = x.to(tl.float32) * scale
-    y = (
-        y.to(x.dtype).to(tl.float32) * w.to(tl.float32)
-        if CAST_FIRST
-        else y * (offset + w.to(tl.float32))
-    )
+    w = w.to(tl.float32)
+    y = y.to(x.dtype).to(tl.float32) * w if CAST_FIRST else y * (offset + w)
     return y.to(x.dtype)
 
 
 def norm_triton(
     x: Tensor, other: Tensor | None, norm: TritonNorm, pre_norm: TritonNorm | None
 ) -> tuple[Tensor, Tensor]:
-    """x, or its sum with `other` or with the `pre_norm` of it; and the norm of that."""
+    """x, or its sum with `other` or with the `pre_norm` of `other`; and the norm of that."""
     blocks = as_blocks(x)
     dim = x.shape[-1]
-    tile = triton.next_power_of_2(x.shape[-1])
+    tile = triton.next_power_of_2(dim)
     output = x.new_empty(x.shape)
     total = x if other is None else x.new_empty(x.shape)
-    weight, eps, (offset, cast_first, is_centred), bias = norm
-    pre_weight, pre_eps, (pre_offset, pre_cast_first, pre_is_centred), pre_bias = pre_norm or norm
+    tensors, numbers, constants = norm_arguments(norm, x)
+    pre_tensors, pre_numbers, pre_constants = norm_arguments(pre_norm, norm[0])
     launch(
         fused_add_norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
-        weight, weight if bias is None else bias, pre_weight, pre_weight if pre_bias is None else pre_bias,
-        total, output, eps, offset, pre_eps, pre_offset, blocks.shape[1], *blocks.stride()[:2],
-        D=dim, TILE=tile,
-        CAST_FIRST=cast_first, IS_CENTRED=is_centred, HAS_BIAS=bias is not None,
-        PRE_CAST_FIRST=pre_cast_first, PRE_IS_CENTRED=pre_is_centred,
-        PRE_HAS_BIAS=pre_norm is not None and pre_bias is not None,
+        *tensors, *pre_tensors, total, output, *numbers, *pre_numbers,
+        blocks.shape[1], *blocks.stride()[:2], D=dim, TILE=tile, **constants,
+        **{f"PRE_{name}": value for name, value in pre_constants.items()},
         IS_SUM=other is not None, HAS_PRE_NORM=pre_norm is not None, num_warps=num_warps(tile),
         # an FMA would give the norm of a sum other bits than the norm alone
         enable_fp_fusion=False,
@@ -110,17 +96,28 @@ def norm_triton(
     return total, output
 
 
+def norm_arguments(
+    norm: TritonNorm | None, absent: Tensor
+) -> tuple[tuple[Tensor, Tensor], tuple[float, float], dict[str, bool]]:
+    """What a kernel takes of a norm: weight and bias, eps and offset, and its constants.
+
+    `absent` stands in for a weight that is not there.
+    """
+    weight, eps, style, bias = norm or (absent, 0.0, (0.0, False, False), None)
+    offset, cast_first, is_centred = style
+    constants = {"CAST_FIRST": cast_first, "IS_CENTRED": is_centred, "HAS_BIAS": bias is not None}
+    return (weight, weight if bias is None else bias), (float(eps), float(offset)), constants
+
+
 def num_warps(tile: int) -> int:
-    """Of a program that sums `tile` elements: the order of the sum depends on it."""
+    """The warps of an instance that sums `tile` elements: the order of the sum depends on it."""
     return min(16, max(1, tile // 256))
 
 
 def as_blocks(x: Tensor) -> Tensor:
-    """`x` as [blocks, vectors, D] without a copy where strides allow: the heads of a query in a
-    joint projection.
+    """`x` as [blocks, vectors, D], without a copy for the heads of a query in a joint projection.
 
-    Only where the vectors are aligned as in a contiguous tensor: the order of the sum depends on
-    the alignment.
+    Vectors must be aligned as in a contiguous tensor: the order of the sum depends on the alignment.
     """
     is_aligned = all(n % 16 == 0 for n in (x.data_ptr(), x.shape[-1], *x.stride()[:-1]))
     if not x.is_contiguous() and x.ndim > 2 and x.stride(-1) == 1 and is_aligned:

@@ -35,12 +35,12 @@ def place_tokens(
 ) -> None:  # fmt: skip
     """Write `slots`, `spans` and, unless they are None, `position_ids` in place."""
     inputs = lengths, seq_start, counts, offset, windows, chunks
-    outputs = slots, spans, shift, position_ids
+    tensors = *inputs, slots, spans, shift, position_ids
     if lengths.is_cuda:
         from hf_static_kv.kernels.positions_triton import place_tokens_triton
 
-        return place_tokens_triton(*inputs, *outputs, advances)
-    return place_tokens_plain(*inputs, *outputs, advances=advances)
+        return place_tokens_triton(*tensors, advances)
+    return place_tokens_plain(*tensors, advances=advances)
 
 
 def place_tokens_plain(
@@ -76,14 +76,11 @@ def write_tokens(
     for storage, states in ((keys, key_states), (values, value_states)):
         expected = [*storage.shape[:2], slots.shape[1], storage.shape[3]]
         if list(states.shape) != expected:
-            raise ValueError(
-                f"The states must be {expected}, as storage and slots, got {list(states.shape)}."
-            )
+            as_storage = f"{expected}, as storage and slots"
+            raise ValueError(f"The states must be {as_storage}, got {list(states.shape)}.")
         if states.dtype != storage.dtype:
-            raise ValueError(
-                f"The storage is {storage.dtype} and the states are {states.dtype}: they must be "
-                "alike."
-            )
+            both = f"The storage is {storage.dtype} and the states are {states.dtype}"
+            raise ValueError(f"{both}: they must be alike.")
     if keys.is_cuda:
         from hf_static_kv.kernels.positions_triton import write_tokens_triton
 

@@ -1,10 +1,9 @@
-"""Attention of a prompt in Triton, with the bits of decode steps at its positions. Formula in
-decode_attention.py.
+"""Attention of a prompt in Triton, with the bits of decode steps. Formula in decode_attention.py.
 
-A program has some queries of one KV head, as many as fit into its tile. It goes through the splits
-of their spans from left to right and merges each as decode_attention_triton.py does in order; a
-split that a query does not see changes nothing of it. Tensor cores give the same bits in tiles of
-16 and more queries: measured, and tested on the GPU at hand.
+An instance has some queries of one KV head, as many as fit into its tile. It goes through the
+splits of their spans from left to right and merges each as decode_attention_triton.py does in
+order; a split that a query does not see changes nothing of it. Tensor cores give the same bits in
+tiles of 16 and more queries: measured, and tested on the GPU at hand.
 """
 
 import triton
@@ -80,11 +79,12 @@ def prompt_attention_triton(
         states if states.stride(-1) == 1 else states.contiguous()
         for states in (query, keys, values)
     )
-    (batch, query_heads, length, dim), (_, heads, _, value_dim) = query.shape, values.shape
-    groups, (tile_d, tile_dv, split_size) = query_heads // heads, tiles(dim, value_dim)
-    rows, num_warps, stages = (
-        (16, 4, 1) if query.element_size() == 4 else (64, 4 if tile_d <= 128 else 8, 2)
-    )
+    batch, query_heads, length, dim = query.shape
+    _, heads, _, value_dim = values.shape
+    groups = query_heads // heads
+    tile_d, tile_dv, split_size = tiles(dim, value_dim)
+    half = 64, 4 if tile_d <= 128 else 8, 2
+    rows, num_warps, stages = half if query.element_size() == 2 else (16, 4, 1)
     tile_m = max(rows, triton.next_power_of_2(groups))
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)

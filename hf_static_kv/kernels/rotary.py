@@ -1,5 +1,4 @@
-"""Rotary position embedding of queries and keys, and all that a new token's heads need before
-attention.
+"""Rotary position embedding, and all that a new token's heads need before attention.
 
 rotary              of queries and keys
     y = x * cos + rotate_half(x) * sin
@@ -11,8 +10,7 @@ rotate_and_write    with optional RMS norms over the head dim, and the write to 
     query, key = rotary(query_norm(query), key_norm(key), cos, sin)
     keys[b, :, slots[b, t]] = key[b, :, t]      values[b, :, slots[b, t]] = value[b, :, t]
 
-    value: [B, H, q, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]
-    slots: [B, q], int64, read on the device
+    value: [B, H, q, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]   slots: [B, q], int64
 """
 
 import torch
@@ -20,7 +18,7 @@ from torch import Tensor
 from torch.overrides import wrap_torch_function
 
 from hf_static_kv.kernels.gradients import differentiable
-from hf_static_kv.kernels.norm import Norm, check_norm, norm
+from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm
 from hf_static_kv.kernels.positions import write_tokens
 
 
@@ -66,29 +64,17 @@ def rotate_and_write(
     angles_ready  they were written at least two kernels ago: read them before the wait of PDL
 
     On a GPU it is one kernel, with the bits of one kernel for each part: `norm`, `rotary` and
-    `write_tokens`. Norms of different styles, or a norm of only one of query and key, run as these
-    separate kernels. A slot beyond the capacity S is not written.
+    `write_tokens`. These run if the norms have different styles, or only one of query and key has a
+    norm. A slot beyond the capacity S is not written.
     """
-    _check(query, key, value, cos, sin, keys, values, slots, query_norm, key_norm)
-    if query.is_cuda and _style(query_norm) == _style(key_norm):
+    arguments = query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
+    _check(*arguments)
+    styles = [None if one is None else one.style for one in (query_norm, key_norm)]
+    if query.is_cuda and styles[0] == styles[1]:
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
 
-        return rotate_and_write_triton(
-            query,
-            key,
-            value,
-            cos,
-            sin,
-            keys,
-            values,
-            slots,
-            query_norm,
-            key_norm,
-            angles_ready,
-        )
-    return rotate_and_write_plain(
-        query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
-    )
+        return rotate_and_write_triton(*arguments, angles_ready)
+    return rotate_and_write_plain(*arguments)
 
 
 def rotate_and_write_plain(
@@ -105,10 +91,6 @@ def rotate_and_write_plain(
         query, key = rotary(query, key, cos, sin)
     write_tokens(keys, values, key, value, slots)
     return query.contiguous()
-
-
-def _style(norm: Norm | None) -> object:
-    return None if norm is None else norm.style
 
 
 def _check(
@@ -138,10 +120,8 @@ def _check(
     for_rows = ((batch, num_tokens, dim), (1, num_tokens, dim))
     if len(angles) == 1 or any(x.shape not in for_rows for x in angles):
         given = " and ".join("None" if x is None else str(list(x.shape)) for x in (cos, sin))
-        raise ValueError(
-            f"cos and sin must be [{batch}, {num_tokens}, {dim}] or [1, {num_tokens}, {dim}], or "
-            f"both None, got {given}."
-        )
+        expected = f"[{batch}, {num_tokens}, {dim}] or [1, {num_tokens}, {dim}], or both None"
+        raise ValueError(f"cos and sin must be {expected}, got {given}.")
     if angles and dim % 2:
         raise ValueError(f"Rotary embedding needs an even head dim, got {dim}.")
     dtypes = [tensor.dtype for tensor in (query, key, value, keys, values, *angles)]
@@ -154,7 +134,7 @@ def _check(
     for x, its_norm in ((query, query_norm), (key, key_norm)):
         if its_norm is not None:
             check_norm(x, its_norm)
-            if its_norm.style.is_centred:
+            if its_norm.style not in STYLES:
                 raise ValueError(
                     "rotate_and_write takes RMS norms, got a LayerNorm: compute it before."
                 )

@@ -1,7 +1,7 @@
-"""Rotary position embedding in Triton, one program per token and head. Formulas and shapes are in
-rotary.py.
+"""Rotary position embedding in Triton, one kernel instance per token and head. Formulas and shapes
+are in rotary.py.
 
-In `rope_and_cache_write` the program of a KV head writes key and value.
+In `rope_and_cache_write` the instance of a KV head writes key and value.
 """
 
 import triton
@@ -12,6 +12,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.norm_triton import (
     TritonNorm,
     as_blocks,
+    norm_arguments,
     num_warps,
     rms_multiply,
     rms_scale,
@@ -88,8 +89,7 @@ def rope_and_cache_write(
     t = token % Q
     d = tl.arange(0, TILE)
     dv = tl.arange(0, TILE_V)
-    # Read before the wait: `place_tokens` runs at the beginning of a pass, at least two kernels
-    # ago. Used late.
+    # Read before the wait: `place_tokens` ran at least two kernels ago.
     slot = tl.load(slots + token).to(tl.int64)
     is_key = h >= HQ
     x = query + b * query_b + t * query_t + h * query_h
@@ -130,9 +130,7 @@ def rope_and_cache_write(
 
 @triton.jit
 def _load_and_swapped(x, d, D: tl.constexpr):
-    """A vector, and the same with its halves swapped: two loads at once instead of an exchange
-    between threads.
-    """
+    """A vector, and the same with its halves swapped: two loads, no exchange between threads."""
     swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
     return tl.load(x + d, mask=d < D, other=0.0), tl.load(x + swapped, mask=d < D, other=0.0)
 
@@ -151,9 +149,8 @@ def rotate_and_write_triton(
     output = query.new_empty(query.shape)
     states = [_as_the_norm_reads(x) for x in (query, key, value)]  # [B, q, H, D]
     strides = [stride for x in states for stride in x.stride()[:3]]
-    no_norm = (query, 0.0, (0.0, False, False), None)
-    query_weight, query_eps, (offset, cast_first, _), _ = query_norm or no_norm
-    key_weight, key_eps, _, _ = key_norm or no_norm
+    (query_weight, _), (query_eps, offset), constants = norm_arguments(query_norm, query)
+    (key_weight, _), (key_eps, _), _ = norm_arguments(key_norm, query)
     angles = [query[:, 0] if x is None else x for x in (cos, sin)]
     angles = [x if x.stride(-1) == 1 else x.contiguous() for x in angles]
     for x in angles:
@@ -166,7 +163,7 @@ def rotate_and_write_triton(
         *keys.stride()[:3], *values.stride()[:3], keys.shape[2], num_tokens,
         HQ=query_heads, H=heads, D=dim, DV=value_dim,
         TILE=tile, TILE_V=triton.next_power_of_2(value_dim), HAS_NORM=query_norm is not None,
-        CAST_FIRST=cast_first, HAS_ANGLES=cos is not None, ANGLES_READY=angles_ready,
+        CAST_FIRST=constants["CAST_FIRST"], HAS_ANGLES=cos is not None, ANGLES_READY=angles_ready,
         num_warps=num_warps(tile),
         enable_fp_fusion=False,  # as in the kernels of the parts
     )  # fmt: skip

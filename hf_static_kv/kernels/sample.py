@@ -1,5 +1,5 @@
-"""Sampling of the next token in a captured step, as `generate` samples it. Each line is there if
-`Processors` says so.
+"""Sampling of the next token in a captured step, as `generate` samples it. `Processors` says which
+lines run.
 
     repetition    score = score * penalty where score < 0, else score / penalty      of tokens in the sequence
     min_length    score = -inf      of end tokens while the sequence is shorter than that
@@ -69,16 +69,12 @@ def select_sampled(logits: Tensor, positions: Tensor, state: SampleState) -> Non
     _check(logits, state)
     # First, so that no kernel of torch, which has no PDL, stands between ours.
     noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(1)
-    if (
-        logits.is_cuda
-        and len(logits) <= _MAX_BATCH_SIZE
-        and logits.shape[1] <= _MAX_KERNEL_VOCABULARY
-    ):
+    batch_size, vocabulary = logits.shape
+    is_small = batch_size <= _MAX_BATCH_SIZE and vocabulary <= _MAX_KERNEL_VOCABULARY
+    if logits.is_cuda and is_small:
         from hf_static_kv.kernels.sample_triton import select_sampled_triton
 
-        return select_sampled_triton(
-            logits, noise, positions, state.selection, state.kinds, *state[2:]
-        )
+        return select_sampled_triton(logits, noise, positions, *state)
     return select_sampled_plain(logits, noise, positions, state)
 
 
@@ -96,12 +92,10 @@ def process_plain(logits: Tensor, positions: Tensor, state: SampleState) -> Tens
     if kinds.repetition:
         scores = _penalize(scores, positions, state.selection.sequences, state.repetition_penalty)
     if kinds.min_length:
-        is_eos = torch.isin(
-            torch.arange(scores.shape[-1], device=scores.device), state.selection.eos
-        )
-        scores = scores.masked_fill(
-            is_eos & (positions[:, None] + 1 < state.min_length), -torch.inf
-        )
+        tokens = torch.arange(scores.shape[-1], device=scores.device)
+        is_short = positions[:, None] + 1 < state.min_length
+        is_refused = torch.isin(tokens, state.selection.eos) & is_short
+        scores = scores.masked_fill(is_refused, -torch.inf)
     if kinds.temperature:
         scores = _divide(scores, state.temperature)
     if kinds.top_k:
@@ -132,19 +126,15 @@ def _penalize(scores: Tensor, positions: Tensor, sequences: Tensor, penalty: Ten
 
 
 def _divide(x: Tensor, number: Tensor) -> Tensor:
-    """As torch divides by a number of Python: on a GPU it multiplies by the reciprocal, rounded
-    from float64.
-    """
+    """As torch divides by a Python number: on a GPU by the reciprocal, rounded from float64."""
     return x * number.reciprocal().float() if x.is_cuda else x / number.float()
 
 
 def _check(logits: Tensor, state: SampleState) -> None:
     sequences = state.selection.sequences
     if logits.ndim != 2 or len(logits) != len(sequences):
-        raise ValueError(
-            f"logits {tuple(logits.shape)} and sequences {tuple(sequences.shape)} do not fit: [B, "
-            "V], [B, S]."
-        )
+        shapes = f"logits {tuple(logits.shape)} and sequences {tuple(sequences.shape)}"
+        raise ValueError(f"{shapes} do not fit: [B, V], [B, S].")
     if not 0 < logits.shape[1] <= _MAX_VOCABULARY:
         raise ValueError(
             f"Sampling takes 1 to {_MAX_VOCABULARY} tokens, got logits of {logits.shape[1]}."
@@ -153,6 +143,5 @@ def _check(logits: Tensor, state: SampleState) -> None:
         number = getattr(state, name)
         dtype = torch.int64 if name in ("top_k", "min_length") else torch.float64
         if number.shape != (1,) or number.dtype != dtype:
-            raise ValueError(
-                f"{name} must be (1,) {dtype}, got {tuple(number.shape)} {number.dtype}."
-            )
+            given = f"{tuple(number.shape)} {number.dtype}"
+            raise ValueError(f"{name} must be (1,) {dtype}, got {given}.")

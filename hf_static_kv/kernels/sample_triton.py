@@ -2,15 +2,15 @@
 
 top_k and top_p each ask for a threshold: the largest t for which the scores >= t reach a target, in
 number (k) or in mass (p of the whole mass). A sort of the vocabulary would take longer than all the
-rest. Instead a score becomes an int32 key of the same order, and 8 passes find 4 bits of t each: a
-pass measures what reaches each of 16 candidates, chunk by chunk of the vocabulary, and the next
-kernel sums up the chunks and goes on from the largest candidate that reaches the target. Sums run
-in a fixed order, so the tokens are the same in every run. Rounding keeps order, so a larger
-candidate never measures more. The last pass of top_p counts the scores that equal each candidate as
-well: of those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
+rest. Instead a score becomes an int32 key of the same order, and 8 passes find 4 bits of t each. A
+pass measures what reaches each of 16 candidates, chunk by chunk of the vocabulary. The next kernel
+sums up the chunks and goes on from the largest candidate that reaches the target. Sums run in a
+fixed order, so the tokens are the same in every run. Rounding keeps order, so a larger candidate
+never measures more. The last pass of top_p also counts the scores that equal each candidate: of
+those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
 
-    scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]   N chunks
-    counts: [B, 16, N]
+    scores: [B, V] float32   maxima: [B, N]   partials: [passes, B, 16, N]   lows: [passes + 1, B]
+    counts: [B, 16, N]   N chunks
     lows[i]: the largest candidate of pass i - 1; lows[8] and lows[16] are thresholds: the next
     search starts anew
 """
@@ -40,7 +40,7 @@ def sample_penalize(
     scores, logits, sequences, positions, penalty, logits_b, sequences_b, positions_b, S, V,
     TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A token that is there twice is written twice, with one value: it is computed from the logits."""
+    """A token that is there twice is written twice, with one value: it comes from the logits."""
     b = tl.program_id(0).to(tl.int64)
     position = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (position < S) & (position <= tl.load(positions + b * positions_b))
@@ -104,9 +104,7 @@ def _key(score):
 
 @triton.jit
 def _low(partials, lows, k, p, b, i, B, V, MEASURE: tl.constexpr, NUM_CHUNKS: tl.constexpr):
-    """lows[i] from pass i - 1, which measured `MEASURE`; which candidate it is, and its measure
-    less the target.
-    """
+    """lows[i] from pass i - 1, which measured `MEASURE`; its index, its measure less the target."""
     candidate = tl.arange(0, _CANDIDATES)
     chunk = tl.arange(0, NUM_CHUNKS)
     number = (i - 1) % _PASSES  # of that pass in its search
@@ -160,8 +158,7 @@ def _count(key, mask, low):
 
 @triton.jit
 def _within_mass(key, low, surplus, counts, maximum, NUM_CHUNKS: tl.constexpr):
-    """Which keys top_p keeps: those above `low`, and of those that equal it the last ones of the
-    row.
+    """Which keys top_p keeps: those above `low`, and the last ones of the row that equal it.
 
     surplus: by how much the mass of the keys >= low exceeds the target
     counts: how many keys of a chunk equal low
@@ -266,36 +263,28 @@ def select_sampled_triton(
             f"Sampling needs logits whose last dim has stride 1, got strides {logits.stride()}."
         )
     batch, vocabulary = logits.shape
-    searches = [
-        measure for measure, asked in (("number", kinds.top_k), ("mass", kinds.top_p)) if asked
-    ]
-    passes = [measure for measure in searches for _ in range(_PASSES.value)]
+    passes = ["number"] * _PASSES.value * kinds.top_k + ["mass"] * _PASSES.value * kinds.top_p
     scores, partials, maxima, quotients, tokens, lows, counts = _buffers(logits, len(passes))
     # So that a thread loads 16 bytes of bfloat16 at once.
     chunk = 8 * triton.cdiv(vocabulary, 8 * _NUM_CHUNKS)
     tile = triton.next_power_of_2(chunk)
     # 8 scores a thread.
-    tiles = {
-        "CHUNK": chunk,
-        "TILE": tile,
-        "num_warps": min(max(tile // 256, 1), 16),
-    }
+    tiles = {"CHUNK": chunk, "TILE": tile, "num_warps": min(max(tile // 256, 1), 16)}
     grid = (batch, _NUM_CHUNKS)
     ends = {"NUM_EOS": selection.eos.shape[1], **tiles}
     numbers = positions, min_length, selection.eos, temperature
-    if kinds.repetition:  # on a copy in float32
+
+    def scale(logits: Tensor, min_length: bool, temperature: bool) -> None:
         launch(
             sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0),
-            positions.stride(0), vocabulary,
-            MIN_LENGTH=False, TEMPERATURE=False, **ends,
+            positions.stride(0), vocabulary, MIN_LENGTH=min_length, TEMPERATURE=temperature, **ends,
         )  # fmt: skip
+
+    if kinds.repetition:  # on a copy in float32
+        scale(logits, False, False)
         penalize_triton(scores, logits, selection.sequences, positions, penalty)
         logits = scores
-    launch(
-        sample_scale, grid, logits, scores, maxima, *numbers, logits.stride(0),
-        positions.stride(0), vocabulary,
-        MIN_LENGTH=kinds.min_length, TEMPERATURE=kinds.temperature, **ends,
-    )  # fmt: skip
+    scale(logits, kinds.min_length, kinds.temperature)
     chunks = {"TOP_K": kinds.top_k, "NUM_CHUNKS": _NUM_CHUNKS, **tiles}
     before = "nothing"
     for i, measure in enumerate(passes):
@@ -315,21 +304,20 @@ def select_sampled_triton(
 def _buffers(logits: Tensor, passes: int) -> tuple[Tensor, ...]:
     """scores, partials, maxima, quotients, tokens, lows, counts."""
     batch = len(logits)
-    chunks = (len(logits), _NUM_CHUNKS)
+    chunks = (batch, _NUM_CHUNKS)
     candidates = (batch, _CANDIDATES.value, _NUM_CHUNKS)
-    shapes = logits.shape, (passes, *candidates), chunks, chunks
-    floats = [logits.new_empty(shape, dtype=torch.float32) for shape in shapes]
-    integers = [
-        logits.new_empty(shape, dtype=torch.int32)
-        for shape in (chunks, (passes + 1, batch), candidates)
-    ]
-    return *floats, *integers
+    floats = logits.shape, (passes, *candidates), chunks, chunks
+    integers = chunks, (passes + 1, batch), candidates
+    return (
+        *(logits.new_empty(shape, dtype=torch.float32) for shape in floats),
+        *(logits.new_empty(shape, dtype=torch.int32) for shape in integers),
+    )
 
 
 def penalize_triton(
     scores: Tensor, logits: Tensor, sequences: Tensor, positions: Tensor, penalty: Tensor
 ) -> None:
-    """Write the penalized logits of the tokens of a sequence, up to `positions` [B], to `scores`."""
+    """Write the penalized logits of the tokens of a sequence, up to `positions` [B]."""
     (batch, vocabulary), length = logits.shape, sequences.shape[1]
     launch(
         sample_penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,

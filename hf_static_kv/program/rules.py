@@ -18,13 +18,14 @@ from hf_static_kv.kernels.linear import (
     MAX_TOKENS,
     MAX_WEIGHTS,
     Linear,
+    activation_name,
     fused_linears,
     gated_linear,
     linears,
 )
-from hf_static_kv.kernels.norm import LAYER_NORM, Norm, add_norm, norm
+from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
-from hf_static_kv.program.linears import activated
+from hf_static_kv.program.activations import activated
 from hf_static_kv.program.record import Operation, Program, Value
 from hf_static_kv.program.rotary import angle_table, angles, lookup
 
@@ -239,13 +240,11 @@ def _is_plain_linear(x: Any, weight: Any, bias: Any) -> bool:
     return is_own and weight.ndim == 2 and x.dtype.is_floating_point and 1 <= tokens <= MAX_TOKENS
 
 
-def _activation(call: Operation | None) -> str:
+def _activation(call: Operation) -> str:
     """The name of the activation that a call computes; "" for any other call."""
-    if call is None or call.func not in (F.silu, F.gelu, F.relu, activated):
-        return ""
-    if call.func is F.gelu:
-        return "gelu_tanh" if "tanh" in (*call.args[1:], *call.kwargs.values()) else "gelu"
-    return call.args[1].name if call.func is activated else call.name
+    if call.func is activated:
+        return str(call.args[1].name)
+    return activation_name(call.func, call.kwargs) if len(call.args) == 1 else ""
 
 
 @rule(keeps_bits=False)
@@ -463,6 +462,6 @@ def _normed(program: Program, call: Operation) -> Found | None:
         return None
     size = sum(weight.numel() for weight in found.layer.weights)
     is_served = (
-        its_norm.weight.dtype == x.dtype and not its_norm.style.is_centred and size <= _MAX_NORMED
+        its_norm.weight.dtype == x.dtype and its_norm.style in STYLES and size <= _MAX_NORMED
     )
     return found if is_served else None

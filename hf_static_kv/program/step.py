@@ -35,8 +35,8 @@ from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
 from hf_static_kv.patching import attention_implementation, pass_context, replaced
+from hf_static_kv.program.activations import named_activations
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
-from hf_static_kv.program.linears import named_activations
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.preload import TRITON, wait_for

@@ -307,7 +307,7 @@ def test_saving_replaces_the_old_file_or_leaves_it(tmp_path, monkeypatch):
         raise OSError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_write", full)
+        patch.setattr(files, "memories", full)
         with pytest.raises(OSError, match="no space"):
             saved(path, model, BATCH)
     assert path.read_bytes() == before

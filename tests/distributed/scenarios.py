@@ -190,7 +190,10 @@ def world_of_one(rank, name, device):
     model = toy_model(name).to(device)
     ids = PROMPT.to(device)
     expected = model.generate(ids, **GREEDY, use_cache=False).tolist()
-    apply_tensor_parallelism(model, init_device_mesh(device, (1,)))
+    # Since transformers 5.23 it takes a plan in which every layer is named.
+    expand = getattr(model, "_expand_parallel_plan", None)
+    plan = () if expand is None else (expand(model.tp_plan),)
+    apply_tensor_parallelism(model, init_device_mesh(device, (1,)), *plan)
     cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
     found = [model.generate(ids, **GREEDY, past_key_values=cache).tolist()]
     cache.reset()

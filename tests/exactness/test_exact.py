@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.attention import EXACT_ATTENTION_NAME
+from hf_static_kv.exactness import linears
 from hf_static_kv.exactness.invariant_operations import invariant_operation, is_batch_invariant
 from hf_static_kv.exactness.self_check import trial_logits
 from hf_static_kv.patching import attention_of
-from hf_static_kv.program import linears
 from hf_static_kv.testing import dev_config, load_model, random_model
 from tests.conftest import tiny_model, toy_config, toy_model
 

@@ -12,6 +12,8 @@ from transformers.activations import NewGELUActivation
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import (
     Linear,
+    activate,
+    activation_name,
     fused_linears,
     fused_linears_plain,
     fuses,
@@ -379,6 +381,36 @@ class TestOnAGPU:
 
 def test_on_a_cpu_nothing_is_fused():
     assert not fuses(torch.ones(1, 4), Linear([torch.ones(2, 4)], []))
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_a_kernel_without_the_formula_of_an_activation_is_an_error(is_gated):
+    """Not another activation in its place."""
+    weights = [normal(4, 8), normal(4, 8)][: 1 + is_gated]
+    with pytest.raises(Exception, match="unknown activation"):
+        linear_triton.fused_linears_triton(normal(1, 8), weights, [], None, "tanh", is_gated)
+
+
+def test_an_unknown_activation_is_refused_in_plain_pytorch():
+    message = "activation must be one of silu, gelu_tanh, gelu, relu, got 'tanh'"
+    with pytest.raises(ValueError, match=message):
+        activate(torch.ones(2), "tanh")
+
+
+@pytest.mark.parametrize(
+    ("function", "keywords", "name"),
+    [
+        (F.silu, {"inplace": False}, "silu"),
+        (F.gelu, {}, "gelu"),
+        (F.gelu, {"approximate": "none"}, "gelu"),
+        (F.gelu, {"approximate": "tanh"}, "gelu_tanh"),
+        (F.gelu, {"approximate": "another"}, ""),
+        (F.elu, {}, ""),
+    ],
+    ids=str,
+)
+def test_the_name_of_an_activation(function, keywords, name):
+    assert activation_name(function, keywords) == name
 
 
 class _CentredStyle(NamedTuple):

@@ -140,7 +140,7 @@ class TestManyRowsAndFew:
             normal(150, dim, dtype=dtype),
             *(normal(size, dim, dtype=dtype, seed=i) / 16 for i in (1, 2)),
         )
-        activation = ACTIVATIONS[dim % 3]
+        activation = list(ACTIVATIONS)[dim % 3]
         many = invariant_linears_triton(x, [gate, up], [], activation)
         for rows in self.ROWS:
             assert torch.equal(

@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_static_kv.kernels.linear import Linear, fused_linears
 from hf_static_kv.kernels.norm import (
+    KNOWN_STYLES,
     LAYER_NORM,
     STYLES,
     Norm,
@@ -33,7 +35,7 @@ from hf_static_kv.kernels.rotary_triton import rotary_triton, rotate_and_write_t
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies bfloat16 as integers and cuts off instead of rounding.
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE == "cuda" else [])
-ALL_STYLES = (*STYLES, LAYER_NORM)
+ALL_STYLES = KNOWN_STYLES
 EPS_32 = torch.finfo(torch.float32).eps
 
 
@@ -238,6 +240,13 @@ class TestWhatDoesNotFit:
     def test_a_layer_norm_of_another_style(self):
         with pytest.raises(ValueError, match=r"must be LAYER_NORM, .*, got NormStyle\(offset=1.0"):
             norm(self.x, self.rms._replace(style=NormStyle(1.0, False, True)))
+
+    def test_an_unknown_style(self):
+        """An offset would have no effect on a norm that is rounded before the product."""
+        unknown = self.rms._replace(style=NormStyle(1.0, True))
+        for run in (norm, lambda x, norm: fused_linears(x, Linear([self.x], [], norm))):
+            with pytest.raises(ValueError, match=r"one of STYLES, .*, got NormStyle\(offset=1.0"):
+                run(self.x, unknown)
 
 
 class TestRotary:

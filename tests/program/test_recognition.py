@@ -9,15 +9,11 @@ import torch
 from transformers.activations import ACT2FN, ClippedGELUActivation
 from transformers.models.llama import modeling_llama
 
+from hf_static_kv.exactness.linears import gated_mlps, mlp_activation, single_linears
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
 from hf_static_kv.patching import replaced
-from hf_static_kv.program.linears import (
-    gated_mlps,
-    mlp_activation,
-    named_activations,
-    single_linears,
-)
+from hf_static_kv.program.activations import named_activations
 from hf_static_kv.program.norms import fused_norms, norm_style
 from hf_static_kv.program.rotary import fused_rotary, one_operation_angles
 from tests.conftest import toy_model

@@ -17,7 +17,7 @@ from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.rotary import rotary
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program import step as step_module
-from hf_static_kv.program.linears import named_activations
+from hf_static_kv.program.activations import named_activations
 from hf_static_kv.program.record import Recorder
 from hf_static_kv.program.rules import RULES, rewrite, run_linear
 from hf_static_kv.program.step import DecodeStep

@@ -1,9 +1,7 @@
-"""Linear layers and gated MLPs as one operation each, for `exact`; activations by their names, for
-a recording.
-"""
+"""Linear layers and gated MLPs as one operation each, for which `exact` has invariant ones."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -11,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Linear, Module, Parameter
-from transformers import activations
 
 from hf_static_kv.compat import copy_with_submodules
 from hf_static_kv.kernels import linear
@@ -22,50 +19,37 @@ from hf_static_kv.program.norms import PROBED_SCALES
 
 @contextmanager
 def single_linears(model: Module) -> Iterator[list[Linear]]:
-    """The model with each linear layer as one operation, for any number of tokens; yields these
-    layers.
-    """
-    owners = [
-        getattr(module.__dict__.get("forward"), "__self__", None) for module in model.modules()
-    ]
+    """The model with each linear layer as one operation, for any number of tokens; yields them."""
+    modules = list(model.modules())
+    owners = [getattr(module.__dict__.get("forward"), "__self__", None) for module in modules]
     mlps = [owner.module for owner in owners if isinstance(owner, _GatedMLP)]
     # Of an operation already.
     inside = {part for mlp in mlps for part in (mlp.gate_proj, mlp.up_proj)}
     # A layer that is shared with another model may be replaced already.
-    layers = [
-        module
-        for module in model.modules()
-        if _has_weights_of_torch(module) and module not in inside
-    ]
+    layers = [one for one in modules if _has_weights_of_torch(one) and one not in inside]
     with replaced("forward", {module: _SingleLinear(module).forward for module in layers}):
         yield layers
 
 
 @contextmanager
 def gated_mlps(model: Module) -> Iterator[list[Module]]:
-    """The model with gate, up, activation and product of its MLPs as one operation; yields these
-    MLPs.
-    """
-    activations = {module: mlp_activation(module) for module in model.modules()}
+    """The model with gate, up, activation and product of its MLPs as one operation; yields them."""
+    found = ((module, mlp_activation(module)) for module in model.modules())
     forwards: dict[Module, Any] = {
-        m: _GatedMLP(m, name).forward for m, name in activations.items() if name is not None
+        module: _GatedMLP(module, name).forward for module, name in found if name is not None
     }
     with replaced("forward", forwards):
         yield list(forwards)
 
 
 def mlp_activation(module: Module) -> str | None:
-    """The activation if this module computes down(act(gate(x)) * up(x)), found on random weights;
-    or None.
-    """
-    parts: list[Any] = [
-        getattr(module, name, None) for name in ("gate_proj", "up_proj", "down_proj")
-    ]
+    """The activation of down(act(gate(x)) * up(x)), found on random weights; else None."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    parts: list[Any] = [getattr(module, name, None) for name in names]
     if not all(_has_weights_of_torch(part) and part.bias is None for part in parts):
         return None
-    if parts[0].weight.stride() != parts[1].weight.stride() or not all(
-        map(is_unmodified, module.modules())
-    ):
+    has_one_stride = parts[0].weight.stride() == parts[1].weight.stride()
+    if not has_one_stride or not all(map(is_unmodified, module.modules())):
         return None
     with torch.device("cpu"):
         generator = torch.Generator().manual_seed(0)
@@ -76,17 +60,16 @@ def mlp_activation(module: Module) -> str | None:
             Linear(*sizes, bias=False, device="meta") for sizes in ((8, 12), (8, 12), (12, 8))
         )
         for layer in (gate, up, down):
-            layer.weight = Parameter(
-                torch.randn(layer.weight.shape, generator=generator), requires_grad=False
-            )
+            weight = torch.randn(layer.weight.shape, generator=generator)
+            layer.weight = Parameter(weight, requires_grad=False)
         try:
             got = copy_with_submodules(module, gate_proj=gate, up_proj=up, down_proj=down)(x)
         except Exception:  # it takes other arguments, or needs its own size
             return None
-        expected = (
-            (name, down(linear.activate(gate(x), name) * up(x))) for name in linear.ACTIVATIONS
-        )
-        return next((name for name, output in expected if torch.equal(got, output)), None)
+        for name in linear.ACTIVATIONS:
+            if torch.equal(got, down(linear.activate(gate(x), name) * up(x))):
+                return name
+    return None
 
 
 def _has_weights_of_torch(module: object) -> TypeGuard[Linear]:
@@ -115,60 +98,11 @@ class _GatedMLP:
         # A hook or an adapter was added since.
         if not _has_weights_of_torch(gate) or not _has_weights_of_torch(up):
             return type(self.module).forward(self.module, x)  # type: ignore[no-any-return]
-        operation, plain = (
-            partial(self._gated, f) for f in (linear.gated_linear, linear.gated_linear_plain)
-        )
+        operation = partial(self._gated, linear.gated_linear)
+        plain = partial(self._gated, linear.gated_linear_plain)
         return self.module.down_proj(differentiable(operation, plain, x, gate.weight, up.weight))  # type: ignore[no-any-return]
 
     def _gated(
         self, function: Callable[..., Tensor], x: Tensor, gate: Tensor, up: Tensor
     ) -> Tensor:
         return function(x, gate, up, self.activation)
-
-
-@contextmanager
-def named_activations(model: Module) -> Iterator[None]:
-    """The model with each activation that has a formula of its own as one operation (GPT-2's GELU
-    is eight).
-    """
-    modules = [
-        module for module in model.modules() if type(module).__module__ == activations.__name__
-    ]
-    found = {module: _activation_name(module) for module in modules if is_unmodified(module)}
-    with replaced(
-        "forward",
-        {module: Activation(module, name).forward for module, name in found.items() if name},
-    ):
-        yield
-
-
-class Activation:
-    """An activation and its name among `linear.ACTIVATIONS`."""
-
-    def __init__(self, module: Module, name: str) -> None:
-        self.original = module.forward
-        self.name = name
-
-    def forward(self, x: Tensor) -> Tensor:
-        return activated(x, self)
-
-
-@torch.overrides.wrap_torch_function(lambda x, activation: (x,))
-def activated(x: Tensor, activation: Activation) -> Tensor:
-    """The model's own operations, with its own roundings."""
-    return activation.original(x)  # type: ignore[no-any-return]
-
-
-def _activation_name(module: Module) -> str:
-    """The activation that this module computes, found in float64; "" if it is none of the known
-    ones.
-    """
-    x = torch.linspace(-6, 6, 97, dtype=torch.float64, device="cpu")
-    scales = x.new_tensor(PROBED_SCALES)
-    x = torch.cat([x, scales, -scales])
-    with suppress(Exception):  # it takes other arguments
-        expected = ((name, linear.activate(x, name)) for name in linear.ACTIVATIONS)
-        return next(
-            (name for name, y in expected if torch.allclose(module(x), y, rtol=0, atol=1e-8)), ""
-        )
-    return ""
