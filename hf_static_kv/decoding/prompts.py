@@ -15,12 +15,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_static_kv.attention import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.step import DecodeStep
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
