@@ -407,7 +407,7 @@ def test_an_unknown_activation_is_refused_in_plain_pytorch():
         (F.gelu, {"approximate": "another"}, ""),
         (F.elu, {}, ""),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_name_of_an_activation(function, keywords, name):
     assert activation_name(function, keywords) == name
