@@ -63,12 +63,14 @@ class _Failed(NamedTuple):
 
 
 class GraphDecoder:
-    """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees
-    them with the cache.
+    """Decodes by replaying one captured CUDA graph.
 
-    `streamer` serves calls that bring none. `without` names rewrite rules of the step to leave out
-    (`program.rules`). `fallback_reason` says why the last call ran in transformers' loop; None when
-    it did not.
+    It keeps its graphs from call to call, and frees them with the cache. `fallback_reason` says why
+    the last call ran in transformers' loop; None: it did not.
+
+    Args:
+        streamer: for calls that bring none.
+        without: rewrite rules of the step to leave out (`program.rules`).
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
