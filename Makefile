@@ -1,4 +1,5 @@
-# make test      ruff, mypy --strict, and all tests that need no GPU and no minutes, in .venv
+# make test      ruff, mypy --strict, and the tests that need no GPU and few seconds, in .venv
+# make test-all  the same with the tests of tests/long.txt
 # make compare   the same tokens with and without the cache, on three architectures
 # make test-gpu  what needs a CUDA device or minutes: slow and gpu tests, in the Python that is on the PATH
 # make sanitize  every kernel under compute-sanitizer (memcheck, racecheck) on a GPU, and a record of it
@@ -14,9 +15,15 @@ JOBS ?= 1
 # Empty, whatever the shell says: without bytecode on disk each script that the tests start compiles transformers anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: test compare test-gpu test-5.17 test-clients coverage results fuzz sanitize clean
+.PHONY: test test-all compare test-gpu test-5.17 test-clients coverage results fuzz sanitize clean
 
 test: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/pytest -n 2 --dist worksteal -m "not slow and not long"
+
+test-all: .venv/.installed
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy

@@ -2,7 +2,14 @@
 captured step.
 """
 
-from hf_static_kv.attaching import Attachment, attach, attached, attachment, detach
+from hf_static_kv.attaching import (
+    Attachment,
+    attach,
+    attached,
+    attaching_loaded_models,
+    attachment,
+    detach,
+)
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.files import CacheFile
 from hf_static_kv.cache.layer import StaticContiguousLayer
@@ -13,7 +20,6 @@ from hf_static_kv.exactness.exact import exact
 from hf_static_kv.exactness.logprobs import selected_logprobs, token_logprobs
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
 from hf_static_kv.inspection.step_recorder import StepRecorder
-from hf_static_kv.loading import attaching_loaded_models
 
 __version__ = "0.2.0"
 __all__ = [

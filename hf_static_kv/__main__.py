@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import __version__, attached, exact
-from hf_static_kv.loading import attaching_loaded_models
+from hf_static_kv.attaching import attaching_loaded_models
 from hf_static_kv.testing import dev_config, load_model, random_model
 
 _TRIALS = 3

@@ -18,10 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
 from threading import RLock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ from hf_static_kv.decoding.call import (
 )
 from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.exactness.exact import exact as exact_context
-from hf_static_kv.patching import EXACT_ATTENTION_NAME, attention_of, unwrapped
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, attention_of, replaced, unwrapped
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -415,13 +416,15 @@ def attach(
     touched. Calls that the decoder does not serve (beam search, an assistant model, prompt lookup)
     run in transformers' loop on our cache. A second `attach` replaces the settings of the first.
 
-    `max_cache_len` is the least capacity of a cache: calls of up to that many tokens share one.
-    `max_bytes` bounds the caches of the model together, by default half of the free memory of its
-    GPU (a quarter of the memory of the host). `reuse_prefix=True` keeps the tokens of earlier
-    calls: a prompt that begins with them computes the rest only, as in a chat; in bf16 this may
-    round differently. With a folder (or a `PrefixStore`) the prefixes that
-    `attachment(model).save()` wrote there are found as well, by every process. None is False.
-    `exact=True` runs every call inside `exact(model)`.
+    Args:
+        max_cache_len: the least capacity of a cache: calls of up to that many tokens share one.
+        max_bytes: of all caches of the model; by default half of the free memory of its GPU (a
+            quarter of the memory of the host).
+        reuse_prefix: True keeps the tokens of earlier calls: a prompt that begins with them
+            computes the rest only, as in a chat; in bf16 this may round differently. With a folder
+            (or a `PrefixStore`) the prefixes that `attachment(model).save()` wrote there are found
+            as well, by every process. None is False.
+        exact: run every call inside `exact(model)`.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]])
@@ -492,3 +495,41 @@ def attachment(model: Any) -> Attachment:
     if found is None:
         raise ValueError("This model is not attached: call attach(model) first.")
     return found
+
+
+@contextmanager
+def attaching_loaded_models(**settings: Any) -> Iterator[None]:
+    """Attach every model that `from_pretrained` loads inside the block, in any thread.
+
+    On exit `from_pretrained` is transformers' own again, and these models are detached. It is a
+    block and not an environment variable, because child processes inherit a variable: it would act
+    in programs that nobody had in mind. A block ends where the code says so.
+
+    Args:
+        settings: the arguments of `attach`.
+
+    Example:
+
+        with attaching_loaded_models(reuse_prefix=True):
+            main()
+    """
+    Settings(**settings)  # a wrong argument raises here, not at the first model
+    target: Any = PreTrainedModel
+    original = vars(target)["from_pretrained"].__func__
+    loaded: WeakSet[PreTrainedModel] = WeakSet()
+
+    @wraps(original)
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        output = original(cls, *args, **kwargs)
+        model = output[0] if isinstance(output, tuple) else output  # output_loading_info=True
+        if model.can_generate():
+            attach(model, **settings)
+            loaded.add(model)
+        return output
+
+    try:
+        with replaced("from_pretrained", {target: classmethod(from_pretrained)}):
+            yield
+    finally:
+        for model in list(loaded):
+            detach(model)

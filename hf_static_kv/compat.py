@@ -1,6 +1,6 @@
 """Every private name of transformers, torch and Triton that this package uses, in this order.
 
-Seen in transformers 5.17 and 5.22, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up
+Seen in transformers 5.17, 5.22 and 5.23, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up
 when they are used, so the package imports without them. Each function says what happens when its
 name is gone.
 

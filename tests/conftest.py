@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import sys
 from functools import cache
+from pathlib import Path
 from unittest.mock import MagicMock
 
 import pytest
@@ -252,3 +253,12 @@ def tiny_model(model_type: str, cls=AutoModelForCausalLM, **own) -> PreTrainedMo
     config = config_class(**{key: size for key, size in SIZES.items() if key in known} | own)
     torch.manual_seed(0)
     return cls.from_config(config).eval()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of long.txt. A line is the node id of a test, or of all its cases."""
+    root = Path(__file__).parent
+    long = {line for line in (root / "long.txt").read_text().splitlines() if line[:1] != "#"}
+    for item in items:
+        if item.nodeid in long or item.nodeid.partition("[")[0] in long:
+            item.add_marker("long")

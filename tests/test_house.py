@@ -31,7 +31,7 @@ READING_ORDER = {
     "decoding": ["call", "eligibility", "selection", "tokens", "verification", "decoder"],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
-    "..": ["attaching", "loading", "testing", "__init__", "__main__"],
+    "..": ["attaching", "testing", "__init__", "__main__"],
 }  # fmt: skip
 ORDER = [
     f"{folder.strip('.')}/{name}".lstrip("/")

@@ -118,16 +118,7 @@ class CachePool:
         caller another one. Raises `Fallback`.
         """
         self.last = None
-        with self._lock:
-            # Callers have dropped these caches.
-            for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
-                self.taken.remove(entry)
-                entry.own_users = None
-                self.free.append(entry)
-            entry = self._find(request, identity, _kind(request))
-            entry.identity = identity
-            entry.pool = self
-            self.in_use.append(entry)
+        entry = self._take(request, identity)
         is_callers = False
         try:
             self._load_prefix(entry, request)
@@ -228,6 +219,19 @@ class CachePool:
         with self._lock:
             self.free.clear()
             self.taken.clear()
+
+    def _take(self, request: Request, identity: Any) -> Entry:
+        with self._lock:
+            # Callers have dropped these caches.
+            for entry in [entry for entry in self.taken if entry.storage_users == entry.own_users]:
+                self.taken.remove(entry)
+                entry.own_users = None
+                self.free.append(entry)
+            entry = self._find(request, identity, _kind(request))
+            entry.identity = identity
+            entry.pool = self
+            self.in_use.append(entry)
+            return entry
 
     def _find(self, request: Request, identity: Any, kind: Any) -> Entry:
         entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)

@@ -1,1 +1,1 @@
-"""The decode loop. Reading order: call, eligibility, sampling, verification, decoder."""
+"""The decode loop. Reading order: call, eligibility, selection, tokens, verification, decoder."""

@@ -159,7 +159,7 @@ class Call:
         return ids.new_zeros(len(ids)) if mask is None else mask.shape[1] - mask.sum(dim=1)
 
     @property
-    def lengths(self) -> tuple[int, int]:
+    def limits(self) -> tuple[int, int]:
         """How long `input_ids` may become: (what the call asks for, what fits into the cache)."""
         # Positions that are not part of `input_ids`.
         before = self.request.prompt_length - self.input_ids.shape[1]

@@ -64,12 +64,14 @@ class _Failed(NamedTuple):
 
 
 class GraphDecoder:
-    """Decodes by replaying one captured CUDA graph; keeps its graphs from call to call, and frees
-    them with the cache.
+    """Decodes by replaying one captured CUDA graph.
 
-    `streamer` serves calls that bring none. `without` names rewrite rules of the step to leave out
-    (`program.rules`). `fallback_reason` says why the last call ran in transformers' loop; None when
-    it did not.
+    It keeps its graphs from call to call, and frees them with the cache. `fallback_reason` says why
+    the last call ran in transformers' loop; None: it did not.
+
+    Args:
+        streamer: for calls that bring none.
+        without: rewrite rules of the step to leave out (`program.rules`).
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -185,7 +187,7 @@ class GraphDecoder:
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
         with compat.optimized_for_decode(call.model):
-            step = self._step(call) if min(call.lengths) > call.input_ids.shape[1] + 1 else None
+            step = self._step(call) if min(call.limits) > call.input_ids.shape[1] + 1 else None
             call.outputs = None  # from here on there is no way back to the prompt
             tokens = Tokens(call)
             if step is None or not tokens.may_be_ahead(0):
@@ -206,7 +208,7 @@ class GraphDecoder:
                 is_over = not (cache.grows and tokens.is_cut_short())
                 if not is_over:
                     call.grow()
-                    tokens.set_limit(*call.lengths)
+                    tokens.set_limit(*call.limits)
                     step = self._later_step(call)
         call.confirm_prefix()  # the first token may have been the last
         cache.crop(-tokens.overrun)
@@ -473,7 +475,7 @@ def _room(step: DecodeStep, call: Call, room: int) -> int:
     if room > 1:
         return room - 1
     room = call.cache.reserve()
-    step.sync()
+    step.sync_offsets()
     return room
 
 

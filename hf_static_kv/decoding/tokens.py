@@ -31,7 +31,7 @@ class Tokens:
         self.processors: Any = call.processors
         batch_size, self.length = call.input_ids.shape
         self.ids = call.input_ids.clone()
-        self.set_limit(*call.lengths)
+        self.set_limit(*call.limits)
         # The loop counts the length itself; the other criteria look at the tokens.
         self.criteria = StoppingCriteriaList(
             c for c in call.criteria if type(c) is not MaxLengthCriteria

@@ -49,11 +49,13 @@ def token_logprobs(
     prompt_len: int = 1,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Log-probabilities of the tokens from `prompt_len` on, given all tokens before them, in
-    float32.
+    """Log-probabilities [B, T - prompt_len] of tokens, given all tokens before them, in float32.
 
-    sequences: [B, T], left-padded prompts and what follows   result: [B, T - prompt_len]
-    attention_mask: [B, T], or that of the prompts, [B, prompt_len]; None: no padding
+    Args:
+        sequences: [B, T], left-padded prompts and what follows.
+        attention_mask: [B, T], or that of the prompts, [B, prompt_len]; None: no padding.
+        prompt_len: where the first of these tokens stands.
+        temperature: divides the logits.
 
     Gradients flow. The logits of all tokens are never held at once: the model's head runs over a
     chunk of tokens at a time, and again over each chunk in the backward pass. Padding has numbers

@@ -32,7 +32,7 @@ def decode_attention(
     """softmax(scale * query keys^T) values over each span. Neighbouring query heads share KV.
 
     seen         [B, S], bool: positions of the span where it is false are left out
-    max_span     the most positions that a span can hold (a sliding window): bounds the number of programs
+    max_span     the most positions that a span can hold (a sliding window): bounds the number of instances
     softcap      a score becomes softcap * tanh(score / softcap)
     sinks        [Hq]: the score of one more key of each query head, whose value is zero
     weights      [B, Hq, S], float32: filled with the softmax over each span; of one token

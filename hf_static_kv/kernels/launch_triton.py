@@ -3,7 +3,7 @@
 PDL (programmatic dependent launch, compute capability 9.0 or higher) starts a kernel while the
 previous one still runs. `pdl_wait` waits until the previous kernel has finished: a kernel calls it
 before it reads what that one writes. `pdl_launch_next` lets the next kernel start once every
-program of this one has arrived there. Every kernel waits before it lets the next one start, so all
+instance of this one has arrived there. Every kernel waits before it lets the next one start, so all
 but the previous kernel have finished when a kernel starts: older results, and weights, may be read
 before the wait.
 """

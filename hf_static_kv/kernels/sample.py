@@ -32,8 +32,8 @@ from torch import Tensor
 
 from hf_static_kv.kernels.select_greedy import GreedyState, select_plain
 
-_MAX_BATCH_SIZE = 64  # of the kernels: one program holds all batch rows
-_MAX_KERNEL_VOCABULARY = 2**19  # one program holds a 128th of it in registers
+_MAX_BATCH_SIZE = 64  # of the kernels: one instance holds all batch rows
+_MAX_KERNEL_VOCABULARY = 2**19  # one instance holds a 128th of it in registers
 _MAX_VOCABULARY = 2**24  # of torch.multinomial
 
 

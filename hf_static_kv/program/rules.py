@@ -438,7 +438,7 @@ def norm_before(program: Program) -> None:
 
     For one token, RMS norms and small weights.
 
-    Every program of the linear layer computes the norm again: with many of them a launch of its own
+    Every instance of the linear kernel computes the norm again: with many of them a launch of its own
     is faster.
     """
     for call in program.calls_of(norm):

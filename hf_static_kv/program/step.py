@@ -7,7 +7,7 @@ capture    the list becomes a CUDA graph; on a CPU the list runs as it is
 tokens -> list -> logits      each layer writes its keys and values straight into the storage
 
 Positions advance on the device (positions.py): the host changes nothing from step to step. It only
-compacts layers, about once in a window, and then tells the step where slot 0 is (`sync`).
+compacts layers, about once in a window, and then tells the step where slot 0 is (`sync_offsets`).
 """
 
 import warnings
@@ -184,9 +184,9 @@ class DecodeStep:
         if isinstance(lengths, int) and lengths >= self.max_cache_len:
             raise cache_is_full(lengths, self.max_cache_len)
         self.positions.set(lengths, seq_start, position_ids)
-        self.sync()
+        self.sync_offsets()
 
-    def sync(self) -> None:
+    def sync_offsets(self) -> None:
         """Follow the cache after it has compacted layers."""
         if (cache := self._cache()) is not None:
             self.positions.set_offsets(cache.offsets)

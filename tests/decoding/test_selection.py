@@ -204,7 +204,7 @@ def test_a_cache_that_grows_in_the_middle():
         GraphDecoder(),
         {"do_sample": True, "repetition_penalty": 1.4},
     )
-    cache = StaticContiguousCache.for_calls(model, PROMPT.shape[1] + 2, 1)
+    cache = StaticContiguousCache.for_calls(model, PROMPT.shape[1] + 2, 1, "full")
     assert torch.equal(
         run(model, decoder=decoder, cache=cache, seed=5, **how), run(model, seed=5, **how)
     )
