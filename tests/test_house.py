@@ -28,7 +28,7 @@ READING_ORDER = {
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
         "positions", "step",
     ],
-    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "decoder"],
+    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "prompts", "decoder"],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__", "__main__"],

@@ -138,7 +138,7 @@ def test_a_pass_that_depends_on_the_number_of_tokens():
     model = toy_model("llama").to(DEVICE)
     mlp = model.model.layers[1].mlp
     own = mlp.forward
-    mlp.forward = lambda x: own(x) * (1 + (x.shape[1] > 5))
+    mlp.forward = lambda x: own(x) * (1 + (x.shape[1] > 6))
     calls = Calls(model)
     for seed in range(3):
         ids = text(model, 7, seed=seed)
