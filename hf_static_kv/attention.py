@@ -184,7 +184,8 @@ def exact_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Batch-invariant attention inside `exact`. Its mask comes from `exact_mask`."""
-    layer, (scale, softcap, sinks) = step_layer(module), scoring_of(query, kwargs)
+    layer = step_layer(module)
+    scale, softcap, sinks = scoring_of(query, kwargs)
     # Other masks are bool or floating.
     is_packed = attention_mask is not None and attention_mask.dtype == torch.int64
     if kwargs.get("position_bias") is not None or (layer is None and not is_packed):

@@ -214,8 +214,11 @@ def _what_fits(
     members: Sequence[Members], max_cache_len: int, batch_size: int, dtypes: Dtypes
 ) -> str:
     wanted = Counter[torch.device]()
+    fixed = Counter[torch.device]()  # of compact layers, whatever the capacity
     for shape, device, layers in members:
-        wanted[device] += len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+        num_bytes = len(layers) * shape.num_bytes(max_cache_len, batch_size, dtypes)
+        wanted[device] += num_bytes
+        fixed[device] += 0 if shape.window is None else num_bytes
     places = []
     lengths = []
     for device, num_bytes in wanted.items():
@@ -223,9 +226,13 @@ def _what_fits(
         if device.type == "cuda":
             free = free_bytes(device)
             place += f", where {free:,} are free"
-            lengths.append(max_cache_len * free // num_bytes)
+            growing = max(1, num_bytes - fixed[device])
+            lengths.append(max_cache_len * max(0, free - fixed[device]) // growing)
         places.append(place)
-    fits = f"About max_cache_len={min(lengths)} would fit. " if lengths else ""
+    fits = ""
+    if lengths:
+        most = f"About max_cache_len={min(lengths)}" if min(lengths) else "Not one token"
+        fits = f"{most} would fit. "
     return (
         f"The cache does not fit: max_cache_len={max_cache_len} with batch_size={batch_size} in "
         f"{dtypes[0]} takes {'; '.join(places)}. {fits}Use a shorter max_cache_len, a smaller "

@@ -156,7 +156,8 @@ def _one_query(
     maximum = torch.full(grouped.shape[:2], -torch.inf, dtype=dtype, device=query.device)
     total = torch.zeros_like(maximum)
     if sinks is not None:
-        maximum, total = sinks.to(dtype).reshape(maximum.shape).clone(), torch.ones_like(maximum)
+        maximum = sinks.to(dtype).reshape(maximum.shape).clone()
+        total = torch.ones_like(maximum)
     output = maximum.new_zeros(*maximum.shape, value_dim)
     first_split = seq_start + (first - seq_start) // _SPLIT_SIZE * _SPLIT_SIZE
     for begin in range(first_split, end, _SPLIT_SIZE):

@@ -110,7 +110,8 @@ def experts_plain(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str
 ) -> Tensor:
     """As `batched_mm` of transformers: it copies the weights of each pair of token and expert."""
-    (tokens, k), chosen = index.shape, index.flatten()
+    tokens, k = index.shape
+    chosen = index.flatten()
     pairs = x.repeat_interleave(k, dim=0)
     gate, up = torch.bmm(gate_up[chosen], pairs[:, :, None])[:, :, 0].chunk(2, dim=-1)
     hidden = activate(gate, activation) * up

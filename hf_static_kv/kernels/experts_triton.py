@@ -163,7 +163,8 @@ def experts_triton(
     x = x.contiguous()
     index = index.contiguous()
     weights = weights.contiguous()
-    (tokens, k), (num_experts, hidden, inner) = index.shape, down.shape
+    tokens, k = index.shape
+    num_experts, hidden, inner = down.shape
     tile_n, tile_k, warps = _gated_tiles(hidden)
     h = x.new_empty(tokens * k, inner)
     y = torch.empty_like(x)

@@ -60,7 +60,8 @@ def _rotate(x, other, cos, sin):
 
 
 def rotary_triton(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    (batch, query_heads, length, dim), heads = query.shape, key.shape[1]
+    batch, query_heads, length, dim = query.shape
+    heads = key.shape[1]
     query_out = query.new_empty(query.shape)
     key_out = key.new_empty(key.shape)
     cos_b, sin_b = (0 if angles.shape[0] < batch else angles.stride(0) for angles in (cos, sin))

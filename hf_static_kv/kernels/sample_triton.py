@@ -318,7 +318,8 @@ def penalize_triton(
     scores: Tensor, logits: Tensor, sequences: Tensor, positions: Tensor, penalty: Tensor
 ) -> None:
     """Write the penalized logits of the tokens of a sequence, up to `positions` [B]."""
-    (batch, vocabulary), length = logits.shape, sequences.shape[1]
+    batch, vocabulary = logits.shape
+    length = sequences.shape[1]
     launch(
         sample_penalize, (batch, triton.cdiv(length, _PENALIZED)), scores, logits, sequences,
         positions, penalty, logits.stride(0), sequences.stride(0), positions.stride(0),

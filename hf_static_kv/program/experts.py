@@ -28,10 +28,8 @@ _Found = TypeVar("_Found")
 _EXPERTS_ARGUMENTS = ["hidden_states", "top_k_index", "top_k_weights"]
 _FEW = 0.02  # of the outputs of a trial
 # Of the trials; 16 numbers of any dtype are as aligned as `grouped_mm` of torch needs.
-_TOKENS, _SIZE = (
-    16,
-    16,
-)
+_TOKENS = 16
+_SIZE = 16
 _STYLES = [
     *(
         RouteStyle(True, normalize, keep_float32)
@@ -272,7 +270,8 @@ class _Router:
         self.style = style
 
     def forward(self, hidden_states: Tensor) -> Any:
-        module, (k, style, float_logits) = self.module, self.style
+        module = self.module
+        k, style, float_logits = self.style
         # Tokens by batch row; an adapter.
         if hidden_states.ndim != 2 or not _are_plain([module.weight]):
             return type(module).forward(module, hidden_states)

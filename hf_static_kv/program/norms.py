@@ -72,10 +72,8 @@ def norm_style(module: Module) -> NormStyle | None:
         tensors = torch.randn(dim, generator=generator), x
         cases = []
         for dtype in PROBED_DTYPES:
-            (weight, x), probe = (
-                (tensor.to(dtype) for tensor in tensors),
-                copy.deepcopy(module).to("cpu", dtype),
-            )
+            weight, x = (tensor.to(dtype) for tensor in tensors)
+            probe = copy.deepcopy(module).to("cpu", dtype)
             probe.weight = Parameter(weight, requires_grad=False)
             cases.append((x, weight, probe(x)))
         for style in STYLES:

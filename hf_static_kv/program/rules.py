@@ -452,7 +452,8 @@ def _normed(program: Program, call: Operation) -> Found | None:
     """The linear layers that can compute this norm of their input: of one token, with small
     weights.
     """
-    found, (x, its_norm) = _found(program.only_user(call.results[0])), call.args
+    found = _found(program.only_user(call.results[0]))
+    x, its_norm = call.args
     if (
         found is None
         or found.x is not call.results[0]

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
+from hf_static_kv.cache import storage
 from hf_static_kv.cache.layout import local_shapes, missing_layers, plan_layers
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.testing import dev_config
@@ -468,3 +469,19 @@ def test_bytes_that_cannot_be_told():
         cache_bytes(config, 16, tp=2, tp_plan=plan_of("a style of its own"))
     with pytest.raises(ValueError, match="tp must be a positive int, got 0"):
         cache_bytes(config, 16, tp=0)
+
+
+@pytest.mark.parametrize(
+    ("length", "answer"),
+    [(0, "Not one token would fit"), (250, "About max_cache_len=250 would fit")],
+)
+def test_an_error_for_lack_of_memory_says_what_would_fit(length, answer, monkeypatch):
+    """A compact layer takes the same whatever the capacity."""
+    gpu = torch.device("cuda")
+    dtypes = torch.float32, torch.float32
+    full = LayerShape(2, 64, 64)
+    compact = LayerShape(2, 64, 64, window=436)
+    free = compact.num_bytes(2000, 1, dtypes) + 2 * full.num_bytes(length, 1, dtypes)
+    monkeypatch.setattr(storage, "free_bytes", lambda device: free)
+    members = [(full, gpu, [0, 2]), (compact, gpu, [1])]
+    assert answer in storage._what_fits(members, 2000, 1, dtypes)
