@@ -38,7 +38,7 @@ from hf_static_kv.decoding.call import (
     random_state,
     set_random_state,
 )
-from hf_static_kv.decoding.eligibility import check
+from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
 from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.tokens import Tokens
@@ -147,7 +147,11 @@ class GraphDecoder:
         try:
             if refused is not None:
                 raise refused
-            check(call)
+            check_request(call)
+            # A known pass tells that the model was served as it is.
+            if not self.prompts.begin(call):
+                check_model(call)
+            check_mask(call)
             self._check_failures(call)
             call.prompts = self.prompts
             return self._decode(call)
@@ -237,7 +241,9 @@ class GraphDecoder:
         selection = selection_of(call)
         # First: the device computes the prompt meanwhile.
         state = None if call.must_assume else call.state
-        what = (selection and selection.kinds, selection is None, call.step_kind, call.fingerprint)
+        has_hooks = compat.has_hooks(call.modules)
+        kinds = selection and selection.kinds
+        what = kinds, selection is None, call.step_kind, has_hooks, call.fingerprint
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
         key = what, state or call.state

@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from hf_static_kv import compat
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
@@ -65,36 +66,65 @@ class Prompts:
         kept = [own for passes in self._passes.values() for own in passes.values()]
         return [own.step for own in kept if isinstance(own, _Captured)]
 
+    def begin(self, call: Call) -> bool:
+        """Compute the prompt, if its passes are known and the model is as they were captured of.
+
+        The host looks at the model while the device computes.
+        """
+        parts = _parts(call)
+        known = self._known(call, parts)
+        if not known:
+            return False
+        call.send()
+        logits = _append(call, parts, known)
+        if not call.has_own_prefix():
+            call.cache.restore(call.start)
+            call.forget_prefix()
+            return False
+        if not self._are_current(call, parts, known):
+            return False
+        call.prompt_logits = logits
+        return True
+
     def run(self, call: Call) -> Tensor | None:
         """The logits [B, V] after the prompt; None if the model must compute it."""
+        if call.prompt_logits is not None:
+            logits = call.prompt_logits
+            call.prompt_logits = None
+            return logits
         parts = _parts(call)
         passes = self._passes.setdefault(call.cache, {})
         for part in parts:
             key = _key(call, part)
             if isinstance(seen := passes.get(key), _Seen):
                 passes[key] = self._new_pass(call, part, seen.settings)
-        found = [passes.get(_key(call, part)) for part in parts]
-        captured = [own for own in found if isinstance(own, _Captured) and own.step.is_in_place]
-        if not parts or len(captured) < len(parts):
+        if not (known := self._known(call, parts)):
             return None
-        for part, (step, _) in zip(parts, captured, strict=True):
-            logits = append_prompt(step, call, part, _position_ids(call, part))
-        # The host looks at the model while the device computes.
-        if all(state == call.state for _, state in captured):
-            return logits
-        self.forget(call, parts)
+        logits = _append(call, parts, known)
+        return logits if self._are_current(call, parts, known) else None
+
+    def _known(self, call: Call, parts: list[Tensor]) -> list[_Captured]:
+        """The passes of these parts; none if one is missing."""
+        passes = self._passes.get(call.cache, {})
+        found = [passes.get(_key(call, part)) for part in parts]
+        known = [own for own in found if isinstance(own, _Captured) and own.step.is_in_place]
+        return known if len(known) == len(parts) else []
+
+    def _are_current(self, call: Call, parts: list[Tensor], known: list[_Captured]) -> bool:
+        """Whether the model is as the passes were captured of; if not, they have not run."""
+        has_hooks = compat.has_hooks(call.modules)
+        if not has_hooks and all(state == call.state for _, state in known):
+            return True
+        for part in parts:
+            self._passes[call.cache].pop(_key(call, part), None)
         call.cache.restore(call.start)
-        return None
+        return False
 
     def note(self, call: Call) -> None:
         """The model has computed the prompt: its sizes are captured if they are needed again."""
         passes = self._passes.setdefault(call.cache, {})
         for part in [] if call.step_inputs.tensors else _parts(call):
             passes.setdefault(_key(call, part), _Seen(call.step_inputs.settings))
-
-    def forget(self, call: Call, parts: list[Tensor]) -> None:
-        for part in parts:
-            self._passes[call.cache].pop(_key(call, part), None)
 
     def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | None:
         devices = [call.device] if call.device.type == "cuda" else []
@@ -154,6 +184,13 @@ def _parts(call: Call) -> list[Tensor]:
     if not is_served or not sizes:
         return []
     return list(torch.split(call.input_ids[:, -num_new:].to(call.device), sizes[-1], dim=1))
+
+
+def _append(call: Call, parts: list[Tensor], known: list[_Captured]) -> Tensor:
+    """Run the passes; the logits [B, V] after the last token."""
+    for part, (step, _) in zip(parts, known, strict=True):
+        logits = append_prompt(step, call, part, _position_ids(call, part))
+    return logits
 
 
 def _key(call: Call, part: Tensor) -> Any:

@@ -192,9 +192,8 @@ def append_prompt(step: DecodeStep, call: Call, tokens: Tensor, position_ids: Te
     """Append tokens [B, n] by one run of the pass; the logits [B, V] of the last."""
     call.cache.reserve(tokens.shape[1])
     step.set_position(call.cache.seq_len, call.seq_start)
-    step.set_tokens(tokens, position_ids)
     with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
-        logits = step.run(tokens)
+        logits = step.run(tokens, position_ids)
     call.cache.mark_written(tokens.shape[1])
     return logits
 

@@ -191,9 +191,9 @@ class DecodeStep:
         if (cache := self._cache()) is not None:
             self.positions.set_offsets(cache.offsets)
 
-    def run(self, tokens: Tensor) -> Tensor:
+    def run(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Append `tokens` [B] or [B, n] and return the logits [B, V] of the next, in float32."""
-        self.set_tokens(tokens)
+        self.set_tokens(tokens, position_ids)
         # A copy: the next run overwrites the logits.
         return self._replay_or_forward().to(torch.float32, copy=True)
 
