@@ -10,6 +10,7 @@ its name. What is too large or has no Python state (a tokenizer, a lock) counts
 as the object that it is. `fileidentity.py` has the identity in files.
 """
 
+import gc
 import re
 import sys
 import weakref
@@ -20,7 +21,7 @@ from enum import Enum
 from functools import cache, cached_property, partial
 from hashlib import blake2b
 from itertools import chain, compress, islice
-from operator import attrgetter, is_
+from operator import is_
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -82,7 +83,6 @@ _NOT_FOLLOWED = {
 }  # fmt: skip
 
 
-_PARTS_OF_FUNCTION = attrgetter("__code__", "__defaults__", "__kwdefaults__", "__closure__")
 _ATTRIBUTES: "WeakKeyDictionary[PreTrainedModel, _Attributes]" = WeakKeyDictionary()
 # Values of classes that were read before, by these classes; the newest last.
 _CLASSES: "OrderedDict[tuple[type, ...], _Known]" = OrderedDict()
@@ -441,9 +441,10 @@ class _Known:
         self._parts = list(self._direct_parts())
 
     def _direct_parts(self) -> Iterator[Any]:
-        yield from chain.from_iterable(map(_PARTS_OF_FUNCTION, self._functions))
         own = list(map(vars, self._functions))
         yield from chain(*own, chain.from_iterable(map(dict.values, own)))
+        # Code, defaults, closure. Not by name: an audit hook would be called for each.
+        yield from gc.get_referents(*self._functions)
         for given, names in self._globals:
             yield from map(given.get, names)
         for thing in self._others:

@@ -165,7 +165,8 @@ class Prompts:
 
 def _parts(call: Call) -> list[Tensor]:
     """The new tokens of the prompt, as many in each part as a pass takes; none: not served."""
-    assert call.start is not None
+    if call.start is None or not isinstance(call.cache, StaticContiguousCache):
+        return []
     num_new = call.request.prompt_length - call.start[0]
     is_served = (
         call.device.type in DEVICES

@@ -33,11 +33,10 @@ def prompt_attention(
     STAGES: tl.constexpr, IN_ORDER: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    num_blocks = tl.cdiv(T, QUERIES)
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
     m = tl.arange(0, TILE_M)  # query heads of this KV head, of one query after the other
-    block = num_blocks - 1 - tl.program_id(0)  # late queries, whose spans are long, first
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # late queries, whose spans are long, first
     t = (block * QUERIES + m // G).to(tl.int64)
     g = h * G + m % G
     is_query = (m < QUERIES * G) & (t < T)
@@ -47,9 +46,8 @@ def prompt_attention(
     end = tl.load(span + 2, mask=is_query, other=0)
     seq_start = tl.load(spans + b * spans_b)
     sees = end > first
-    lowest = tl.min(tl.where(sees, first, 1 << 40), 0)
     highest = tl.max(tl.where(sees, end, seq_start), 0)
-    lowest = tl.minimum(lowest, highest)
+    lowest = tl.minimum(tl.min(tl.where(sees, first, 1 << 40), 0), highest)
     d = tl.arange(0, TILE_D)
     dv = tl.arange(0, TILE_DV)
     n = tl.arange(0, SPLIT_SIZE)
@@ -73,41 +71,15 @@ def prompt_attention(
             )
             is_seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
             _, split_maximum, p = weigh(q, k, is_seen, scale, softcap, HAS_SOFTCAP)
-            split_output = tl.dot(p.to(v.dtype), v, input_precision="ieee")
             maximum, rescale, factor = factors(maximum, split_maximum)
             total = tl.fma(total, rescale, sum_in_order(p, v, SPLIT_SIZE) * factor)
+            split_output = tl.dot(p.to(v.dtype), v, input_precision="ieee")
             merged = tl.fma(merged, rescale[:, None], split_output * factor[:, None])
     else:
-        # From `seen` to `unseen` all queries see all of a split.
-        seen = tl.max(tl.where(sees, first, 0), 0)
-        unseen = tl.min(tl.where(sees, end, 1 << 40), 0)
-        seen = tl.minimum(begin + tl.cdiv(seen - begin, SPLIT_SIZE) * SPLIT_SIZE, highest)
-        unseen = tl.maximum(begin + (unseen - begin) // SPLIT_SIZE * SPLIT_SIZE, seen)
-        unseen = tl.minimum(unseen, highest)
-        for part in tl.static_range(3):
-            start = begin if part == 0 else (seen if part == 1 else unseen)
-            stop = seen if part == 0 else (unseen if part == 1 else highest)
-            for at in tl.range(start, stop, SPLIT_SIZE, num_stages=STAGES):
-                position = (at + n).to(tl.int64)
-                mask = (position >= lowest) & (position < highest)
-                k, v = _load_split(
-                    k_at, v_at, position, mask, d, dv, keys_s, values_s,
-                    D, TILE_D, DV, TILE_DV, part == 1,
-                )  # fmt: skip
-                score = tl.dot(q, k, input_precision="ieee") * scale
-                if HAS_SOFTCAP:
-                    score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
-                score = score * LOG2_E
-                if part != 1:
-                    is_seen = (position[None, :] >= first[:, None]) & (
-                        position[None, :] < end[:, None]
-                    )
-                    score = tl.where(is_seen, score, -float("inf"))
-                maximum, rescale, _ = factors(maximum, tl.max(score, 1))
-                reference = tl.where(maximum == -float("inf"), 0.0, maximum)
-                p = tl.exp2(score - reference[:, None])
-                total = total * rescale + tl.sum(p, 1)
-                merged = tl.dot(p.to(v.dtype), v, merged * rescale[:, None], input_precision="ieee")
+        total, merged = _add_splits(
+            q, k_at, v_at, first, end, begin, lowest, highest, maximum, total, merged,
+            keys_s, values_s, scale, softcap, D, TILE_D, DV, TILE_DV, SPLIT_SIZE, STAGES, HAS_SOFTCAP,
+        )  # fmt: skip
         total = tl.where(sees, total, 0.0)
     result = tl.where(total[:, None] > 0, merged / total[:, None], 0.0)  # an empty span gives zeros
     at = output + ((b * T + t) * H * G + g)[:, None] * DV + dv[None, :]
@@ -132,6 +104,61 @@ def _load_split(
     else:
         v = tl.load(v_at, mask=mask[:, None] & (dv[None, :] < DV), other=0.0)
     return k, v
+
+
+@triton.jit
+def _add_splits(
+    q, k_at, v_at, first, end, begin, lowest, highest, maximum, total, merged,
+    keys_s, values_s, scale, softcap,
+    D: tl.constexpr, TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
+    SPLIT_SIZE: tl.constexpr, STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Sum of weights and output of all splits. Those that all queries see need no mask."""
+    d = tl.arange(0, TILE_D)
+    dv = tl.arange(0, TILE_DV)
+    sees = end > first
+    seen = tl.max(tl.where(sees, first, 0), 0)
+    unseen = tl.min(tl.where(sees, end, 1 << 40), 0)
+    # From `seen` to `unseen` all queries see all of a split.
+    seen = tl.minimum(begin + tl.cdiv(seen - begin, SPLIT_SIZE) * SPLIT_SIZE, highest)
+    unseen = tl.maximum(begin + (unseen - begin) // SPLIT_SIZE * SPLIT_SIZE, seen)
+    unseen = tl.minimum(unseen, highest)
+    for part in tl.static_range(3):
+        start = begin if part == 0 else (seen if part == 1 else unseen)
+        stop = seen if part == 0 else (unseen if part == 1 else highest)
+        for at in tl.range(start, stop, SPLIT_SIZE, num_stages=STAGES):
+            position = (at + tl.arange(0, SPLIT_SIZE)).to(tl.int64)
+            mask = (position >= lowest) & (position < highest)
+            k, v = _load_split(
+                k_at, v_at, position, mask, d, dv, keys_s, values_s,
+                D, TILE_D, DV, TILE_DV, part == 1,
+            )  # fmt: skip
+            maximum, total, merged = _add_split(
+                q, k, v, position, first, end, maximum, total, merged, scale, softcap,
+                HAS_SOFTCAP, part == 1,
+            )  # fmt: skip
+    return total, merged
+
+
+@triton.jit
+def _add_split(
+    q, k, v, position, first, end, maximum, total, merged, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, IS_WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Maximum, sum of weights and output with one more split, as in flash attention."""
+    score = tl.dot(q, k, input_precision="ieee") * scale
+    if HAS_SOFTCAP:
+        score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
+    score = score * LOG2_E
+    if not IS_WHOLE:
+        is_seen = (position[None, :] >= first[:, None]) & (position[None, :] < end[:, None])
+        score = tl.where(is_seen, score, -float("inf"))
+    maximum, rescale, _ = factors(maximum, tl.max(score, 1))
+    reference = tl.where(maximum == -float("inf"), 0.0, maximum)
+    p = tl.exp2(score - reference[:, None])
+    total = total * rescale + tl.sum(p, 1)
+    merged = tl.dot(p.to(v.dtype), v, merged * rescale[:, None], input_precision="ieee")
+    return maximum, total, merged
 
 
 def prompt_attention_triton(
