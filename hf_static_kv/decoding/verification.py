@@ -194,7 +194,7 @@ def append_prompt(step: DecodeStep, call: Call, tokens: Tensor, position_ids: Te
     step.set_position(call.cache.seq_len, call.seq_start)
     with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
         logits = step.run(tokens, position_ids)
-    call.cache.mark_written(tokens.shape[1])
+    call.cache.mark_written(tokens.shape[1], len(tokens))
     return logits
 
 

@@ -147,3 +147,15 @@ def test_a_pass_that_depends_on_the_number_of_tokens():
         assert torch.equal(got, model.generate(ids, **OPTIONS))
         calls.cache.reset()
     assert "from those of an ordinary pass" in calls.decoder.prompts.reason
+
+
+def test_fewer_rows_than_the_cache_has(count_runs):
+    """The rows of the prompt are those of the cache, also for what transformers' loop appends."""
+    model = toy_model("llama").to(DEVICE)
+    calls = Calls(model, batch_size=2)
+    for length in (6, 7, 5):
+        ran, _ = calls(text(model, length, seed=length))
+        assert calls.cache.batch_size == 1
+        assert calls.cache.layers[0].keys.shape[0] == 1
+        calls.cache.reset()
+    assert ran
