@@ -242,8 +242,8 @@ class GraphDecoder:
         # First: the device computes the prompt meanwhile.
         state = None if call.must_assume else call.state
         has_hooks = compat.has_hooks(call.modules)
-        kinds = selection and selection.kinds
-        what = kinds, selection is None, call.step_kind, has_hooks, call.fingerprint
+        selects = selection and selection.kind
+        what = selects, call.step_kind, has_hooks, call.fingerprint
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
         key = what, state or call.state
@@ -317,7 +317,8 @@ class GraphDecoder:
         if selection is None:
             step = DecodeStep(*what)
         else:
-            step = SelectingStep(*what, kinds=selection.kinds)
+            kinds, bans, ngram = selection.kind
+            step = SelectingStep(*what, kinds=kinds, bans=bans, ngram=ngram)
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:

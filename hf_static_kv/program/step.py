@@ -31,6 +31,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.request import cache_is_full
+from hf_static_kv.kernels.ban_tokens import ban_tokens
 from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
@@ -376,13 +377,18 @@ class SelectingStep(DecodeStep):
     the same graph.
 
     It selects the most likely token, or samples with the processors of `kinds`; `what` as for
-    `DecodeStep`.
+    `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
+    that would repeat `ngram` ones.
     """
 
     MAX_EOS = 16
 
-    def __init__(self, *what: Any, kinds: Processors | None) -> None:
+    def __init__(
+        self, *what: Any, kinds: Processors | None, bans: bool = False, ngram: int = 0
+    ) -> None:
         super().__init__(*what)
+        self._bans = bans
+        self._ngram = ngram
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position
             # more.
@@ -396,7 +402,8 @@ class SelectingStep(DecodeStep):
         real, whole = (
             self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64)
         )
-        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, whole.clone())
+        self.min_length = whole.clone()
+        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, self.min_length)
         self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
 
     @property
@@ -421,9 +428,9 @@ class SelectingStep(DecodeStep):
             self.state.pad.copy_(pad.reshape(1))
 
     def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
-        """Set numbers of the `SampleState` by name."""
+        """Set `min_length`, and other numbers of the `SampleState`, by name."""
         for name, number in numbers:
-            getattr(self.sampling, name).fill_(number)
+            getattr(self.sampling or self, name).fill_(number)
 
     def replay(self) -> Tensor:
         """Append the selected tokens and select the next ones; a bool on the device: all rows have
@@ -435,10 +442,13 @@ class SelectingStep(DecodeStep):
     def _forward(self) -> Tensor:
         logits = super()._forward()
         newest = self.positions.full.slots[:, -1]  # [B]
+        scores = logits
+        if self._bans:
+            scores = ban_tokens(logits, newest, self.state, self.min_length, self._ngram)
         if self.sampling is None:
-            select_greedy(logits, newest, self.state)
+            select_greedy(scores, newest, self.state)
         else:
-            select_sampled(logits, newest, self.sampling)
+            select_sampled(scores, newest, self.sampling)
         return logits
 
 
