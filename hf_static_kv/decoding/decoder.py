@@ -95,7 +95,7 @@ class GraphDecoder:
         self.streamer = streamer
         self.without = frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
-        self.prompts = Prompts()
+        self.prompts = Prompts(self.without)
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
@@ -398,7 +398,7 @@ class GraphDecoder:
         self.__dict__.update(state)
         self._steps = WeakKeyDictionary()
         self.pool = CachePool()
-        self.prompts = Prompts()
+        self.prompts = Prompts(self.without)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

@@ -9,6 +9,7 @@ the model, for good.
 """
 
 from bisect import bisect_left
+from collections.abc import Collection
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -51,9 +52,14 @@ class _Captured(NamedTuple):
 
 
 class Prompts:
-    """The prompt passes of a decoder. `reason` says why the last one could not be captured."""
+    """The prompt passes of a decoder. `reason` says why the last one could not be captured.
 
-    def __init__(self) -> None:
+    `without`: rewrite rules to leave out.
+    """
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        # The caller may give positions that no table has.
+        self._without = {"angles_from_table", *without}
         self.reason: str | None = None
         # By size and fingerprint; None: cannot be captured.
         self._passes: WeakKeyDictionary[
@@ -149,8 +155,7 @@ class Prompts:
             # What is frozen in the recording shows: other tokens, at other positions.
             step.set_tokens((part - 1).abs(), _position_ids(call, part) + 1)
             is_exact = call.own_attention == EXACT_ATTENTION_NAME
-            # The caller may give positions that no table has.
-            step.record(*at, is_exact=is_exact, without={"angles_from_table"})
+            step.record(*at, is_exact=is_exact, without=self._without)
             if call.device.type == "cuda":
                 self._pool = self._pool or torch.cuda.graph_pool_handle()
                 step.capture(*at, pool=self._pool)

@@ -10,6 +10,7 @@ at hand. Otherwise it adds up as flash attention does, with larger tiles, and on
 edges of spans are masked.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,6 +22,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 # Measured on an H200 at 128 to 2048 queries: 72, 68 and 53 us of 2048 (SDPA 58, 53 and 51; in order
 # 115, 102 and 129).
 _FAST_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
+_SMALL_TILE = 64, 32, 4, 2  # of 256 dims, if a multiprocessor has no room for that
 
 
 @triton.jit
@@ -159,6 +161,15 @@ def _add_split(
     total = total * rescale + tl.sum(p, 1)
     merged = tl.dot(p.to(v.dtype), v, merged * rescale[:, None], input_precision="ieee")
     return maximum, total, merged
+
+
+def _fast_tile(dim: int, query: Tensor) -> tuple[int, int, int, int]:
+    if dim <= 128:
+        return _FAST_TILES[max(64, dim)]
+    if not query.is_cuda:
+        return _SMALL_TILE
+    shared = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    return _FAST_TILES[256] if shared > 110_000 else _SMALL_TILE
 
 
 def prompt_attention_triton(

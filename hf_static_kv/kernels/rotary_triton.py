@@ -4,8 +4,6 @@ are in rotary.py.
 In `rope_and_cache_write` the instance of a KV head writes key and value.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -206,32 +204,34 @@ def rotate_and_write_triton(
     output = query.new_empty(query.shape)
     states = [_as_the_norm_reads(x) for x in (query, key, value)]  # [B, q, H, D]
     strides = [stride for x in states for stride in x.stride()[:3]]
-    (query_weight, _), (query_eps, offset), constants = norm_arguments(query_norm, query)
+    (query_weight, _), (query_eps, offset), of_norm = norm_arguments(query_norm, query)
     (key_weight, _), (key_eps, _), _ = norm_arguments(key_norm, query)
     angles = [query[:, 0] if x is None else x for x in (cos, sin)]
     angles = [x if x.stride(-1) == 1 else x.contiguous() for x in angles]
     for x in angles:
         strides += [0 if x.shape[0] < batch else x.stride(0), x.stride(1)]
     tile = triton.next_power_of_2(dim)
-    how: dict[str, Any] = {"ANGLES_READY": angles_ready, "num_warps": num_warps(tile)}
-    kernel = rope_and_cache_write
-    grid: tuple[int, ...] = (batch * num_tokens * (query_heads + heads),)
-    # A warp loads up to 512 bytes at once: of a longer head it would share the sum with others.
-    if num_tokens > _FEW_TOKENS and tile * query.element_size() <= 512:
-        how = {"TOKENS": _TOKENS, "num_warps": _TOKENS}
-        kernel = rope_and_cache_write_tiles
-        grid = triton.cdiv(num_tokens, _TOKENS), query_heads + heads, batch
-    launch(
-        kernel, grid,
+    arguments = (
         *states, query_weight, key_weight, *angles, output, keys, values, slots.contiguous(),
         query_eps, key_eps, offset, *strides,
         *keys.stride()[:3], *values.stride()[:3], keys.shape[2], num_tokens,
-        HQ=query_heads, H=heads, D=dim, DV=value_dim,
-        TILE=tile, TILE_V=triton.next_power_of_2(value_dim), HAS_NORM=query_norm is not None,
-        CAST_FIRST=constants["CAST_FIRST"], HAS_ANGLES=cos is not None,
-        enable_fp_fusion=False,  # as in the kernels of the parts
-        **how,
     )  # fmt: skip
+    constants = {
+        "HQ": query_heads, "H": heads, "D": dim, "DV": value_dim,
+        "TILE": tile, "TILE_V": triton.next_power_of_2(value_dim),
+        "HAS_NORM": query_norm is not None, "CAST_FIRST": of_norm["CAST_FIRST"],
+        "HAS_ANGLES": cos is not None,
+        "enable_fp_fusion": False,  # as in the kernels of the parts
+    }  # fmt: skip
+    # A warp loads up to 512 bytes at once: of a longer head it would share the sum with others.
+    if num_tokens > _FEW_TOKENS and tile * query.element_size() <= 512:
+        grid = triton.cdiv(num_tokens, _TOKENS), query_heads + heads, batch
+        how = {"TOKENS": _TOKENS, "num_warps": _TOKENS}
+        launch(rope_and_cache_write_tiles, grid, *arguments, **constants, **how)
+    else:
+        how = {"ANGLES_READY": angles_ready, "num_warps": num_warps(tile)}
+        instances = batch * num_tokens * (query_heads + heads)
+        launch(rope_and_cache_write, (instances,), *arguments, **constants, **how)
     return output
 
 
