@@ -168,7 +168,8 @@ def _fast_tile(dim: int, query: Tensor) -> tuple[int, int, int, int]:
         return _FAST_TILES[max(64, dim)]
     if not query.is_cuda:
         return _SMALL_TILE
-    shared = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    properties = torch.cuda.get_device_properties(query.device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
     return _FAST_TILES[256] if shared > 110_000 else _SMALL_TILE
 
 
@@ -188,9 +189,7 @@ def prompt_attention_triton(
     half = 64, 4 if tile_d <= 128 else 8, 2
     rows, num_warps, stages = half if query.element_size() == 2 else (16, 4, 1)
     if not in_order and query.element_size() == 2:
-        rows, split_size, num_warps, stages = _FAST_TILES.get(
-            max(tile_d, tile_dv), _FAST_TILES[256]
-        )
+        rows, split_size, num_warps, stages = _fast_tile(max(tile_d, tile_dv), query)
     tile_m = max(rows, triton.next_power_of_2(groups))
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)
