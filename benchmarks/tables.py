@@ -6,6 +6,7 @@ import inspect
 import re
 import statistics
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from contenders import CONTENDERS
@@ -34,6 +35,13 @@ ATTACH = {
     "attach": "`attach(model)`",
     "attach-reuse": "`attach(model, reuse_prefix=True)`",
     "dynamic": "plain `generate`",
+}
+
+FIRST_TOKEN = {
+    "attach": "**`attach(model)`**",
+    "dynamic": "`DynamicCache` (the default)",
+    "static": "`StaticCache`",
+    "no-cache": "`use_cache=False`",
 }
 
 
@@ -180,6 +188,32 @@ def attach(records: list[Record]) -> str:
             rows.append([f"{title(record)}, {words}", *map(median, times)])
     heads = [f"of a turn after {history:,}" for history in histories]
     return table(["ms", "per token", "first token", *heads], rows)
+
+
+def first_token(records: list[Record]) -> str:
+    """Contenders as rows: milliseconds of the first token, by the prompt; and of an answer."""
+    heads: dict[tuple[Any, ...], str] = {}
+    rows = []
+    for record in records:
+        ms: dict[str, dict[tuple[Any, ...], str]] = {}
+        for row in record["rows"]:
+            key = (row["case"], row["rows"], row["held"], row["tokens"], row["answered"])
+            heads[key] = _case(row)
+            ms.setdefault(row["name"], {})[key] = median(row["ms"])
+        for name, words in FIRST_TOKEN.items():
+            if name in ms:
+                cells = [ms[name].get(key, "-") for key in heads]
+                rows.append([f"{title(record)}, {words}", *cells])
+    return table(["ms", *heads.values()], rows)
+
+
+def _case(row: Record) -> str:
+    if row["case"] == "prompt":
+        return f"{row['tokens']:,} tokens"
+    if row["case"] == "batch":
+        return f"{row['rows']} x {row['tokens']:,}"
+    answered = "" if row["answered"] == 1 else f", {row['answered']} answered"
+    return f"{row['tokens']} after {row['held']:,}{answered}"
 
 
 def files(records: list[Record]) -> str:

@@ -88,6 +88,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "exact": tables.exact,
     "training": tables.training,
     "attach": tables.attach,
+    "first_token": tables.first_token,
     "step": tables.step,
     "sampling": tables.sampling,
     "files": tables.files,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from threading import RLock
+from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -42,7 +43,6 @@ from hf_static_kv.cache.states import continuation_of
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import (
     Call,
-    kind_of,
     random_state,
     repeatable_state,
     set_random_state,
@@ -132,6 +132,7 @@ class Attachment:
         self._one_at_a_time = RLock() if settings.exact else nullcontext()
         self._is_short_of_memory = False
         self._state: State | None = None  # of the model in the last call
+        self.makes_default = False  # whether `generate` makes a `DynamicCache` for this model
         self.why_unserved: str | None = None  # found in a call; a later `attach` forgets it
 
     @property
@@ -219,9 +220,10 @@ class Attachment:
         with self._one_at_a_time, self._exact(model):
             return original(*args, **kwargs)
 
-    def lend(self, call: _Served, model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
-        """Put a cache of the pool in the place of the one that `generate` has made."""
-        made = model_kwargs.get("past_key_values")
+    def lend(
+        self, call: _Served, model: PreTrainedModel, model_kwargs: dict[str, Any], made: type
+    ) -> None:
+        """Put a cache of the pool in the place of the one that `generate` makes, of type `made`."""
         request = running_request()
         if request is None or request.model is not model or request.custom_generate is not None:
             return
@@ -241,11 +243,12 @@ class Attachment:
         if request.mode not in _ONE_SEQUENCE_A_ROW:
             self._note(f"the mode is {request.mode.value}")
 
-    def _check(self, request: Request, made: Any) -> None:
-        """Raise `Fallback` if the call keeps the cache that `generate` has made for it."""
-        if type(made) is not DynamicCache:
-            kept = f"`generate` makes {kind_of(made)} for this model"
-            instead = "the call uses no cache" if made is None else kept
+    def _check(self, request: Request, made: type) -> None:
+        """Raise `Fallback` if the call keeps the cache that `generate` makes for it."""
+        self.makes_default = made is DynamicCache
+        if made is not DynamicCache:
+            kept = f"`generate` makes a {made.__name__} for this model"
+            instead = "the call uses no cache" if made is NoneType else kept
             raise Fallback(_unserved(request.model) or instead)
         if request.prompt_length == 0:
             raise Fallback("the prompt has no tokens")  # an error, and transformers' own
@@ -338,10 +341,15 @@ class _Hooks:
         return attachment.generate(model, original, args, kwargs)
 
     @staticmethod
-    def cache(model: PreTrainedModel, model_kwargs: dict[str, Any]) -> None:
+    def knows_cache(model: PreTrainedModel) -> bool:
+        attachment = _ATTACHMENTS.get(model)
+        return attachment is not None and attachment.makes_default
+
+    @staticmethod
+    def cache(model: PreTrainedModel, model_kwargs: dict[str, Any], made: type) -> None:
         call = _CALL.get()
         if call is not None and call.attachment is _ATTACHMENTS.get(model):
-            call.attachment.lend(call, model, model_kwargs)
+            call.attachment.lend(call, model, model_kwargs, made)
 
     @staticmethod
     def loop(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:

@@ -117,10 +117,11 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
 
     `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in place of `generate`
-    and of its loop for greedy decoding and sampling. `hooks.cache(model, model_kwargs)` runs when
-    `generate` has made a cache for a call that brings none. Without these private names: `generate`
-    does not call the hooks. Copies and pickles of the model are of the class itself. No `super()`
-    in a call: another thread may detach the model meanwhile.
+    and of its loop for greedy decoding and sampling. `hooks.cache(model, model_kwargs, kind)` runs
+    when `generate` has made a cache of this kind for a call that brings none; or, if
+    `hooks.knows_cache(model)`, in the place of making a `DynamicCache`. Without these private
+    names: `generate` does not call the hooks. Copies and pickles of the model are of the class
+    itself. No `super()` in a call: another thread may detach the model meanwhile.
     """
 
     class HookedModel(base, Hooked):  # type: ignore[misc]
@@ -133,10 +134,17 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
         ) -> Any:
             config = generation_config
             is_callers = model_kwargs.get("past_key_values") is not None
-            result = base._prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs)
             is_plain = config.cache_implementation is None and not config.is_assistant
-            if is_plain and not is_callers:
-                hooks.cache(self, model_kwargs)
+            is_ours = is_plain and not is_callers
+            # To make a cache takes time, and it is of one kind in every call.
+            is_known = is_ours and config.use_cache and hooks.knows_cache(self)
+            if is_known:
+                hooks.cache(self, model_kwargs, cache_utils.DynamicCache)
+                if model_kwargs.get("past_key_values") is not None:
+                    return None
+            result = base._prepare_cache_for_generation(self, config, model_kwargs, *args, **kwargs)
+            if is_ours and not is_known:
+                hooks.cache(self, model_kwargs, type(model_kwargs.get("past_key_values")))
             return result
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,21 +254,28 @@ def own_parts(module: Module, kind: str) -> list[Any]:
 
 def own_tensors(module: Module) -> list[Tensor]:
     """The parameters and buffers of a module itself. Without its dicts: as `own_parts`."""
-    if not hasattr(module, "_parameters") or not hasattr(module, "_buffers"):
+    own = module.__dict__
+    if "_parameters" not in own or "_buffers" not in own:
         return [*own_parts(module, "parameters"), *own_parts(module, "buffers")]
-    return [
-        t
-        for store in (module._parameters, module._buffers)
-        for t in store.values()
-        if t is not None
-    ]
+    return [t for t in (*own["_parameters"].values(), *own["_buffers"].values()) if t is not None]
+
+
+def named_tensors(modules: Iterable[Module]) -> list[tuple[str, Tensor | None]]:
+    """Names and tensors of `own_tensors` of all these modules, with None where one is absent."""
+    attributes = [module.__dict__ for module in modules]
+    stores = [own.get(name) for own in attributes for name in ("_parameters", "_buffers")]
+    if None in stores:
+        return [("", tensor) for module in modules for tensor in own_tensors(module)]
+    return [item for store in stores if store for item in store.items()]
 
 
 def all_modules(model: Module) -> list[Module]:
     """`model.modules()` in a third of its time: this runs before every prompt."""
     found = [model]
     for module in found:  # grows meanwhile
-        found += own_parts(module, "modules")
+        store = module.__dict__.get("_modules")
+        parts = own_parts(module, "modules") if store is None else store.values()
+        found += [part for part in parts if part is not None]
     return found
 
 
@@ -308,7 +323,9 @@ def has_hooks(modules: Iterable[Module]) -> bool:
     """Whether a pass calls hooks, of these modules or of all. Without these names: none seen."""
     # transformers leaves hooks that collect outputs. Without their module: GraphDecoder falls back.
     harmless = "transformers.utils.output_capturing"
-    hooks = (hook for module in modules for hook in forward_hooks(module))
+    names = "_forward_hooks", "_forward_pre_hooks"
+    with_hooks = [m for m in modules if any(m.__dict__.get(name) for name in names)]
+    hooks = (hook for module in with_hooks for hook in forward_hooks(module))
     of_all = ("_global_forward_hooks", "_global_forward_pre_hooks")
     has_global = any(getattr(torch_module, name, None) for name in of_all)
     return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)

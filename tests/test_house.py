@@ -18,7 +18,7 @@ READING_ORDER = {
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
-        "select_greedy_triton", "select_greedy", "sample_triton", "sample",
+        "select_greedy_triton", "select_greedy", "ban_tokens_triton", "ban_tokens", "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "decode_attention", "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear",
         "experts_triton", "experts",
@@ -28,7 +28,7 @@ READING_ORDER = {
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
         "positions", "step",
     ],
-    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "decoder"],
+    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "prompts", "decoder"],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__", "__main__"],

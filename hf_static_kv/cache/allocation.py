@@ -176,14 +176,16 @@ class AllocatedCache(Cache):
         self._groups = list(moved.values())
         self._max_cache_len = max_cache_len
 
-    def reserve(self) -> int:
-        """Return how many tokens fit until the next call. Full compact layers are compacted.
+    def reserve(self, num_tokens: int = 1) -> int:
+        """Return how many tokens fit until the next call.
+
+        Compact layers without slots for `num_tokens` are compacted.
 
         Layers of one window get one offset: a failed pass may have left several.
         """
         compact = [layer for layer in self.kv_layers if layer.is_compact]
         for layer in compact:
-            layer.reserve(1)
+            layer.reserve(num_tokens)
         offsets = self.offsets
         for layer in compact:
             if layer.offset != offsets[layer.sliding_window]:

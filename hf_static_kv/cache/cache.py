@@ -381,8 +381,11 @@ class StaticContiguousCache(AllocatedCache):
             raise ValueError(f"advance({n}): {step}.")
         self._commit()
 
-    def mark_written(self, n: int) -> None:
-        """Append `n` tokens that a kernel has written to every layer, from `seq_len` on."""
+    def mark_written(self, n: int, batch_size: int | None = None) -> None:
+        """Append `n` tokens that a kernel has written to every layer, from `seq_len` on.
+
+        In an empty cache they are those of `batch_size` rows; by default of all.
+        """
         is_open = self._pass.size is not None
         ends = [layer.offset + layer.num_slots for layer in self.kv_layers]
         free = min([self._max_cache_len, *ends]) - self.seq_len
@@ -392,6 +395,8 @@ class StaticContiguousCache(AllocatedCache):
                 f"tokens{', and a step is in progress' * is_open}."
             )
         for layer in self.kv_layers:
+            if not layer.length:
+                layer.batch_size = batch_size or layer.max_batch_size
             layer.length += n
 
     @property

@@ -10,22 +10,33 @@ its name. What is too large or has no Python state (a tokenizer, a lock) counts
 as the object that it is. `fileidentity.py` has the identity in files.
 """
 
+import gc
+import re
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from enum import Enum
 from functools import cache, cached_property, partial
 from hashlib import blake2b
+from itertools import chain, compress, islice
+from operator import is_
 from types import (
+    BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    GenericAlias,
     GetSetDescriptorType,
     MemberDescriptorType,
     MethodType,
     ModuleType,
+    NoneType,
+    UnionType,
 )
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -37,6 +48,7 @@ from hf_static_kv import compat
 
 NUM_SAMPLED = 16  # elements of each weight
 _MAX_NODES = 4_000  # parts of one attribute; with more it counts as the object that it is
+_MAX_KNOWN = 8  # sets of classes whose values are kept
 # Immutable types.
 _PLAIN = (
     int, bool, bytes, complex, range, slice, type(...), type(NotImplemented), Enum, type, CodeType,
@@ -48,9 +60,19 @@ _WRAPPERS = {
     property: ("fget",), staticmethod: ("__func__",), classmethod: ("__func__",),
     cached_property: ("func",),
 }  # fmt: skip
+_FIXED = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
+_CONTAINERS = (dict, list, tuple, set, frozenset)
+# Types in C without a state that changes.
+_UNCHANGING = (BuiltinFunctionType, ContextVar, GenericAlias, UnionType, re.Pattern)
 OF_TORCH = frozenset(vars(Module())) - {"training"}
-# Attributes of a model that no pass reads.
-_OF_A_CALL = {"generation_config", "warnings_issued"}
+# Attributes of a model that no pass reads: of calls, and of its loading.
+_OF_A_CALL = {
+    "generation_config", "warnings_issued", "all_tied_weights_keys",
+    "_tp_plan", "_ep_plan", "_pp_plan", "_fsdp_plan",
+    "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_no_split_modules",
+    "_skip_keys_device_placement", "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save",
+}  # fmt: skip
 # Classes that no pass computes with. By name: importing them takes time.
 _OPAQUE = frozenset(
     {"Logger", "PreTrainedTokenizerBase", "ProcessorMixin", "GenerationConfig", "Generator"}
@@ -59,6 +81,11 @@ _OPAQUE = frozenset(
 _NOT_FOLLOWED = {
     "torch", "transformers", "numpy", "accelerate", "hf_static_kv", *sys.stdlib_module_names
 }  # fmt: skip
+
+
+_ATTRIBUTES: "WeakKeyDictionary[PreTrainedModel, _Attributes]" = WeakKeyDictionary()
+# Values of classes that were read before, by these classes; the newest last.
+_CLASSES: "OrderedDict[tuple[type, ...], _Known]" = OrderedDict()
 
 
 class State:
@@ -82,28 +109,50 @@ class State:
         return State(*self.parts[:-1])
 
 
-def pass_state(model: PreTrainedModel) -> State:
-    """Differs if a recorded pass may differ. It reads tensors by address."""
-    return State(*Values(compat.all_modules(model)).of_model(model))
+class Sent:
+    """A tensor on its way to the host. What the device is given later does not delay it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._on_host = tensor.to("cpu", non_blocking=True)
+        self._arrived = torch.cuda.Event() if tensor.is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrived is not None:
+            # The tensor may not be on the current device.
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def read(self) -> Any:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._on_host.tolist()
 
 
-def content_state(model: PreTrainedModel) -> State:
+def pass_state(
+    model: PreTrainedModel, modules: list[Module] | None = None, rotary: Sent | None = None
+) -> State:
+    """Differs if a recorded pass may differ. It reads tensors by address.
+
+    `modules` are all of the model, and `rotary` its `send_rotary`, if these are there already.
+    """
+    return State(*Values(modules or compat.all_modules(model)).of_model(model, rotary))
+
+
+def content_state(
+    model: PreTrainedModel, modules: list[Module] | None = None, rotary: Sent | None = None
+) -> State:
     """Differs if a pass over the same tokens may give other keys and values.
 
-    A write through `.data` beside the sample is not seen.
+    A write through `.data` beside the sample is not seen. Arguments as of `pass_state`.
     """
-    values = Values(compat.all_modules(model))
-    seen = values.of_model(model)
+    values = Values(modules or compat.all_modules(model))
+    seen = values.of_model(model, rotary)
     of_calls = tuple(map(values.of_tensor, values.of_calls))
     writes = tuple(map(compat.write_count, values.tensors))
     return State(*seen, (of_calls, writes, _samples(values.tensors)))
 
 
 def first_difference(before: State, after: State) -> str:
-    for one, other in zip(before.parts[1], after.parts[1], strict=False):
+    for one, other in zip(chain(*before.parts[1]), chain(*after.parts[1]), strict=False):
         if one != other:
-            names = (a[0] for a, b in zip(one[1], other[1], strict=False) if a != b)
-            return f"{next(names, 'an attribute')} of {one[0].__name__}"
+            return f"{one[1]} of {one[0].__name__}"
     return "a function, a class or a tensor"
 
 
@@ -121,6 +170,7 @@ class Values:
         self._numbers = {id(module): i for i, module in enumerate(self.modules)}
         self._kept: list[Any] = []  # so that no id is used twice
         self._end = 0  # of `_kept`, for the attribute that is read now
+        self.seen: list[Any] = []  # all that was read and has parts
         # Readers of values without parts. By type: `isinstance` is slow for configs.
         self._shallow: dict[type, Callable[[Any], Any]] = {
             str: _itself,
@@ -131,32 +181,59 @@ class Values:
             # JSON tells these apart.
             self._shallow |= dict.fromkeys((bool, int, float), _itself)
 
-    def of_model(self, model: PreTrainedModel) -> tuple[Any, ...]:
-        modules = tuple(map(self._module, self.modules))
+    def of_model(self, model: PreTrainedModel, sent: Sent | None = None) -> tuple[Any, ...]:
+        attributes = self._attributes(model)
+        tensors = self._weights()
         configs = self.of_attribute(model.config), self.of_attribute(model.config.get_text_config())
         functions = tuple(map(self.of_attribute, _attention_functions(model)))
         for kind in dict.fromkeys(map(type, self.modules)):
             self._add_class(kind)
-        classes = tuple(map(self._class, self.classes))
         # Settings of the process or thread that change results.
         autocast = map(torch.get_autocast_dtype, filter(torch.is_autocast_enabled, ("cpu", "cuda")))
         settings = torch.get_float32_matmul_precision(), torch.get_default_dtype(), *autocast
-        rotary = _rotary_values(self.modules)
-        return weakref.ref(model), modules, configs, functions, classes, settings, rotary
+        classes = self._classes()
+        rotary = (sent or send_rotary(self.modules)).read()
+        rest = tensors, configs, functions, classes, settings, rotary
+        return weakref.ref(model), attributes, *rest
 
-    def _module(self, module: Module) -> tuple[Any, ...]:
-        is_model = isinstance(module, PreTrainedModel)
-        found = []
-        for name, value in module.__dict__.items():
-            if name in OF_TORCH or (is_model and name in _OF_A_CALL):
-                continue
-            if is_model and isinstance(value, Tensor):
-                self.of_calls.append(value)
-                value = "a tensor of a call"
-            read = self._shallow.get(type(value), self.of_attribute)
-            found.append((name, read(value)))
-        tensors = tuple(map(self.of_tensor, compat.own_tensors(module)))
-        return type(module), tuple(found), tensors
+    def _attributes(self, model: PreTrainedModel) -> tuple[Any, ...]:
+        """Class, name and value of each attribute of a module."""
+        modules = self.modules.copy()
+        known = _ATTRIBUTES.get(model)
+        if known is None or not known.are_those_of(modules):
+            known = _ATTRIBUTES[model] = _Attributes(modules)
+        changing = [self._attribute(modules[i], name) for i, name in known.changing]
+        others = [
+            self._attribute(module, name)
+            # Grows meanwhile, by modules that attributes hold.
+            for module in islice(self.modules, len(modules), None)
+            for name in module.__dict__
+            if name not in OF_TORCH
+        ]
+        return known.fixed, changing, others
+
+    def _attribute(self, module: Module, name: str) -> tuple[type, str, Any]:
+        value = module.__dict__[name]
+        if isinstance(value, Tensor) and isinstance(module, PreTrainedModel):
+            self.of_calls.append(value)
+            value = "a tensor of a call"
+        return type(module), name, self.of_attribute(value)
+
+    def _weights(self) -> tuple[Any, ...]:
+        """Names and places of all parameters and buffers, in columns: they are many."""
+        named = compat.named_tensors(self.modules)
+        kinds = [type(tensor) for _, tensor in named]
+        plain = [t for _, t in named if type(t) is Parameter or type(t) is Tensor]
+        wrapped = [t for _, t in named if t is not None and type(t) not in (Parameter, Tensor)]
+        self.tensors += plain
+        return (
+            [name for name, _ in named],
+            kinds,
+            list(map(Tensor.data_ptr, plain)),
+            [(t.shape, t.dtype, t.device) for t in plain],
+            list(map(Tensor.stride, plain)),
+            list(map(self.of_tensor, wrapped)),
+        )
 
     def of_attribute(self, value: Any) -> Any:
         start = len(self._kept)
@@ -193,6 +270,7 @@ class Values:
             raise _TooLarge
         self._numbers[id(value)] = len(self._numbers)
         self._kept.append(value)
+        self.seen.append(value)
         if isinstance(value, Module):
             self.modules.append(value)  # `of_model` is going through them
             return "module", type(value)
@@ -223,6 +301,7 @@ class Values:
     def _function(self, function: FunctionType) -> Any:
         is_bare = not (function.__closure__ or function.__defaults__ or function.__kwdefaults__)
         if is_bare and not function.__dict__ and not _is_followed(function.__module__):
+            self.seen.append(function)
             return function.__code__
         return self._deep(function)
 
@@ -240,8 +319,7 @@ class Values:
 
     def _object(self, value: Any) -> Iterable[Any]:
         kind = type(value)
-        is_opaque = not _OPAQUE.isdisjoint(base.__name__ for base in kind.__mro__)
-        if is_opaque or isinstance(value, ModuleType):
+        if _is_opaque(kind) or isinstance(value, ModuleType):
             return [self._as_object(value)]
         if kind.__dictoffset__ or any(True for _ in _slots(kind)):
             self._add_class(kind)
@@ -267,7 +345,24 @@ class Values:
             if is_read and base is not PreTrainedModel and base not in self.classes:
                 self.classes.append(base)
 
+    def _classes(self) -> tuple[Any, ...]:
+        """The classes with their functions: thousands of parts, which seldom change."""
+        key = tuple(self.classes)
+        known = _CLASSES.pop(key, None)
+        if known is None or not known.is_unchanged():
+            values = Values([])
+            values.classes = self.classes
+            known = _Known(tuple(map(values._class, self.classes)), values.seen)
+            self.tensors += values.tensors
+            if values.tensors or values.modules:  # they may be a model's, and live no longer
+                return known.value
+            if len(_CLASSES) >= _MAX_KNOWN:
+                _CLASSES.popitem(last=False)
+        _CLASSES[key] = known
+        return known.value
+
     def _class(self, kind: type) -> tuple[Any, ...]:
+        self.seen.append(kind)
         own = [(name, value) for name, value in vars(kind).items() if _counts(name, value)]
         return kind, kind.__bases__, [(name, self.of_attribute(value)) for name, value in own]
 
@@ -288,6 +383,104 @@ class Values:
             return id(value)
 
 
+class _Attributes:
+    """The attributes of modules, as they were read. Holds what cannot change, and no module."""
+
+    def __init__(self, modules: Sequence[Module]) -> None:
+        self._kinds = list(map(type, modules))
+        self._names = _names_of(modules)
+        values = list(_values_of(modules))
+        skipped = OF_TORCH | _OF_A_CALL
+        self._is_fixed = [
+            name not in skipped and type(value) in _FIXED
+            for name, value in zip(self._names, values, strict=True)
+        ]
+        # Held: no other object gets the id of one that changes between two calls.
+        self._held = list(compress(values, self._is_fixed))
+        owners = [i for i, module in enumerate(modules) for _ in module.__dict__]
+        own = list(zip(owners, self._names, values, self._is_fixed, strict=True))
+        read = Values([]).of_attribute
+        self.fixed = [(self._kinds[i], name, read(v)) for i, name, v, fixed in own if fixed]
+        self.changing = [
+            (i, name) for i, name, _, fixed in own if not fixed and name not in skipped
+        ]
+
+    def are_those_of(self, modules: Sequence[Module]) -> bool:
+        return (
+            self._kinds == list(map(type, modules))
+            and self._names == _names_of(modules)
+            and all(map(is_, compress(_values_of(modules), self._is_fixed), self._held))
+        )
+
+
+def _values_of(modules: Sequence[Module]) -> Iterator[Any]:
+    return chain.from_iterable(module.__dict__.values() for module in modules)
+
+
+def _names_of(modules: Sequence[Module]) -> list[str]:
+    """The names of all attributes, torch's own too, of one module after the other."""
+    return list(chain.from_iterable(module.__dict__ for module in modules))
+
+
+class _Known:
+    """A value, and what it was read of: the parts of each thing, as they were."""
+
+    def __init__(self, value: Any, seen: Iterable[Any]) -> None:
+        self.value: tuple[Any, ...] = value
+        things = [thing for thing in seen if type(thing) is not tuple]  # its parts cannot change
+        self._functions = [thing for thing in things if type(thing) is FunctionType]
+        self._others = [thing for thing in things if type(thing) is not FunctionType]
+        # By the id of the globals: a getter of those that functions name.
+        named: dict[int, tuple[dict[str, Any], set[str]]] = {}
+        for function in self._functions:
+            if _is_followed(function.__module__):
+                names = _names(function.__code__)
+                given = function.__globals__
+                named.setdefault(id(given), (given, set()))[1].update(names)
+        self._globals = [(given, sorted(names)) for given, names in named.values()]
+        self._parts = list(self._direct_parts())
+
+    def _direct_parts(self) -> Iterator[Any]:
+        own = list(map(vars, self._functions))
+        yield from chain(*own, chain.from_iterable(map(dict.values, own)))
+        # Code, defaults, closure. Not by name: an audit hook would be called for each.
+        yield from gc.get_referents(*self._functions)
+        for given, names in self._globals:
+            yield from map(given.get, names)
+        for thing in self._others:
+            yield from _direct_parts(thing)
+
+    def is_unchanged(self) -> bool:
+        parts = list(self._direct_parts())
+        return len(parts) == len(self._parts) and all(map(is_, parts, self._parts))
+
+
+def _direct_parts(thing: Any) -> list[Any]:
+    """What `Values` reads of a thing, one level deep; a new object each time: cannot be told."""
+    kind = type(thing)
+    if issubclass(kind, type):
+        return [thing.__bases__, *vars(thing), *vars(thing).values()]
+    if kind is CellType:
+        try:
+            return [thing.cell_contents]
+        except ValueError:  # empty
+            return []
+    if kind in _WRAPPERS:
+        return [getattr(thing, name) for name in _WRAPPERS[kind]]
+    if kind in _UNCHANGING or isinstance(thing, ModuleType) or _is_opaque(kind):
+        return []
+    is_told = kind.__dictoffset__ or kind in _CONTAINERS
+    if not is_told or isinstance(thing, np.ndarray):
+        return [object()]
+    own = getattr(thing, "__dict__", {})
+    parts = [*own, *own.values()]
+    if issubclass(kind, _CONTAINERS):
+        parts += thing
+    if issubclass(kind, dict):
+        parts += thing.values()
+    return parts + [getattr(thing, name, None) for name in _slots(kind)]
+
+
 def _itself(value: Any) -> Any:
     return value
 
@@ -303,6 +496,10 @@ def _with_type(value: Any) -> Any:
 
 class _TooLarge(Exception):
     """An attribute has more than `_MAX_NODES` parts."""
+
+
+def _is_opaque(kind: type) -> bool:
+    return not _OPAQUE.isdisjoint(base.__name__ for base in kind.__mro__)
 
 
 @cache
@@ -341,12 +538,12 @@ def _attention_functions(model: PreTrainedModel) -> list[Any]:
     return [interface.get(name) for name in names for interface in interfaces]
 
 
-def _rotary_values(modules: Sequence[Module]) -> tuple[float, ...]:
+def send_rotary(modules: Sequence[Module]) -> Sent:
     """The rotary frequencies, of which a step has tables."""
     rotary = [module for module in modules if "RotaryEmbedding" in type(module).__name__]
     buffers = [buffer for module in rotary for buffer in compat.own_parts(module, "buffers")]
     values = [b.flatten() if b.numel() <= 4096 else b.double().sum()[None] for b in buffers]
-    return tuple(torch.cat(values).tolist()) if values else ()
+    return Sent(torch.cat(values) if values else torch.empty(0))
 
 
 @torch.no_grad()

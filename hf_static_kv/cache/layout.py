@@ -1,9 +1,12 @@
 """What a model's config and modules say of its layers."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -73,6 +76,18 @@ class LayerPlan:
         return (self.shape, self.compact_window) == (other.shape, other.compact_window)
 
 
+class _Planned(NamedTuple):
+    """The plans of a config, whose fields take long to read, and its fields as they were."""
+
+    config: "ref[PreTrainedConfig]"
+    fields: dict[str, Any]
+    plans: list[LayerPlan]
+
+
+_MAX_PLANNED = 16
+_PLANNED: OrderedDict[int, _Planned] = OrderedDict()  # by the id of the config, the oldest first
+
+
 def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
     """One plan for each layer that keeps something; a `ValueError` names what cannot be served.
 
@@ -85,6 +100,16 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
         )
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`.")
+    known = _PLANNED.get(id(config))
+    if known is None or known.config() is not config or known.fields != vars(config):
+        known = _Planned(ref(config), deepcopy(vars(config)), _plan_layers(config))
+        while len(_PLANNED) >= _MAX_PLANNED:
+            _PLANNED.popitem(last=False)
+        _PLANNED[id(config)] = known
+    return with_sliding(known.plans, sliding)
+
+
+def _plan_layers(config: Any) -> list[LayerPlan]:
     if (reason := _why_unserved(config)) is not None:
         raise ValueError(reason)
     config = config.get_text_config(decoder=True)
@@ -110,7 +135,7 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
         if kind not in planned:
             planned[kind] = _plan_layer(layer_config, layer_type, index_type)
         plans.append(planned[kind])
-    return with_sliding(plans, sliding)
+    return plans
 
 
 def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:

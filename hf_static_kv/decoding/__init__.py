@@ -1,1 +1,1 @@
-"""The decode loop. Reading order: call, eligibility, selection, tokens, verification, decoder."""
+"""The decode loop. Reading order: call, eligibility, selection, tokens, verification, prompts, decoder."""

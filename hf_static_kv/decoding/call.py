@@ -19,10 +19,18 @@ from transformers import (
 )
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import Snapshot, StaticContiguousCache
-from hf_static_kv.cache.identity import State, content_state, draws_random_numbers, pass_state
+from hf_static_kv.cache.identity import (
+    Sent,
+    State,
+    content_state,
+    draws_random_numbers,
+    pass_state,
+    send_rotary,
+)
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.cache.pool import Entry
@@ -98,6 +106,12 @@ class Call:
         self.start: Snapshot | None = None
         # By the trial of a step that could not be captured.
         self.is_overwritten = False
+        # Captured passes for the prompt (`Prompts`), and the logits [B, V] that they have given.
+        self.prompts: Any = None
+        self.prompt_logits: Tensor | None = None
+        self.is_prompt_captured = False
+        self._rotary: Sent | None = None
+        self._has_holes: Sent | None = None
         # To be that of the model as it is.
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = False
@@ -169,7 +183,27 @@ class Call:
 
         Takes milliseconds: ask while the device computes.
         """
-        return pass_state(self.model)
+        return pass_state(self.model, self.modules, self._rotary)
+
+    def send(self) -> None:
+        """Send to the host what it must read to compare `state`: later it would wait for the prompt."""
+        self._rotary = send_rotary(self.modules)
+        if (mask := self.request.mask) is not None:
+            position = torch.arange(mask.shape[1], device=mask.device)
+            self._has_holes = Sent((mask.bool() != (position >= self.seq_start[:, None])).any())
+
+    def has_holes(self) -> bool:
+        """Whether the attention mask hides more than the padding at the left."""
+        if self.request.mask is None:
+            return False
+        if self._has_holes is None:
+            self.send()
+        return self._has_holes is not None and bool(self._has_holes.read())
+
+    def has_own_prefix(self) -> bool:
+        """Whether what the cache held before is of the model as it is; confirmed from here on."""
+        has_identity = self.entry is not None and self.entry.identity is not None
+        return not has_identity or self._is_prefix_valid()
 
     @property
     def is_device_idle(self) -> bool:
@@ -212,7 +246,7 @@ class Call:
         )
         # The capacity: a cache of compact layers alone grows in place.
         sizes = len(self.seq_start), self.cache.max_cache_len
-        return self.own_attention, sizes, compat.has_hooks(self.modules), keys, states
+        return self.own_attention, sizes, keys, states
 
     @cached_property
     def has_usual_positions(self) -> bool:
@@ -259,7 +293,10 @@ class Call:
             raise Fallback(f"the model returned {kind_of(returned)} in place of the cache")
         if (length := self.cache.seq_len) != (wanted := self.request.prompt_length):
             raise Fallback(f"the cache holds {length} tokens after a prompt of {wanted}")
-        self.step_inputs = self._step_inputs(outputs)
+        self._last_outputs = outputs
+        self.__dict__.pop("step_inputs", None)
+        if self.prompts is not None and not self.is_prompt_captured:
+            self.prompts.note(self)
         # Kept while a step is captured, and those of a whole prompt are large.
         if outputs.logits.shape[1] > 1:
             outputs.logits = outputs.logits[:, -1:].clone()
@@ -296,7 +333,7 @@ class Call:
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = True
         assert self.entry is not None
-        self.identity = state = repeatable_state(self.model)
+        self.identity = state = repeatable_state(self.model, self.modules, self._rotary)
         if state is not None:
             self.state = state.of_pass
         is_valid = state == self.entry.identity or not self.entry.num_reused
@@ -321,9 +358,16 @@ class Call:
         self.start = self.cache.snapshot()
 
     def _compute_prompt(self) -> None:
+        self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
+        logits = None if self.prompts is None else self.prompts.run(self)
+        self.is_prompt_captured = logits is not None
+        if logits is not None:
+            self.outputs = CausalLMOutputWithPast(
+                logits=logits[:, None], past_key_values=self.cache
+            )
+            return
         # Not None: eligibility.py or `run_eagerly` has looked.
         prefill: Any = compat.prefill(self.model)
-        self._left_kwargs = {**self.model_kwargs}  # chunked prefill writes into them
         is_first = not self.config.is_assistant
         outputs = prefill(
             self.input_ids, self.config, self._left_kwargs, is_first_iteration=is_first
@@ -349,10 +393,10 @@ class Call:
         self.outputs = None
         return outputs
 
-    def _step_inputs(self, outputs: Any) -> StepInputs:
+    @cached_property
+    def step_inputs(self) -> StepInputs:
         """What transformers' loop would give to the model in the step after the prompt."""
         ids = self.input_ids
-        self._last_outputs = outputs
         self._next_length = ids.shape[1]
         self._next_kwargs = {**self.model_kwargs}
         # The token itself does not matter.
@@ -418,7 +462,9 @@ class Call:
         return output  # type: ignore[no-any-return]
 
 
-def repeatable_state(model: Any) -> State | None:
+def repeatable_state(
+    model: Any, modules: list[torch.nn.Module] | None = None, rotary: Sent | None = None
+) -> State | None:
     """What the states of tokens depend on beside the tokens; None if they may differ in the next
     call.
 
@@ -426,14 +472,14 @@ def repeatable_state(model: Any) -> State | None:
     were made in inference mode cannot be seen.
     """
     config = model.config.get_text_config(decoder=True)
-    modules = compat.all_modules(model)
+    modules = modules or compat.all_modules(model)
     sees_later = getattr(config, "use_bidirectional_attention", None) in (True, "all")
     depends_on_later = sees_later or frequencies_depend_on_length(config)
     if depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules):
         return None
     if any(tensor.is_inference() for module in modules for tensor in compat.own_tensors(module)):
         return None
-    return content_state(model)
+    return content_state(model, modules, rotary)
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -38,7 +38,8 @@ from hf_static_kv.decoding.call import (
     random_state,
     set_random_state,
 )
-from hf_static_kv.decoding.eligibility import check
+from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
+from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
@@ -94,6 +95,7 @@ class GraphDecoder:
         self.streamer = streamer
         self.without = frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
+        self.prompts = Prompts(self.without)
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
@@ -145,8 +147,13 @@ class GraphDecoder:
         try:
             if refused is not None:
                 raise refused
-            check(call)
+            check_request(call)
+            # A known pass tells that the model was served as it is.
+            if not self.prompts.begin(call):
+                check_model(call)
+            check_mask(call)
             self._check_failures(call)
+            call.prompts = self.prompts
             return self._decode(call)
         except Fallback as fallback:
             self._note(fallback, "This call falls back to the loop of `generate`")
@@ -234,7 +241,9 @@ class GraphDecoder:
         selection = selection_of(call)
         # First: the device computes the prompt meanwhile.
         state = None if call.must_assume else call.state
-        what = (selection and selection.kinds, selection is None, call.step_kind, call.fingerprint)
+        has_hooks = compat.has_hooks(call.modules)
+        selects = selection and selection.kind
+        what = selects, call.step_kind, has_hooks, call.fingerprint
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
         key = what, state or call.state
@@ -308,7 +317,8 @@ class GraphDecoder:
         if selection is None:
             step = DecodeStep(*what)
         else:
-            step = SelectingStep(*what, kinds=selection.kinds)
+            kinds, bans, ngram = selection.kind
+            step = SelectingStep(*what, kinds=kinds, bans=bans, ngram=ngram)
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
@@ -376,16 +386,19 @@ class GraphDecoder:
 
         Torch counts memory that graphs compute in as reserved.
         """
-        buffers = [buffer for step in self._captured for buffer in step.buffers]
+        steps = self._captured + self.prompts.steps
+        buffers = [buffer for step in steps for buffer in step.buffers]
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_steps": None, "pool": None}  # a graph belongs to one process
+        # A graph belongs to one process.
+        return {**self.__dict__, "_steps": None, "pool": None, "prompts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._steps = WeakKeyDictionary()
         self.pool = CachePool()
+        self.prompts = Prompts(self.without)
 
     def _warn_once(self, message: str) -> None:
         if message not in self._warned:

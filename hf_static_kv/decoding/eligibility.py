@@ -6,7 +6,6 @@ It then falls back to transformers' loop, with the reason in a warning.
 import inspect
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from hf_static_kv import compat
@@ -24,11 +23,21 @@ from hf_static_kv.program.rotary import frequencies_depend_on_length
 _MAX_LATENTS = 16384
 
 
-def check(call: Call) -> None:
-    """Raise `Fallback` if this call cannot run as a captured step."""
-    reason = _refused_request(call) or _refused_model(call) or _refused_prompt(call)
-    if reason is not None:
+def check_request(call: Call) -> None:
+    """Raise `Fallback` if what is asked for cannot be a captured step."""
+    if (reason := _refused_request(call)) is not None:
         raise Fallback(reason)
+
+
+def check_model(call: Call) -> None:
+    """Raise `Fallback` if a pass of this model cannot be captured."""
+    if (reason := _refused_model(call)) is not None:
+        raise Fallback(reason)
+
+
+def check_mask(call: Call) -> None:
+    if call.has_holes():
+        raise Fallback("the attention mask has holes")
 
 
 def _refused_request(call: Call) -> str | None:
@@ -73,21 +82,13 @@ def _refused_model(call: Call) -> str | None:
         return "layers attend to the tokens that an index selects"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
+    windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.has_keys]
+    if windows != [layer.sliding_window for layer in call.cache.kv_layers]:
+        return "the windows of the cache are not those of the model"
     capacity = call.cache.max_cache_len
     if getattr(config, "kv_lora_rank", None) and capacity > _MAX_LATENTS:
         latents = f"a step would expand the latents of all {capacity} positions"
         return f"{latents} (max_cache_len={_MAX_LATENTS} is served)"
-    return None
-
-
-def _refused_prompt(call: Call) -> str | None:
-    windows = [plan.sliding_window for plan in plan_layers(call.model.config) if plan.has_keys]
-    if windows != [layer.sliding_window for layer in call.cache.kv_layers]:
-        return "the windows of the cache are not those of the model"
-    if (mask := call.request.mask) is not None:
-        position = torch.arange(mask.shape[1], device=mask.device)
-        if bool((mask.bool() != (position >= call.seq_start[:, None])).any()):
-            return "the attention mask has holes"
     return None
 
 

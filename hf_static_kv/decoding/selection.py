@@ -6,19 +6,36 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers.generation import logits_process as processors
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+)
 
 from hf_static_kv.decoding.call import Call
+from hf_static_kv.kernels.ban_tokens import MAX_NGRAM
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.patching import EXACT_ATTENTION_NAME
 from hf_static_kv.program.step import SelectingStep
 
+_KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
+
 
 class Selection(NamedTuple):
-    """How a step selects: the most likely token (no kinds), or by sampling with these numbers."""
+    """How a step selects: the most likely token (no kinds), or by sampling with these numbers.
+
+    With `bans` tokens are removed first: `ngram` as `no_repeat_ngram_size`, 0: any may repeat.
+    """
 
     kinds: Processors | None = None
-    numbers: tuple[tuple[str, float], ...] = ()  # of a `SampleState`, by name
+    bans: bool = False
+    ngram: int = 0
+    numbers: tuple[tuple[str, float], ...] = ()  # by name
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """Equal for two selections that one captured step can serve."""
+        return self.kinds, self.bans, self.ngram
 
 
 def selection_of(call: Call) -> Selection | None:
@@ -28,29 +45,43 @@ def selection_of(call: Call) -> Selection | None:
     config = call.config
     ends = call.ends
     keeps = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    others = [c for c in call.criteria if type(c) not in (EosTokenCriteria, MaxLengthCriteria)]
+    others = [c for c in call.criteria if type(c) not in _KNOWN_CRITERIA]
     has_few_ends = len(ends) <= 1 and sum(map(len, ends)) <= SelectingStep.MAX_EOS
     if keeps or others or not has_few_ends:
         return None
+    found = [_kind_and_number(processor, call) for processor in call.processors]
+    ngrams = [int(number) for kind, _, number in filter(None, found) if kind == "ngram"]
+    if None in found or len(ngrams) > 1:
+        return None
+    found = [one for one in found if one is not None and one[0] != "ngram"]
+    ngram = next(iter(ngrams), 0)
     if not config.do_sample:
-        return None if call.processors else Selection()
+        if any(one is None or one[0] != "min_length" for one in found):
+            return None
+        bans = bool(ngrams or found)
+        numbers = _numbers([("min_length", "min_length", 0), *found])
+        return Selection(None, bans, ngram, numbers if bans else ())
     # The kernels round sums in other places than `generate` does.
     if call.own_attention == EXACT_ATTENTION_NAME:
         return None
-    found = [_kind_and_number(processor, call) for processor in call.processors]
     kinds = [kind for kind, _, _ in filter(None, found)]
     order = [Processors._fields.index(kind) for kind in kinds]
-    # An unknown one, or another order than `generate` has.
-    if None in found or order != sorted(order):
+    # Another order than `generate` has.
+    if order != sorted(order):
         return None
     # A step has one number of a kind.
     if any(kinds.count(kind) > 1 and kind != "min_length" for kind in kinds):
         return None
+    chosen = Processors(**dict.fromkeys(kinds, True))
+    return Selection(chosen, bool(ngrams), ngram, _numbers(found))
+
+
+def _numbers(found: list[Any]) -> tuple[tuple[str, float], ...]:
     numbers: dict[str, float] = {}
-    for _, name, number in filter(None, found):
+    for _, name, number in found:
         # A least length may be given in two ways.
         numbers[name] = max(number, numbers.get(name, number))
-    return Selection(Processors(**dict.fromkeys(kinds, True)), tuple(numbers.items()))
+    return tuple(numbers.items())
 
 
 def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | None:
@@ -74,6 +105,10 @@ def _kind_and_number(processor: Any, call: Call) -> tuple[str, str, float] | Non
             processor
         ):
             return "repetition", "repetition_penalty", processor.penalty
+        case processors.NoRepeatNGramLogitsProcessor if (
+            before == 0 and processor.ngram_size <= MAX_NGRAM
+        ):
+            return "ngram", "", processor.ngram_size
         case processors.MinLengthLogitsProcessor if _has_ends_of(call, processor):
             return "min_length", "min_length", before + processor.min_length
         case processors.MinNewTokensLengthLogitsProcessor if _has_ends_of(call, processor):

@@ -2,13 +2,15 @@
 over.
 """
 
+import math
+import time
 from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
-from transformers.generation.stopping_criteria import MaxLengthCriteria
+from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_static_kv import compat
@@ -36,6 +38,8 @@ class Tokens:
         self.criteria = StoppingCriteriaList(
             c for c in call.criteria if type(c) is not MaxLengthCriteria
         )
+        times = [c for c in call.criteria if type(c) is MaxTimeCriteria]
+        self.deadline = min((c.initial_timestamp + c.max_time for c in times), default=math.inf)
         has_ends = any(hasattr(criterion, "eos_token_id") for criterion in call.criteria)
         pad = compat.pad_token(call.config) if has_ends else None
         self.pad = None if pad is None else pad.to(self.ids.device)
@@ -127,7 +131,10 @@ class Tokens:
         if self.streamer is not None:
             # A streamer may keep it, and the step overwrites it.
             self.streamer.put(token[:, 0].to("cpu", copy=True))
-        return self._is_over(all_ended) if self.criteria else self.length >= self.max_length
+        if not self.criteria:
+            return self.length >= self.max_length
+        is_over = self._is_over(all_ended)
+        return is_over or time.time() > self.deadline
 
     def _is_over(self, all_ended: Tensor) -> bool:
         self.overrun = self.finished.push(all_ended, is_last=self.length >= self.max_length)

@@ -20,7 +20,7 @@ show every fault. Inside `exact` it is zero.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -153,6 +153,108 @@ def _verify(step: DecodeStep, call: Call, case: Case, num_tokens: int) -> None:
     raise RuntimeError(
         f"its logits are {difference:.2g} from those of an ordinary step, more than {bound:.2g}"
     )
+
+
+# --- a pass of many tokens
+
+
+class Passed(NamedTuple):
+    """What a pass over a prompt gave."""
+
+    logits: Tensor  # [B, V], float32
+    states: list[tuple[int, Tensor]]  # the first position, and keys or values [B, H, n, D]
+
+
+def verify_prompt(step: DecodeStep, call: Call, tokens: Tensor, lengths: Sequence[int]) -> None:
+    """Raise if the pass gives other logits, keys or values than the model for these numbers of
+    tokens, of `tokens` [B, n] that are repeated; at once, and in two parts.
+
+    A model may decide by the number of tokens. The cache is left as it was.
+    """
+    for length in lengths:
+        repeats = -(-length // tokens.shape[1])
+        whole = tokens.repeat(1, repeats)[:, :length]
+        expected = _ordinary_prompt(step, call, whole)
+        noisy = None
+        if call.model.dtype in (torch.bfloat16, torch.float16):
+            with step.on_shadow() as model, _rounding_noise(compat.all_modules(model)):
+                noisy = _ordinary_prompt(step, call, whole)
+        for parts in ([whole], list(whole.chunk(2, dim=1))):
+            here = call.cache.snapshot()
+            for part in parts:
+                logits = append_prompt(step, call, part, _default_positions(call, part))
+            passed = _written_since(call, here[0], logits)
+            call.cache.restore(here)
+            _compare(call, passed, expected, noisy)
+
+
+def append_prompt(step: DecodeStep, call: Call, tokens: Tensor, position_ids: Tensor) -> Tensor:
+    """Append tokens [B, n] by one run of the pass; the logits [B, V] of the last."""
+    call.cache.reserve(tokens.shape[1])
+    step.set_position(call.cache.seq_len, call.seq_start)
+    with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+        logits = step.run(tokens, position_ids)
+    call.cache.mark_written(tokens.shape[1], len(tokens))
+    return logits
+
+
+def _default_positions(call: Call, tokens: Tensor) -> Tensor:
+    """The positions [B, n] of the next tokens."""
+    start = call.cache.seq_len
+    positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+    return (positions - call.seq_start.to(tokens)[:, None]).clamp(min=0)
+
+
+def _ordinary_prompt(step: DecodeStep, call: Call, tokens: Tensor) -> Passed:
+    here = call.cache.snapshot()
+    positions = torch.arange(here[0] + tokens.shape[1], device=tokens.device)
+    inputs = {
+        "attention_mask": (positions >= call.seq_start.to(tokens)[:, None]).long(),
+        "position_ids": _default_positions(call, tokens),
+        "past_key_values": call.cache,
+    }
+    with (
+        step.on_shadow() as model,
+        attention_implementation(model, call.attention),
+        without_cudnn(),
+    ):
+        logits = model(input_ids=tokens, use_cache=True, **inputs).logits[:, -1].float()
+    passed = _written_since(call, here[0], logits)
+    call.cache.restore(here)
+    return passed
+
+
+def _written_since(call: Call, length: int, logits: Tensor) -> Passed:
+    """The states of the positions from `length` on, copied."""
+    states = []
+    for layer in call.cache.kv_layers:
+        first = max(layer.oldest, length)
+        for own in (layer.keys, layer.values):
+            states.append((first, own[:, :, first - layer.length :].clone()))
+    return Passed(logits, states)
+
+
+def _compare(call: Call, passed: Passed, expected: Passed, noisy: Passed | None) -> None:
+    others = (passed,) if noisy is None else (passed, noisy)
+    apart: list[Any] = [("logits", expected.logits, *(own.logits for own in others))]
+    for n, (first, states) in enumerate(expected.states):
+        same = [own.states[n][1][:, :, first - own.states[n][0] :] for own in others]
+        layer = f"{'values' if n % 2 else 'keys'} of layer {n // 2}"
+        apart.append((layer, states.float(), *(own.float() for own in same)))
+    for name, whole, got, *noise in apart:
+        difference = _difference(got, whole)
+        found = float(difference.abs().max())
+        bound = 0.0
+        if call.own_attention != EXACT_ATTENTION_NAME:
+            largest = whole.masked_fill(whole < _MASKED, 0.0).abs().max()
+            bound = float(torch.finfo(call.model.dtype).eps ** 0.5 * largest)
+        if noise and bound:
+            found = float(difference.square().mean().sqrt())
+            bound = _MARGIN * float(_difference(noise[0], whole).square().mean().sqrt())
+        if not found <= bound:
+            raise RuntimeError(
+                f"its {name} are {found:.2g} from those of an ordinary pass, more than {bound:.2g}"
+            )
 
 
 def _newest_tokens(call: Call) -> Tensor:

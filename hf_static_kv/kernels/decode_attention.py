@@ -61,7 +61,15 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`decode_attention` in a captured step, as one operation for `torch.compile`."""
+    """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`."""
+    if query.shape[2] > MAX_TOKENS and query.is_cuda:
+        _check(query, keys, values, spans)
+        from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
+
+        how = spans, scale, softcap, sinks, in_order
+        return prompt_attention_triton(query, keys, values, *how)
+    if query.shape[2] > MAX_TOKENS:
+        return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
         spans_ready=True,

@@ -136,6 +136,16 @@ def gated_linear_plain(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> 
     return activate(F.linear(x, gate), activation) * F.linear(x, up)
 
 
+def activated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of two tensors of one shape, as one launch; both round."""
+    if not gate.is_cuda:
+        return activate(gate, activation) * up
+    check_activation(activation)
+    from hf_static_kv.kernels.linear_triton import activated_product_triton
+
+    return activated_product_triton(gate, up, activation)
+
+
 def check_gated(x: Tensor, gate: Tensor, up: Tensor, activation: str) -> None:
     """Raise ValueError if activation, shapes, strides or dtypes do not fit."""
     check_activation(activation)

@@ -30,6 +30,7 @@ from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.norm_triton import TritonNorm, norm_arguments
 
 WEIGHT_ARGUMENTS = 3  # w0, w1, w2 of a kernel; as many as linear.MAX_WEIGHTS
+_PRODUCT_TILE = 2048  # elements of an instance of `activated_product`
 _COUNTERS = 1 << 20  # of the captured launches of one device; a step of GPT-2 XL takes 11 thousand
 
 
@@ -258,6 +259,29 @@ def activate(x, ACTIVATION: tl.constexpr):
         return x * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))
     else:
         tl.static_assert(False, "unknown activation")
+
+
+@triton.jit
+def activated_product(
+    gate, up, output, count, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
+    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    pdl_sync(PDL)
+    x = tl.load(gate + at, mask=at < count)
+    y = tl.load(up + at, mask=at < count)
+    activated = activate(x.to(tl.float32), ACTIVATION).to(x.dtype).to(tl.float32)
+    tl.store(output + at, (activated * y.to(tl.float32)).to(x.dtype), mask=at < count)
+
+
+def activated_product_triton(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up of two tensors of one shape; the activation and the product round."""
+    output = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    launch(
+        activated_product, (triton.cdiv(gate.numel(), _PRODUCT_TILE),),
+        gate.contiguous(), up.contiguous(), output, gate.numel(),
+        TILE=_PRODUCT_TILE, ACTIVATION=activation, num_warps=4,
+    )  # fmt: skip
+    return output
 
 
 def linears_triton(

@@ -6,33 +6,37 @@ from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
+_MAX_TILE = 32  # tokens, times all layers, whose spans one instance writes
+
 
 @triton.jit
 def place_tokens(
-    lengths, seq_start, offset, windows, chunks, slots, spans, shift, position_ids,
+    lengths, seq_start, counts, offset, windows, chunks, slots, spans, shift, position_ids,
     spans_b, spans_l, spans_t, B, L, Q, P,
     TILE_L: tl.constexpr, TILE_Q: tl.constexpr, TILE_P: tl.constexpr,
     HAS_IDS: tl.constexpr, ADVANCES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """An instance of the kernel for each batch row."""
+    """An instance of the kernel for each batch row and some of its tokens."""
     b = tl.program_id(0).to(tl.int64)
-    t = tl.arange(0, TILE_Q)
+    t = tl.program_id(1) * TILE_Q + tl.arange(0, TILE_Q)
     layer = tl.arange(0, TILE_L)
     pdl_sync(PDL)
     length = tl.load(lengths + b)
     start = tl.load(seq_start + b)
+    count = tl.load(counts + b)
     slot_0 = tl.load(offset)
-    position = length + t
-    tl.store(slots + b * Q + t, position - slot_0, mask=t < Q)
+    is_padding = t < Q - count
+    position = length + tl.maximum(t - (Q - count), 0)
+    tl.store(slots + b * Q + t, tl.where(is_padding, 1 << 40, position - slot_0), mask=t < Q)
     if HAS_IDS:
         p = tl.arange(0, TILE_P)
         by = tl.load(shift + p * B + b, mask=p < P, other=0)
         at = (p[:, None] * B + b) * Q + t[None, :]
-        ids = (position - start)[None, :] + by[:, None]
+        ids = tl.maximum(position - start, 0)[None, :] + by[:, None]
         tl.store(position_ids + at, ids, mask=(p[:, None] < P) & (t[None, :] < Q))
     if ADVANCES:
         tl.debug_barrier()  # all threads have read the length before one writes it
-        tl.store(lengths + b, length + Q)
+        tl.store(lengths + b, length + count)
     window = tl.load(windows + layer, mask=layer < L, other=1)
     chunk = tl.load(chunks + layer, mask=layer < L, other=1)
     end = position[None, :] + 1
@@ -42,27 +46,31 @@ def place_tokens(
     span = spans + b * spans_b + layer[:, None] * spans_l + t[None, :] * spans_t
     tl.store(span, start - slot_0 + tl.zeros_like(first), mask=mask)
     tl.store(span + 1, first - slot_0, mask=mask)
-    tl.store(span + 2, end - slot_0 + tl.zeros_like(first), mask=mask)
+    tl.store(span + 2, tl.where(is_padding[None, :], first, end) - slot_0, mask=mask)
 
 
 def place_tokens_triton(
-    lengths: Tensor, seq_start: Tensor, offset: Tensor, windows: Tensor, chunks: Tensor,
-    slots: Tensor, spans: Tensor, shift: Tensor | None, position_ids: Tensor | None,
+    lengths: Tensor, seq_start: Tensor, counts: Tensor, offset: Tensor, windows: Tensor,
+    chunks: Tensor, slots: Tensor, spans: Tensor, shift: Tensor | None, position_ids: Tensor | None,
     advances: bool,
 ) -> None:  # fmt: skip
     batch, layers, num_tokens, _ = spans.shape
     if spans.stride(-1) != 1:
         raise ValueError("place_tokens needs spans whose last dim has stride 1.")
     parts = 1 if shift is None else shift.numel() // batch
+    tile = min(_MAX_TILE, triton.next_power_of_2(num_tokens))
+    num_tiles = triton.cdiv(num_tokens, tile)
     launch(
-        place_tokens, (batch,), lengths, seq_start, offset, windows, chunks, slots, spans,
+        place_tokens, (batch, num_tiles), lengths, seq_start, counts, offset, windows, chunks,
+        slots, spans,
         # A kernel takes a pointer for an absent tensor too.
         slots if shift is None else shift, slots if position_ids is None else position_ids,
         *spans.stride()[:3], batch, layers, num_tokens, parts,
-        TILE_L=triton.next_power_of_2(layers), TILE_Q=triton.next_power_of_2(num_tokens),
-        TILE_P=triton.next_power_of_2(parts), HAS_IDS=shift is not None, ADVANCES=advances,
-        num_warps=4,
+        TILE_L=triton.next_power_of_2(layers), TILE_Q=tile, TILE_P=triton.next_power_of_2(parts),
+        HAS_IDS=shift is not None, ADVANCES=advances and num_tiles == 1, num_warps=4,
     )  # fmt: skip
+    if advances and num_tiles > 1:
+        lengths.add_(counts)  # after all instances have read them
 
 
 @triton.jit

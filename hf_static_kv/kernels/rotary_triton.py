@@ -18,6 +18,9 @@ from hf_static_kv.kernels.norm_triton import (
     rms_scale,
 )
 
+_FEW_TOKENS = 16  # with more a kernel instance has several: 82,000 instances take 100 us (H200)
+_TOKENS = 8
+
 
 @triton.jit
 def rope(
@@ -130,6 +133,57 @@ def rope_and_cache_write(
 
 
 @triton.jit
+def rope_and_cache_write_tiles(
+    query, key, value, query_weight, key_weight, cos, sin, output, keys, values, slots,
+    query_eps, key_eps, norm_offset,
+    query_b, query_t, query_h, key_b, key_t, key_h, value_b, value_t, value_h,
+    cos_b, cos_t, sin_b, sin_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, S, Q,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    TILE: tl.constexpr, TILE_V: tl.constexpr, HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr,
+    HAS_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `rope_and_cache_write`, for several tokens of a head. A warp has a token: its sums have
+    the order, and the bits, of that kernel."""
+    h = tl.program_id(1).to(tl.int64)
+    b = tl.program_id(2).to(tl.int64)
+    t = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
+    d = tl.arange(0, TILE)[None, :]
+    dv = tl.arange(0, TILE_V)[None, :]
+    pdl_sync(PDL)
+    slot = tl.load(slots + b * Q + t, mask=t < Q, other=S).to(tl.int64)  # [T, 1]
+    is_key = h >= HQ
+    x = query + b * query_b + h * query_h + t * query_t
+    y = output + ((b * HQ + h) * Q + t) * D
+    weight = query_weight
+    eps = query_eps
+    if is_key:
+        h -= HQ
+        x = key + b * key_b + h * key_h + t * key_t
+        y = keys + b * keys_b + h * keys_h + slot * keys_s
+        weight = key_weight
+        eps = key_eps
+        has_value = (t < Q) & (dv < DV)
+        v = tl.load(value + b * value_b + h * value_h + t * value_t + dv, mask=has_value)
+        value_at = values + b * values_b + h * values_h + slot * values_s + dv
+        tl.store(value_at, v, mask=has_value & (slot < S))
+    mask = (t < Q) & (d < D)
+    swap = tl.where(d < D // 2, d + D // 2, d - D // 2)
+    head = tl.load(x + d, mask=mask, other=0.0)
+    swapped = tl.load(x + swap, mask=mask, other=0.0)
+    if HAS_NORM:
+        squares = head.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(squares * squares, 1) / D + eps)[:, None]
+        w, swapped_w = _load_and_swapped(weight, d, D)
+        head = rms_multiply(head, scale, w, norm_offset, CAST_FIRST)
+        swapped = rms_multiply(swapped, scale, swapped_w, norm_offset, CAST_FIRST)
+    if HAS_ANGLES:
+        c = tl.load(cos + b * cos_b + t * cos_t + d, mask=mask)
+        s = tl.load(sin + b * sin_b + t * sin_t + d, mask=mask)
+        head = _rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
+    tl.store(y + d, head, mask=mask & ((slot < S) | (is_key == 0)))
+
+
+@triton.jit
 def _load_and_swapped(x, d, D: tl.constexpr):
     """A vector, and the same with its halves swapped: two loads, no exchange between threads."""
     swapped = tl.where(d < D // 2, d + D // 2, d - D // 2)
@@ -150,24 +204,34 @@ def rotate_and_write_triton(
     output = query.new_empty(query.shape)
     states = [_as_the_norm_reads(x) for x in (query, key, value)]  # [B, q, H, D]
     strides = [stride for x in states for stride in x.stride()[:3]]
-    (query_weight, _), (query_eps, offset), constants = norm_arguments(query_norm, query)
+    (query_weight, _), (query_eps, offset), of_norm = norm_arguments(query_norm, query)
     (key_weight, _), (key_eps, _), _ = norm_arguments(key_norm, query)
     angles = [query[:, 0] if x is None else x for x in (cos, sin)]
     angles = [x if x.stride(-1) == 1 else x.contiguous() for x in angles]
     for x in angles:
         strides += [0 if x.shape[0] < batch else x.stride(0), x.stride(1)]
     tile = triton.next_power_of_2(dim)
-    launch(
-        rope_and_cache_write, (batch * num_tokens * (query_heads + heads),),
+    arguments = (
         *states, query_weight, key_weight, *angles, output, keys, values, slots.contiguous(),
         query_eps, key_eps, offset, *strides,
         *keys.stride()[:3], *values.stride()[:3], keys.shape[2], num_tokens,
-        HQ=query_heads, H=heads, D=dim, DV=value_dim,
-        TILE=tile, TILE_V=triton.next_power_of_2(value_dim), HAS_NORM=query_norm is not None,
-        CAST_FIRST=constants["CAST_FIRST"], HAS_ANGLES=cos is not None, ANGLES_READY=angles_ready,
-        num_warps=num_warps(tile),
-        enable_fp_fusion=False,  # as in the kernels of the parts
     )  # fmt: skip
+    constants = {
+        "HQ": query_heads, "H": heads, "D": dim, "DV": value_dim,
+        "TILE": tile, "TILE_V": triton.next_power_of_2(value_dim),
+        "HAS_NORM": query_norm is not None, "CAST_FIRST": of_norm["CAST_FIRST"],
+        "HAS_ANGLES": cos is not None,
+        "enable_fp_fusion": False,  # as in the kernels of the parts
+    }  # fmt: skip
+    # A warp loads up to 512 bytes at once: of a longer head it would share the sum with others.
+    if num_tokens > _FEW_TOKENS and tile * query.element_size() <= 512:
+        grid = triton.cdiv(num_tokens, _TOKENS), query_heads + heads, batch
+        how = {"TOKENS": _TOKENS, "num_warps": _TOKENS}
+        launch(rope_and_cache_write_tiles, grid, *arguments, **constants, **how)
+    else:
+        how = {"ANGLES_READY": angles_ready, "num_warps": num_warps(tile)}
+        instances = batch * num_tokens * (query_heads + heads)
+        launch(rope_and_cache_write, (instances,), *arguments, **constants, **how)
     return output
 
 

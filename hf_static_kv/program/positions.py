@@ -1,12 +1,15 @@
 """Where a pass writes its tokens and what they attend to, kept on the device.
 
-A pass has B batch rows of q tokens each, and every row has its own length. The host sets lengths
+A pass has B batch rows of q tokens each, and every row has a length of its own. The host sets lengths
 once; then each pass places its tokens behind them and moves them on, so that a captured graph runs
 again and again without the host.
 
                   |<-- attended to -->|
-    [ padding | old tokens            | q new tokens | free ]      one batch row of a layer
-              seq_start               lengths[b]      lengths[b] + q
+    [ padding | old tokens            | new tokens | free ]      one batch row of a layer
+              seq_start               lengths[b]   lengths[b] + counts[b]
+
+A row may have fewer new tokens than q: they are its last ones, and what is before them is padding,
+which is written nowhere and seen by nobody.
 
 A compact layer keeps the newest positions only: its slot 0 is a later position (`offset`), which
 changes when the host compacts the layer. The layers of one window share a cursor.
@@ -39,6 +42,7 @@ class Positions:
         are_chunked: whether the window of a layer is a chunk of the sequence.
         compact_windows: the windows whose layers are compact.
         parts: the leading dims of `position_ids`, as [3] for [3, B, q].
+        computes_ids: False: the host writes `position_ids` before each pass.
     """
 
     def __init__(
@@ -50,12 +54,15 @@ class Positions:
         num_tokens: int,
         parts: Sequence[int],
         device: torch.device,
+        computes_ids: bool = True,
     ) -> None:
+        self.computes_ids = computes_ids
         chunks = [w if c else None for w, c in zip(windows, are_chunked, strict=True)]
         self.windows = torch.tensor([w or _UNLIMITED for w in windows], device=device)  # [L]
         self.chunks = torch.tensor([c or _UNLIMITED for c in chunks], device=device)  # [L]
         self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
         self.seq_start = torch.zeros_like(self.lengths)
+        self.counts = torch.full_like(self.lengths, num_tokens)
         # The id of a token's position is its distance from seq_start plus this.
         self.shift = self.lengths.new_zeros(*parts, batch_size)
         self.position_ids = self.lengths.new_zeros(*parts, batch_size, num_tokens)
@@ -106,10 +113,10 @@ class Positions:
     def place(self, by_kernel: bool = True) -> None:
         """Place the tokens of the next pass behind the lengths, which move on."""
         place = place_tokens if by_kernel else place_tokens_plain
-        inputs = self.lengths, self.seq_start
+        inputs = self.lengths, self.seq_start, self.counts
         layers = self.windows, self.chunks
         for offset, slots, spans in self.compact.values():
             place(*inputs, offset, *layers, slots, spans, None, None, advances=False)
         offset, slots, spans = self.full
-        ids = self.shift, self.position_ids
+        ids = (self.shift, self.position_ids) if self.computes_ids else (None, None)
         place(*inputs, offset, *layers, slots, spans, *ids, advances=True)

@@ -6,6 +6,7 @@ it is where it is not: where a value in between goes somewhere else, too, or som
 between.
 """
 
+import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from hf_static_kv.kernels.linear import (
     MAX_TOKENS,
     MAX_WEIGHTS,
     Linear,
+    activated_product,
     activation_name,
     fused_linears,
     gated_linear,
@@ -267,6 +269,24 @@ def gate(program: Program) -> None:
                 layer = Linear(weights, [], None, name, True)
                 program.fuse([*parts, activates, call], run_linear, x, layer, results=call.results)
                 break
+
+
+@rule(keeps_bits=False)
+def product(program: Program) -> None:
+    """
+    y = activation(g) * u                   ->   y = activated_product(g, u, activation)      many tokens
+    """
+    for call in [call for call in program.calls_of(*_PRODUCTS) if len(call.args) == 2]:
+        for active, up in (call.args, call.args[::-1]):
+            activates = program.maker(active)
+            if activates is None or not (name := _activation(activates)):
+                continue
+            g = activates.args[0]
+            shapes = {(x.shape, x.dtype) for x in (g, up) if isinstance(x, Value)}
+            if len(shapes) == 1 and math.prod(g.shape[:-1]) > MAX_TOKENS:
+                parts = [activates, call]
+                if program.fuse(parts, activated_product, g, up, name, results=call.results):
+                    break
 
 
 def _gate_and_up(

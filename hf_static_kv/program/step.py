@@ -1,10 +1,10 @@
-"""One pass over a new token of each batch row, with every input at a fixed address.
+"""One pass over the new tokens of each batch row, with every input at a fixed address.
 
 record     a pass of the model is written down as a list of operations (record.py)
 rewrite    operations that belong together become one (rules.py)
 capture    the list becomes a CUDA graph; on a CPU the list runs as it is
 
-token -> list -> logits      each layer writes its keys and values straight into the storage
+tokens -> list -> logits      each layer writes its keys and values straight into the storage
 
 Positions advance on the device (positions.py): the host changes nothing from step to step. It only
 compacts layers, about once in a window, and then tells the step where slot 0 is (`sync_offsets`).
@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
+from inspect import signature
 from threading import Lock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.request import cache_is_full
+from hf_static_kv.kernels.ban_tokens import ban_tokens
 from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
@@ -62,15 +64,16 @@ _SYNC_WARNING = "called a synchronizing CUDA operation"
 
 
 class DecodeStep:
-    """One new token for each batch row.
+    """Up to `num_tokens` new tokens for each batch row.
 
-    `set_position` says where; every `run` appends a token and gives its logits. Holds the cache's
-    storage and not the cache, whose length the caller moves.
+    `set_position` says where; every `run` appends tokens and gives the logits of the last. Holds
+    the cache's storage and not the cache, whose length the caller moves.
 
     Args:
         parts: the leading dims of `position_ids` if a position has several parts, as [3] for
             [3, B, 1].
         settings: further keywords of the model.
+        computes_ids: False: `set_tokens` is given the position ids.
     """
 
     def __init__(
@@ -80,6 +83,8 @@ class DecodeStep:
         batch_size: int,
         parts: Sequence[int] = (),
         settings: Mapping[str, Any] | None = None,
+        num_tokens: int = 1,
+        computes_ids: bool = True,
     ) -> None:
         self.max_cache_len = cache.max_cache_len
         # A graph needs neither model nor cache, and a decoder may outlive them. A cache that grows
@@ -93,15 +98,16 @@ class DecodeStep:
             are_chunked=[plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys],
             compact_windows=list(cache.offsets),
             batch_size=batch_size,
-            num_tokens=1,
+            num_tokens=num_tokens,
             parts=parts,
             device=device,
+            computes_ids=computes_ids,
         )
-        self.token = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self.token = torch.zeros(batch_size, num_tokens, dtype=torch.int64, device=device)
         # A mask of one key keeps the model from making one.
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
         self.layers = self._step_layers(cache)
-        self.cache = _StepCache(cache, self.layers, self.positions.full.slots)
+        self.cache = _StepCache(cache, self.layers, self.positions)
         self.layers |= _sharing_layers(model, self.layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -186,11 +192,22 @@ class DecodeStep:
         if (cache := self._cache()) is not None:
             self.positions.set_offsets(cache.offsets)
 
-    def run(self, tokens: Tensor) -> Tensor:
-        """Append `tokens` [B] and return the logits [B, V] of the next ones, in float32."""
-        self.token.copy_(tokens[:, None])
+    def run(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Append `tokens` [B] or [B, n] and return the logits [B, V] of the next, in float32."""
+        self.set_tokens(tokens, position_ids)
         # A copy: the next run overwrites the logits.
         return self._replay_or_forward().to(torch.float32, copy=True)
+
+    def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
+        """The next pass has these tokens [B] or [B, n], at most `num_tokens` of a row."""
+        tokens = tokens.reshape(len(tokens), -1)
+        count = tokens.shape[1]
+        self.token[:, -count:].copy_(tokens)
+        if self.token.shape[1] > 1:
+            self.positions.counts.fill_(count)
+        if position_ids is not None:
+            self.positions.position_ids[..., :-count] = position_ids[..., :1]  # of padding
+            self.positions.position_ids[..., -count:] = position_ids
 
     def _replay_or_forward(self) -> Tensor:
         if self.graph is None or self.logits is None:
@@ -212,12 +229,12 @@ class DecodeStep:
         names rules to skip.
 
         What the pass computes outside of torch's operations stays as it is now. So that
-        verification sees it, record with a `token` [B] and at `position_ids` that verification does
-        not use.
+        verification sees it, record with a `token` [B, n] and at `position_ids` that verification
+        does not use.
         """
         self.set_position(length, seq_start, position_ids)
         if token is not None:
-            self.token.copy_(token[:, None])
+            self.set_tokens(token)
         # A kernel would be compiled here, before the parallel compilation.
         self.positions.place(by_kernel=False)
         with self.on_shadow() as model, ExitStack() as changes:
@@ -241,8 +258,17 @@ class DecodeStep:
         _PROGRAMS.setdefault(self.model, WeakKeyDictionary())[self] = program.compiled()
         self._note_tensors(leaf for call in program for leaf in leaves((call.args, call.kwargs)))
 
-    def capture(self, length: int, seq_start: Tensor, position_ids: Tensor | None = None) -> None:
-        """Capture the step as a graph. The first `run` overwrites position `length`."""
+    def capture(
+        self,
+        length: int,
+        seq_start: Tensor,
+        position_ids: Tensor | None = None,
+        pool: Any = None,
+    ) -> None:
+        """Capture the step as a graph. The first `run` overwrites position `length`.
+
+        Graphs of one memory `pool` must not run at the same time.
+        """
         wait_for(TRITON)
         from hf_static_kv.kernels.launch_triton import compile_only
 
@@ -256,7 +282,7 @@ class DecodeStep:
             # may use the device.
             graph = torch.cuda.CUDAGraph()
             stream = torch.cuda.stream(torch.cuda.current_stream())
-            with stream, torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with stream, torch.cuda.graph(graph, pool, capture_error_mode="thread_local"):
                 self.logits = self._forward()
             self.graph = graph
             if not self.is_recorded:
@@ -298,12 +324,14 @@ class DecodeStep:
 
     def _pass_of_model(self) -> Tensor:
         self.cache.written.clear()
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": self.token,
             "position_ids": self.positions.position_ids,
             "attention_mask": self.mask,
         }
         with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
+            if self.token.shape[1] > 1 and "logits_to_keep" in signature(model.forward).parameters:
+                inputs["logits_to_keep"] = 1
             outputs = model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
@@ -349,13 +377,18 @@ class SelectingStep(DecodeStep):
     the same graph.
 
     It selects the most likely token, or samples with the processors of `kinds`; `what` as for
-    `DecodeStep`.
+    `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
+    that would repeat `ngram` ones.
     """
 
     MAX_EOS = 16
 
-    def __init__(self, *what: Any, kinds: Processors | None) -> None:
+    def __init__(
+        self, *what: Any, kinds: Processors | None, bans: bool = False, ngram: int = 0
+    ) -> None:
         super().__init__(*what)
+        self._bans = bans
+        self._ngram = ngram
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position
             # more.
@@ -369,7 +402,8 @@ class SelectingStep(DecodeStep):
         real, whole = (
             self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64)
         )
-        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, whole.clone())
+        self.min_length = whole.clone()
+        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, self.min_length)
         self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
 
     @property
@@ -394,9 +428,9 @@ class SelectingStep(DecodeStep):
             self.state.pad.copy_(pad.reshape(1))
 
     def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
-        """Set numbers of the `SampleState` by name."""
+        """Set `min_length`, and other numbers of the `SampleState`, by name."""
         for name, number in numbers:
-            getattr(self.sampling, name).fill_(number)
+            getattr(self.sampling or self, name).fill_(number)
 
     def replay(self) -> Tensor:
         """Append the selected tokens and select the next ones; a bool on the device: all rows have
@@ -408,10 +442,13 @@ class SelectingStep(DecodeStep):
     def _forward(self) -> Tensor:
         logits = super()._forward()
         newest = self.positions.full.slots[:, -1]  # [B]
+        scores = logits
+        if self._bans:
+            scores = ban_tokens(logits, newest, self.state, self.min_length, self._ngram)
         if self.sampling is None:
-            select_greedy(logits, newest, self.state)
+            select_greedy(scores, newest, self.state)
         else:
-            select_sampled(logits, newest, self.sampling)
+            select_sampled(scores, newest, self.sampling)
         return logits
 
 
@@ -456,14 +493,17 @@ class _StepCache(Cache):
     to read it.
     """
 
-    def __init__(self, cache: StaticContiguousCache, stored: Iterable[int], slots: Tensor) -> None:
+    def __init__(
+        self, cache: StaticContiguousCache, stored: Iterable[int], positions: Positions
+    ) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
-        self.slots = slots  # [B, q], of full layers
+        self.positions = positions
         self.written: set[int] = set()  # the layers that have the new tokens
         self.capacity = cache.max_cache_len
         # Keys and values [B, H, S, D] by layer.
         self.storage = {
-            i: [states[: len(slots)] for states in cache.layers[i].storage] for i in stored
+            i: [states[: len(positions.lengths)] for states in cache.layers[i].storage]
+            for i in stored
         }
 
     def update(  # type: ignore[override]  # a StepLayer: see DecodeStep._pass_of_model
@@ -484,8 +524,8 @@ class _StepCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
-        length = self.slots[0, :1]  # [1]
-        return length + self.slots.shape[1] if int(layer_idx) in self.written else length
+        end = self.positions.full.slots[0, -1:] + 1  # [1]
+        return end if int(layer_idx) in self.written else end - self.positions.counts[:1]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.capacity, 0

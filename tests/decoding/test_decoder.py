@@ -143,8 +143,9 @@ class TestStops:
             sampled,
             {**sampled, "temperature": 0.7, "top_k": 9},
             {**sampled, "temperature": 0.9, "top_k": 8},
+            {"no_repeat_ngram_size": 2, "max_time": 100.0},
             {"repetition_penalty": 1.2},
-            {**sampled, "no_repeat_ngram_size": 2},
+            {**sampled, "bad_words_ids": [[7]]},
         ):
             cache.reset()
             run(model, decoder=decoder, cache=cache, **kwargs)
@@ -153,7 +154,7 @@ class TestStops:
         on_device, on_host = "SelectingStep", "DecodeStep"
         assert kinds == [
             *((1, on_device), (1, on_device), (2, on_device), (3, on_device), (3, on_device)),
-            *((4, on_host), (4, on_host)),
+            *((4, on_device), (5, on_host), (5, on_host)),
         ]
 
     @pytest.mark.parametrize("at", range(1, NEW_TOKENS + 1))

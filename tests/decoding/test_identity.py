@@ -366,7 +366,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
     def test_tokens_of_a_changed_model(self, how, decoding):
         keywords = {
             "greedy": {},
-            "host": {"no_repeat_ngram_size": 2},
+            "host": {"bad_words_ids": [[7]]},
             "ends": {"eos_token_id": [45], "pad_token_id": 0},
             "streamer": {"streamer": Collect()},
             "two tokens": {"max_new_tokens": 2},
@@ -393,7 +393,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         keywords = {
             "greedy": {},
             "sampled": {"do_sample": True, "temperature": 1.5},
-            "host": {"do_sample": True, "no_repeat_ngram_size": 2},
+            "host": {"do_sample": True, "bad_words_ids": [[7]]},
             "streamer": {"do_sample": True, "streamer": Collect()},
         }[how]
         mlp = read_by_forward(decoding.model, lambda mlp: mlp.own)
@@ -427,7 +427,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         keywords = {
             "greedy": {},
             "sampled": {"do_sample": True, "temperature": 1.5},
-            "host": {"no_repeat_ngram_size": 2},
+            "host": {"bad_words_ids": [[7]]},
             "ends": {"eos_token_id": [45], "pad_token_id": 0},
             "streamer": {"streamer": Collect()},
             "one token": {"max_new_tokens": 1},
@@ -451,7 +451,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         looks = []
         own = call_module.pass_state
         monkeypatch.setattr(
-            call_module, "pass_state", lambda model: looks.append(model) or own(model)
+            call_module, "pass_state", lambda model, *how: looks.append(model) or own(model, *how)
         )
         assert decoding.steps() == 1
         assert len(looks) == 1

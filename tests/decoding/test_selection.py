@@ -2,6 +2,9 @@
 seed.
 """
 
+import time
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import LogitsProcessorList
@@ -24,6 +27,8 @@ SETTINGS = {
     "least length": {"min_length": 20, "eos_token_id": list(range(3, 60)), "pad_token_id": 0},
     "least new tokens": {"min_new_tokens": 9, "eos_token_id": list(range(3, 19)), "pad_token_id": 0},
     "ends": {"eos_token_id": list(range(3, 15)), "pad_token_id": 0, "temperature": 2.0},
+    "n-gram": {"no_repeat_ngram_size": 2, "temperature": 0.5},
+    "single tokens": {"no_repeat_ngram_size": 1, "repetition_penalty": 1.2, "top_k": 9},
     "everything": {
         "repetition_penalty": 1.2, "min_new_tokens": 5, "eos_token_id": list(range(3, 15)), "pad_token_id": 0,
         "temperature": 0.9, "top_k": 40, "top_p": 0.9, "min_p": 0.05,
@@ -62,6 +67,82 @@ def test_tokens_and_random_state(name, prompt):
     assert len(decoder._steps[cache]) == 1
 
 
+BANS = {
+    "n-gram": {"no_repeat_ngram_size": 2},
+    "three": {"no_repeat_ngram_size": 3},
+    "single tokens": {"no_repeat_ngram_size": 1},
+    "least length": {"min_length": 20, "eos_token_id": list(range(3, 19)), "pad_token_id": 0},
+    "least new tokens": {"min_new_tokens": 9, "eos_token_id": list(range(3, 19)), "pad_token_id": 0},
+    "both": {
+        "min_new_tokens": 9, "no_repeat_ngram_size": 2, "eos_token_id": list(range(3, 19)),
+        "pad_token_id": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("is_exact", [False, True], ids=["", "exact"])
+@pytest.mark.parametrize(
+    "prompt", [{"ids": PROMPT}, {"ids": BATCH}, padded()], ids=["one", "batch", "padded"]
+)
+@pytest.mark.parametrize("name", BANS)
+def test_greedily_without_tokens_that_may_not_come_next(name, prompt, is_exact):
+    model, decoder = toy_model("llama"), GraphDecoder()
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    how = BANS[name]
+    with exact(model) if is_exact else nullcontext():
+        for _ in range(2):
+            expected = run(model, **prompt, **how)
+            cache.reset()
+            got = run(model, decoder=decoder, cache=cache, **prompt, **how)
+            assert torch.equal(got, expected)
+    (step,) = decoder._steps[cache].values()
+    assert isinstance(step, SelectingStep)
+    plain = {key: how[key] for key in how if key in ("eos_token_id", "pad_token_id")}
+    if name not in ("n-gram", "three"):  # this model does not repeat these
+        assert not torch.equal(expected, run(model, **prompt, **plain)), "nothing was banned"
+
+
+def test_a_least_length_is_that_of_its_own_call():
+    """The step of calls with an n-gram serves those with a least length, too."""
+    model, decoder = toy_model("llama"), GraphDecoder()
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    ends = {"eos_token_id": list(range(3, 40)), "pad_token_id": 0, "no_repeat_ngram_size": 2}
+    for how in ({"min_new_tokens": 9}, {}, {"min_new_tokens": 4}):
+        cache.reset()
+        got = run(model, decoder=decoder, cache=cache, **ends, **how)
+        assert torch.equal(got, run(model, **ends, **how))
+    assert len(decoder._steps[cache]) == 1
+
+
+def test_a_call_ends_in_time(monkeypatch):
+    """The step selects, and the host looks at the clock."""
+    model, decoder = toy_model("llama"), GraphDecoder()
+    cache = StaticContiguousCache(model.config, CAPACITY)
+    whole = run(model, decoder=decoder, cache=cache, max_time=1000.0)
+    assert torch.equal(whole, run(model))
+    (step,) = decoder._steps[cache].values()
+    assert isinstance(step, SelectingStep)
+    replays = 0
+    clock = time.time
+
+    def now():
+        return clock() + (2000 if replays >= 3 else 0)
+
+    def replay(self):
+        nonlocal replays
+        replays += 1
+        return own(self)
+
+    own = SelectingStep.replay
+    monkeypatch.setattr(SelectingStep, "replay", replay)
+    monkeypatch.setattr("hf_static_kv.decoding.tokens.time.time", now)
+    cache.reset()
+    cut = run(model, decoder=decoder, cache=cache, max_time=1000.0)
+    assert cut.shape[1] == PROMPT.shape[1] + 1 + 3
+    assert torch.equal(cut, whole[:, : cut.shape[1]])
+    assert cache.seq_len == cut.shape[1] - 1
+
+
 def test_other_numbers_use_the_same_step():
     model, decoder, cache = toy_model("llama"), GraphDecoder(), None
     for temperature, top_k in ((0.5, 3), (1.5, 50), (0.9, 1)):
@@ -84,7 +165,8 @@ def test_a_streamer_gets_every_token_once(how):
 
 
 OUTSIDE = {
-    "an n-gram": {"no_repeat_ngram_size": 2},
+    "bad words": {"bad_words_ids": [[7], [3, 4]]},
+    "a long n-gram": {"no_repeat_ngram_size": 17},
     "a processor of one's own": {
         "logits_processor": LogitsProcessorList([lambda ids, scores: scores / 2])
     },

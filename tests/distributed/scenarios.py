@@ -159,7 +159,7 @@ def weights_that_differ(rank, folder, ranks):
     model = load(folder, ranks)
     if rank == ranks - 1:
         for module in (attaching_module, call_module):
-            module.repeatable_state = lambda model: State(object(), object())
+            module.repeatable_state = lambda *model: State(object(), object())
     info = attach(model, reuse_prefix=True)
     return [generate(model, "greedy") for _ in range(3)], info.reused_tokens
 

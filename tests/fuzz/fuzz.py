@@ -22,6 +22,7 @@ from collections.abc import Iterator
 import torch
 import transformers
 
+from hf_static_kv.decoding import prompts
 from tests.fuzz.cases import MOVES, SEEDS_PER_MODEL, make_case
 from tests.fuzz.runner import Fault, Tally, run_case
 
@@ -125,6 +126,9 @@ def set_up() -> None:
     transformers.logging.disable_progress_bar()
     logging.getLogger("hf_static_kv").setLevel(logging.ERROR)  # fallbacks are counted
     warnings.filterwarnings("ignore")  # odd settings are on purpose
+    # Prompts are short, and most runs are on a CPU.
+    prompts.SIZES = (2, 4, 8, 32)
+    prompts.DEVICES = ("cpu", "cuda")
 
 
 def _run_task(task: tuple[range, str, tuple[str, ...], float | None, tuple[str, ...]]) -> Tally:

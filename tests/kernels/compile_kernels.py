@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
+    ban_tokens_triton,
     decode_attention_triton,
     experts_triton,
     invariant_linear_triton,
@@ -107,9 +108,10 @@ def launch_attention(dtype, dim, heads):
         attend(query, keys, keys, spans, None, 0.1, 400, spans_ready=True, in_order=in_order)
     prompt, sinks = torch.empty(1, heads, 40, dim, dtype=dtype), torch.empty(heads, dtype=dtype)
     spans_of_prompt = torch.zeros(1, 40, 3, dtype=torch.int64)
-    prompt_attention_triton.prompt_attention_triton(
-        prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks
-    )
+    for in_order in (False, True):
+        prompt_attention_triton.prompt_attention_triton(
+            prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks, in_order
+        )
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
     attend(
         query, keys, keys, torch.zeros(1, 1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights
@@ -135,15 +137,20 @@ def launch_small(dtype):
     launch_rotate_and_write(dtype, 64, None)
     launch_rotate_and_write(dtype, 128, STYLES[0])
     launch_rotate_and_write(dtype, 256, STYLES[2])
+    launch_rotate_and_write(dtype, 256, STYLES[2], tokens=40)
+    linear_triton.activated_product_triton(x, x, "silu")
     column = torch.zeros(2, 1).long()
     spans = torch.zeros(2, 5, 1, 4).long()[..., :3]
     row, layers = column[:, 0], torch.ones(5).long()
     for_ids = row, column.clone()
     place = positions_triton.place_tokens_triton
-    place(row, row.clone(), number, layers, layers, column, spans, *for_ids, True)
-    place(row, row.clone(), number, layers, layers, column, spans, None, None, False)
+    place(row, row.clone(), row.clone(), number, layers, layers, column, spans, *for_ids, True)
+    place(row, row.clone(), row.clone(), number, layers, layers, column, spans, None, None, False)
     state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
     select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
+    ban_tokens_triton.ban_tokens_triton(
+        torch.empty(2, 9000, dtype=dtype), row, column, state[3], number, 3
+    )
     launch_sampling(dtype, state)
 
 
@@ -161,18 +168,27 @@ def launch_sampling(dtype, state):
         )
 
 
-def launch_rotate_and_write(dtype, dim, style):
+def launch_rotate_and_write(dtype, dim, style, tokens=1):
     """The heads of a joint projection of two batch rows; with a norm the angles are ready."""
     heads = (
-        torch.empty(2, 1, 8 * dim, dtype=dtype)
+        torch.empty(2, tokens, 8 * dim, dtype=dtype)
         .unflatten(-1, (8, dim))
         .transpose(1, 2)
         .split([4, 2, 2], dim=1)
     )
-    angles, keys = torch.empty(1, 1, dim, dtype=dtype), torch.empty(2, 2, 400, dim, dtype=dtype)
+    angles = torch.empty(1, tokens, dim, dtype=dtype)
+    keys = torch.empty(2, 2, 400, dim, dtype=dtype)
     norm = None if style is None else Norm(angles[0, 0], 1e-6, style)
     rotary_triton.rotate_and_write_triton(
-        *heads, angles, angles, keys, keys, torch.zeros(2, 1).long(), norm, norm, style is not None
+        *heads,
+        angles,
+        angles,
+        keys,
+        keys,
+        torch.zeros(2, tokens).long(),
+        norm,
+        norm,
+        style is not None,
     )
 
 

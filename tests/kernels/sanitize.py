@@ -26,6 +26,7 @@ import torch
 
 from benchmarks.provenance import provenance
 from hf_static_kv.kernels import (
+    ban_tokens_triton,
     decode_attention_triton,
     experts_triton,
     invariant_linear_triton,
@@ -215,6 +216,7 @@ def run_linears(dtype: torch.dtype) -> None:
             many, normal(3, 37, 72, dtype=dtype), experts, None
         )
     invariant_linear_triton.invariant_sum_triton(torch.randn(3, 77))
+    linear_triton.activated_product_triton(gate, up, "gelu")
 
 
 def run_experts(dtype: torch.dtype) -> None:
@@ -245,9 +247,10 @@ def run_attention(dtype: torch.dtype) -> None:
     spans_of_prompt = torch.stack(
         [torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1
     ).repeat(batch, 1, 1)
-    prompt_attention_triton.prompt_attention_triton(
-        prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks
-    )
+    for in_order in (False, True):
+        prompt_attention_triton.prompt_attention_triton(
+            prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks, in_order
+        )
 
 
 def run_norms(dtype: torch.dtype) -> None:
@@ -277,6 +280,13 @@ def run_rotary(dtype: torch.dtype) -> None:
         rotary_triton.rotate_and_write_triton(
             *heads, angle, angle, keys, values, last, norm, norm, ready
         )
+        # Several tokens in an instance: a number that 8 does not divide, and some have no slot.
+        many = [part.expand(2, -1, 19, -1).contiguous() for part in heads]
+        slots = torch.arange(19).expand(2, 19).contiguous()
+        angles = angle.expand(1, 19, 24).contiguous()
+        rotary_triton.rotate_and_write_triton(
+            *many, angles, angles, keys, values, slots, norm, norm
+        )
 
 
 def run_step(dtype: torch.dtype) -> None:
@@ -284,14 +294,18 @@ def run_step(dtype: torch.dtype) -> None:
     new = normal(2, 3, 1, 24, dtype=dtype)
     positions_triton.write_tokens_triton(keys, values, new, new, torch.tensor([[12], [3]]))
     lengths, starts, offset = torch.tensor([11, 5]), torch.tensor([0, 3]), torch.tensor([0])
+    counts = torch.tensor([2, 1])
     windows, chunks = torch.tensor([1 << 40, 4, 1 << 40]), torch.tensor([1 << 40, 1 << 40, 5])
     slots = torch.zeros(2, 2, dtype=torch.int64)
     spans = torch.zeros(2, 3, 2, 4, dtype=torch.int64)[..., :3]
     ids = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 2, 2, dtype=torch.int64)
     place = positions_triton.place_tokens_triton
-    place(lengths, starts, offset, windows, chunks, slots, spans, *ids, True)
-    place(lengths, starts, offset, windows, chunks, slots, spans, None, None, False)
-    select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *greedy_state())
+    place(lengths, starts, counts, offset, windows, chunks, slots, spans, *ids, True)
+    place(lengths, starts, counts, offset, windows, chunks, slots, spans, None, None, False)
+    state = greedy_state()
+    select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *state)
+    logits, least = normal(2, 777, dtype=dtype), torch.tensor([9])
+    ban_tokens_triton.ban_tokens_triton(logits, lengths, state.sequences, state.eos, least, 3)
 
 
 def greedy_state() -> GreedyState:

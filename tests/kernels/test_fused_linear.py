@@ -21,7 +21,7 @@ from hf_static_kv.kernels.linear import (
 )
 from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
 from hf_static_kv.kernels.norm import norm as run_norm
-from tests.conftest import given, settings, st
+from tests.conftest import given, settings, st, triton_module
 from tests.kernels.test_step_kernels import DEVICE, DTYPES, normal
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -344,6 +344,18 @@ class TestOnAGPU:
         got = fused_linears(x, Linear(weights, [], activation="silu", is_gated=True))
         assert torch.equal(got, F.silu(gate) * up)
         assert torch.equal(linear.gated_linear(x, *weights, "silu"), F.silu(gate) * up)
+
+    @pytest.mark.parametrize("activation", list(linear.ACTIVATIONS))
+    @pytest.mark.parametrize("size", [5, 4100])
+    def test_the_gate_of_many_tokens(self, size, activation):
+        """Rounded twice, as the operations of a model do."""
+        gate, up = normal(3, size), normal(3, size, seed=1)
+        module = triton_module("hf_static_kv.kernels.linear_triton")
+        got = module.activated_product_triton(gate, up, activation)
+        expected = linear.activate(gate.double(), activation) * up.double()
+        # The formula of an activation is within 8 roundings of float32.
+        bound = 10 * torch.finfo(torch.float32).eps * expected.abs().clamp(min=1e-3)
+        assert ((got.double() - expected).abs() <= bound).all()
 
     def test_the_parts_of_a_captured_launch(self):
         """Graphs with launches that follow each other, against the same launches outside of a

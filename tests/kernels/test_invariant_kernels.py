@@ -248,6 +248,36 @@ class TestAttention:
         )
 
 
+class TestFastAttentionOfAPrompt:
+    """Not in the order of decode steps: large tiles, and masks at the edges of spans only."""
+
+    def check(self, query, key, value, spans, softcap=None, sinks=None):
+        module = triton_module("hf_static_kv.kernels.prompt_attention_triton")
+        how = spans, 0.25, softcap, sinks
+        got = module.prompt_attention_triton(query, key, value, *how, in_order=False)
+        expected = invariant_attention_plain(query, key, value, *how)
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
+    @pytest.mark.parametrize("window", [None, 9, 70])
+    @pytest.mark.parametrize("queries", [17, 40])
+    def test_windows_and_prefixes(self, queries, window):
+        query, key = normal(2, 4, queries, 20), normal(2, 2, 150, 20)
+        spans = torch.cat([spans_of(1, queries, n, window=window) for n in (150, queries)])
+        self.check(query, key, normal(2, 2, 150, 16, seed=1), spans)
+
+    def test_padding_softcap_and_sinks(self):
+        query, key = normal(2, 6, 20, 16), normal(2, 2, 90, 16)
+        spans = torch.cat([spans_of(1, 20, 90, 3, 40), spans_of(1, 20, 25, 5)])
+        spans[1, :6] = 5  # padding: these see nothing
+        self.check(query, key, key.clone(), spans, 3.0, normal(6))
+
+    def test_the_spans_of_a_layer_of_a_captured_pass(self):
+        query, key = normal(1, 2, 20, 16), normal(1, 2, 90, 16)
+        of_layers = torch.zeros(1, 3, 20, 4, dtype=torch.int64, device=DEVICE)[..., :3]
+        of_layers[:, 1] = spans_of(1, 20, 90)
+        self.check(query, key, key.clone(), of_layers[:, 1])
+
+
 def test_tiles_have_one_shape_and_memory_of_their_own():
     x = torch.arange(36.0).view(18, 2)
     tiles = padded_tiles(x)

@@ -362,6 +362,15 @@ class TestRotateAndWrite:
             angles_ready=angles_ready,
         )
 
+    @pytest.mark.parametrize("style", [None, *STYLES], ids=str)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dim", [80] if DEVICE == "cpu" else [64, 80, 128, 256, 512])
+    @pytest.mark.parametrize("num_tokens", [17, 40])
+    def test_many_tokens(self, num_tokens, dim, dtype, style):
+        """Several in a kernel instance; the last ones, and those of padding, have no slot."""
+        slots = [[1 << 40] * 3 + list(range(5, num_tokens + 2))] * 2
+        check_bits(arguments(2, (4, 2, 2), (dim,) * 3, num_tokens, slots, dtype, 2, (style, style)))
+
     @given(
         batch=st.integers(1, 3),
         groups=st.integers(1, 3),

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import linears_kernel
-from hf_static_kv.kernels.positions import place_tokens_plain
+from hf_static_kv.kernels.positions import NOWHERE, place_tokens_plain
 from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy_plain
 from tests.conftest import given, settings, st
 
@@ -158,20 +158,25 @@ class TestPlaceTokens:
         layers=st.lists(
             st.tuples(st.integers(1, 12), st.sampled_from([3, 5, 1 << 60])), min_size=1, max_size=5
         ),
-        num_tokens=st.integers(1, 5),
+        num_tokens=st.sampled_from([1, 2, 5, 70]),  # 70: three tiles
+        padding=st.lists(st.integers(0, 5), min_size=4, max_size=4),
         offset=st.integers(0, 7),
         columns=st.sampled_from([3, 4]),
         parts=st.sampled_from([None, [], [1], [3]]),
         advances=st.booleans(),
     )
     @settings(max_examples=20, deadline=None)
-    def test_against_a_naive_loop(self, rows, layers, num_tokens, offset, columns, parts, advances):
+    def test_against_a_naive_loop(
+        self, rows, layers, num_tokens, padding, offset, columns, parts, advances
+    ):
         """Spans may be a view of wider ones, as in a pass: the columns after them stay."""
         states = []
         starts = [start for start, _ in rows]
         lengths = [start + more for start, more in rows]
+        padding = [min(n, num_tokens - 1) for n in padding[: len(rows)]]
+        counts = [num_tokens - n for n in padding]
         for place in (place_tokens_plain, by_kernel):
-            numbers = [lengths, starts, [offset], *zip(*layers, strict=True)]
+            numbers = [lengths, starts, counts, [offset], *zip(*layers, strict=True)]
             tensors = [torch.tensor(list(own), device=DEVICE) for own in numbers]
             slots = torch.full((len(rows), num_tokens), -1, device=DEVICE)
             spans = torch.full((len(rows), len(layers), num_tokens, columns), -1, device=DEVICE)
@@ -184,7 +189,10 @@ class TestPlaceTokens:
             if ids is not None:
                 ids = (ids - shift[..., None]).view(-1, num_tokens).tolist()
             states.append([tensors[0].tolist(), slots.tolist(), spans.tolist(), ids])
-        positions = [[length + t for t in range(num_tokens)] for length in lengths]
+        positions = [
+            [length + max(0, t - n) for t in range(num_tokens)]
+            for length, n in zip(lengths, padding, strict=True)
+        ]
         rest = [-1] * (columns - 3)
 
         def span(start, at, window, chunk):
@@ -196,13 +204,18 @@ class TestPlaceTokens:
             return [start - offset, first - offset, at + 1 - offset, *rest]
 
         naive = [
-            [n + num_tokens * advances for n in lengths],
+            [n + count * advances for n, count in zip(lengths, counts, strict=True)],
             [[at - offset for at in row] for row in positions],
             [
                 [[span(start, at, *layer) for at in row] for layer in layers]
                 for start, row in zip(starts, positions, strict=True)
             ],
         ]
+        for b, n in enumerate(padding):
+            naive[1][b][:n] = [NOWHERE] * n
+            for of_layer in naive[2][b]:
+                for own in of_layer[:n]:
+                    own[2] = own[1]  # empty
         distances = [
             [at - start for at in row] for start, row in zip(starts, positions, strict=True)
         ]
@@ -214,7 +227,7 @@ class TestPlaceTokens:
         number = torch.zeros(2, dtype=torch.int64, device=DEVICE)
         spans = torch.zeros(3, 1, 1, 2, dtype=torch.int64, device=DEVICE).permute(3, 1, 2, 0)
         with pytest.raises(ValueError, match="spans whose last dim has stride 1"):
-            place_tokens_triton(*[number] * 5, number[:, None], spans, None, None, True)
+            place_tokens_triton(*[number] * 6, number[:, None], spans, None, None, True)
 
 
 class TestGreedy:
@@ -262,7 +275,7 @@ class TestGreedy:
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
 def test_kernels_that_are_only_compiled_do_not_run():
-    length, *others = (torch.tensor([n], device=DEVICE) for n in (4, 0, 0, 7, 1 << 60))
+    length, *others = (torch.tensor([n], device=DEVICE) for n in (4, 0, 1, 0, 7, 1 << 60))
     spans = torch.zeros(1, 1, 1, 3, dtype=torch.int64, device=DEVICE)
     slots = torch.zeros(1, 1, dtype=torch.int64, device=DEVICE)
     with compile_only():

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.decoding import prompts
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.rules import RULES
 from tests.conftest import BATCH, COMMON, PROMPT, shared_toy_model
@@ -32,7 +33,9 @@ def expected(toy, rows):
 
 @cache
 def decoded(toy, rows, *without):
-    """The tokens of the decoder, and the recorded list that they come from."""
+    """The tokens of the decoder, and the recorded lists that they come from: of a step and of a
+    prompt.
+    """
     model, lists = shared_toy_model(toy, device=DEVICE), []
     rewrite = step_module.rewrite
 
@@ -45,10 +48,14 @@ def decoded(toy, rows, *without):
     storage = StaticContiguousCache.from_model(model, 40, len(ids))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "rewrite", noting)
-        got = tokens(model, ids, past_key_values=storage, custom_generate=decoder)
+        patch.setattr(prompts, "SIZES", (32,))  # rules for many tokens
+        patch.setattr(prompts, "DEVICES", (DEVICE,))
+        for _ in range(2):
+            storage.reset()
+            got = tokens(model, ids, past_key_values=storage, custom_generate=decoder)
     assert decoder.fallback_reason is None
-    (names,) = lists
-    return got, names
+    assert len(lists) == 2, decoder.prompts.reason
+    return got, lists
 
 
 @pytest.mark.parametrize("rows", PROMPTS)

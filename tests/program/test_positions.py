@@ -121,3 +121,39 @@ def test_lengths_that_are_set_back():
     positions.place()
     assert positions.full.slots.tolist() == [[5, 6, 7], [11, 12, 13]]
     assert positions.position_ids.tolist() == [[5, 6, 7], [9, 10, 11]]
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("sliding", ["full", "compact"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "gpt2"])
+@torch.no_grad()
+def test_a_pass_of_many_tokens(name, sliding, is_recorded):
+    """In parts of any size: logits, keys and values are those of one ordinary pass."""
+    model = toy_model(name).to(DEVICE)
+    if sliding == "compact" and name != "gemma3":
+        pytest.skip("no layer slides")
+    ids = torch.randint(1, model.config.vocab_size, (2, 37), device=DEVICE)
+    expected = StaticContiguousCache.from_model(model, 64, 2)
+    model(ids, past_key_values=expected)
+    cache = StaticContiguousCache.from_model(model, 64, 2, sliding=sliding)
+    for group in cache.storage_groups:
+        group.keys.fill_(7.0)  # padding that is written, or seen, shows
+        group.values.fill_(7.0)
+    step = DecodeStep(model, cache, 2, num_tokens=20)
+    start = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    with step.on_shadow("static_contiguous"):
+        if is_recorded:
+            step.record(0, start, token=ids[:, :3])
+        for part in ids.split([20, 1, 13, 3], dim=1):
+            cache.reserve(part.shape[1])
+            step.set_position(cache.seq_len, start)
+            logits = step.run(part)
+            cache.mark_written(part.shape[1])
+            whole = model(ids[:, : cache.seq_len]).logits[:, -1]
+            torch.testing.assert_close(logits, whole, rtol=1e-5, atol=1e-5)
+    for layer, other in zip(cache.kv_layers, expected.kv_layers, strict=True):
+        first = max(layer.oldest, other.oldest)
+        for got, states in zip(layer._views(first, 37), other._views(first, 37), strict=True):
+            torch.testing.assert_close(got, states, rtol=1e-5, atol=1e-5)
+        rest = layer.storage[0][:, :, 37 - layer.offset :]
+        assert layer.is_compact or (rest == 7.0).all()

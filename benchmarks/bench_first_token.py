@@ -1,0 +1,156 @@
+"""How long the first token of a call takes: by the length of its prompt, in a batch, in a chat.
+
+    python benchmarks/bench_first_token.py --model llama-3.2-1b --json first-token.json
+    python benchmarks/bench_first_token.py --model llama --device cpu --lengths 16 40 --held 100 --trials 3
+
+All contenders run in this process, in turns, on twins of one model. The prompts of a case differ
+from trial to trial, and have one length. Each case runs four times before it is measured: `attach`
+lets the model compute the first prompt of a size, and captures a pass for the second. These calls
+are in the record as `warm_up_s`.
+  prompt   `generate(max_new_tokens=1)` with a prompt of each of `--lengths`
+  batch    the same with `--batch` rows of `--batch-len` tokens
+  turn     `--held` tokens that an earlier call has read, and `--new` others in each trial, answered
+           with one token and with `--answered`; `attach` keeps the prefix (`reuse_prefix=True`)
+Exit status 1 if a pass was not captured on a GPU, 2 for a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import measure as timing
+import torch
+from bench_attach import Side, attached_twin
+from measure import in_turns, spread
+from outputs import at_least, benchmark_parser, run_benchmark
+from records import Record, on_cpu
+from tqdm import tqdm
+from transformers import PreTrainedModel, StaticCache
+from workload import Workload, build_workload
+
+_WARM_UP = 4
+
+
+class Case(NamedTuple):
+    name: str
+    rows: int
+    held: int  # tokens of the call before
+    tokens: int
+    answered: int = 1
+
+
+def cases(args: argparse.Namespace) -> list[Case]:
+    prompts = [Case("prompt", 1, 0, length) for length in args.lengths]
+    batch = [Case("batch", args.batch, 0, args.batch_len)] if args.batch else []
+    turns = [Case("turn", 1, args.held, args.new, answered) for answered in (1, args.answered)]
+    return prompts + batch + (turns if args.held else [])
+
+
+class Contestant:
+    """One side in one case."""
+
+    def __init__(self, side: Side, case: Case, device: str) -> None:
+        self.side = side
+        self.case = case
+        self.device = device
+        self.generator = torch.Generator().manual_seed(0)
+        self.held = self.ids(case.held)
+
+    def ids(self, length: int) -> torch.Tensor:
+        vocab_size = self.side.model.config.get_text_config().vocab_size
+        shape = (self.case.rows, length)
+        return torch.randint(vocab_size, shape, generator=self.generator).to(self.device)
+
+    def seconds(self) -> float:
+        ids = torch.cat([self.held, self.ids(self.case.tokens)], dim=1)
+        return self.side.seconds(ids, self.case.answered)
+
+
+def sides_of(model: PreTrainedModel, case: Case) -> list[Side]:
+    longest = case.held + case.tokens + case.answered
+
+    def static() -> dict[str, Any]:
+        return {"past_key_values": StaticCache(model.config, max_cache_len=longest)}
+
+    settings = {"reuse_prefix": True} if case.held else {}
+    no_cache = Side("no-cache", model, lambda: {"use_cache": False})
+    others = [Side("dynamic", model), Side("static", model, static)]
+    attached = attached_twin("attach", model, **settings)
+    return [attached, *others, *([] if case.answered > 1 else [no_cache])]
+
+
+def run(case: Case, model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
+    """A row for each contender."""
+    on_gpu = args.device.startswith("cuda")
+    sides = sides_of(model, case)
+    calls: dict[str, Callable[[], float]] = {}
+    warm_up: dict[str, list[float]] = {}
+    graph_bytes: dict[str, int] = {}
+    for side in sides:
+        contestant = Contestant(side, case, args.device)
+        calls[side.name] = contestant.seconds
+        if case.held:
+            side.generate(contestant.held, 1)
+        before = torch.cuda.memory_reserved() if on_gpu else 0
+        warm_up[side.name] = [calls[side.name]() for _ in range(_WARM_UP)]
+        graph_bytes[side.name] = (torch.cuda.memory_reserved() if on_gpu else 0) - before
+    rows = []
+    for name, trials in in_turns(calls, args.trials).items():
+        attachment = sides[0].attachment if name == "attach" else None
+        row = case._asdict() | {"case": case.name, "name": name, "trials_s": trials}
+        row |= {"warm_up_s": warm_up[name], "reserved_bytes": graph_bytes[name]}
+        if attachment is not None:
+            passes = attachment.decoder.prompts
+            row |= {"passes": len(passes.steps), "reason": passes.reason}
+        rows.append(row | {"ms": spread([taken * 1e3 for taken in trials])})
+    return rows
+
+
+def measure(args: argparse.Namespace) -> Record:
+    workload = chosen(args)
+    model = workload.build_model()
+    rows = []
+    for case in tqdm(cases(args), desc="cases", disable=None, leave=False):
+        rows += run(case, model, args)
+        timing.synchronize(args.device)
+    return {**workload.origin(), "trials": args.trials, "rows": rows}
+
+
+def problems(record: Record) -> list[str]:
+    ours = [row for row in record["rows"] if row["name"] == "attach"]
+    missing = [row for row in ours if not row["passes"] and not on_cpu(record)]
+    return [
+        f"{row['case']} of {row['tokens']}: no pass was captured: {row['reason']}"
+        for row in missing
+    ]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser(__doc__, lengths=False)
+    add = parser.add_argument
+    add("--lengths", type=int, nargs="+", default=[16, 128, 512, 2048], help="%(default)s")
+    add("--batch", type=int, default=8, help="rows (%(default)s); 0: no batch")
+    add("--batch-len", type=int, default=512, help="%(default)s")
+    add("--held", type=int, default=2000, help="%(default)s; 0: no chat")
+    add("--new", type=int, default=24, help="%(default)s")
+    add("--answered", type=int, default=32, help="%(default)s")
+    add("--trials", type=int, default=20, help="%(default)s")
+    return parser
+
+
+def chosen(args: argparse.Namespace) -> Workload:
+    at_least(args, lengths=1, batch=0, batch_len=1, held=0, new=1, answered=2, trials=1)
+    args.prompt_len = max(*args.lengths, args.batch_len, args.held + args.new)
+    args.new_tokens = args.answered
+    return build_workload(args)
+
+
+def main() -> int:
+    return run_benchmark(parser(), measure, problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,215 @@
+"""Prompts by captured passes of fixed sizes.
+
+    16 ... 512 ... 2048     a pass serves all prompts of up to so many new tokens, after any prefix
+    2300 = 2048 + 252       a longer prompt takes several passes; the last one is padded
+
+The first time that a size is needed, the model computes the prompt: a first call waits for nothing.
+The second time its pass is captured and verified. A size whose pass cannot be captured is left to
+the model, for good.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from hf_static_kv import compat
+from hf_static_kv.cache import debug
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.identity import State
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.program.step import DecodeStep
+
+SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+DEVICES = ("cuda",)  # elsewhere a pass of the model takes as long
+_MAX_TOKENS = 8192  # of all rows in a pass: more keep a GPU busy without a graph
+# What a prompt may come with: a pass computes it from the lengths, or has no use for it.
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "position_ids",
+    "use_cache",
+}
+
+
+class _Seen(NamedTuple):
+    """A size that was needed once, with the settings of the model in that call."""
+
+    settings: dict[str, Any]
+
+
+class _Captured(NamedTuple):
+    """A verified pass, and the state of the model that it was captured of."""
+
+    step: DecodeStep
+    state: State
+
+
+class Prompts:
+    """The prompt passes of a decoder. `reason` says why the last one could not be captured.
+
+    `without`: rewrite rules to leave out.
+    """
+
+    def __init__(self, without: Collection[str] = ()) -> None:
+        # The caller may give positions that no table has.
+        self._without = {"angles_from_table", *without}
+        self.reason: str | None = None
+        # By size and fingerprint; None: cannot be captured.
+        self._passes: WeakKeyDictionary[
+            StaticContiguousCache, dict[Any, _Seen | _Captured | None]
+        ] = WeakKeyDictionary()
+        self._pool: Any = None  # one memory for all graphs, which run one after the other
+
+    @property
+    def steps(self) -> list[DecodeStep]:
+        kept = [own for passes in self._passes.values() for own in passes.values()]
+        return [own.step for own in kept if isinstance(own, _Captured)]
+
+    def begin(self, call: Call) -> bool:
+        """Compute the prompt, if its passes are known and the model is as they were captured of.
+
+        The host looks at the model while the device computes.
+        """
+        parts = _parts(call)
+        known = self._known(call, parts)
+        if not known:
+            return False
+        call.send()
+        logits = _append(call, parts, known)
+        if not call.has_own_prefix():
+            call.cache.restore(call.start)
+            call.forget_prefix()
+            return False
+        if not self._are_current(call, parts, known):
+            return False
+        call.prompt_logits = logits
+        return True
+
+    def run(self, call: Call) -> Tensor | None:
+        """The logits [B, V] after the prompt; None if the model must compute it."""
+        if call.prompt_logits is not None:
+            logits = call.prompt_logits
+            call.prompt_logits = None
+            return logits
+        parts = _parts(call)
+        passes = self._passes.setdefault(call.cache, {})
+        for part in parts:
+            key = _key(call, part)
+            if isinstance(seen := passes.get(key), _Seen):
+                passes[key] = self._new_pass(call, part, seen.settings)
+        if not (known := self._known(call, parts)):
+            return None
+        logits = _append(call, parts, known)
+        return logits if self._are_current(call, parts, known) else None
+
+    def _known(self, call: Call, parts: list[Tensor]) -> list[_Captured]:
+        """The passes of these parts; none if one is missing."""
+        passes = self._passes.get(call.cache, {})
+        found = [passes.get(_key(call, part)) for part in parts]
+        known = [own for own in found if isinstance(own, _Captured) and own.step.is_in_place]
+        return known if len(known) == len(parts) else []
+
+    def _are_current(self, call: Call, parts: list[Tensor], known: list[_Captured]) -> bool:
+        """Whether the model is as the passes were captured of; if not, they have not run."""
+        has_hooks = compat.has_hooks(call.modules)
+        if not has_hooks and all(state == call.state for _, state in known):
+            return True
+        for part in parts:
+            self._passes[call.cache].pop(_key(call, part), None)
+        call.cache.restore(call.start)
+        return False
+
+    def note(self, call: Call) -> None:
+        """The model has computed the prompt: its sizes are captured if they are needed again."""
+        passes = self._passes.setdefault(call.cache, {})
+        for part in [] if call.step_inputs.tensors else _parts(call):
+            passes.setdefault(_key(call, part), _Seen(call.step_inputs.settings))
+
+    def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | None:
+        devices = [call.device] if call.device.type == "cuda" else []
+        before = call.cache.snapshot()
+        try:
+            with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
+                return self._verified_pass(call, part, settings)
+        except Exception as error:  # whatever a model does that a fixed pass cannot do
+            self.reason = next(iter(str(error).splitlines()), type(error).__name__)
+            debug.logger.debug("A prompt pass could not be captured.", exc_info=True)
+            return None
+        finally:
+            call.cache.restore(before)
+
+    def _verified_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured:
+        size = _key(call, part)[0]
+        what = call.model, call.cache, len(part), (), settings
+        step = DecodeStep(*what, num_tokens=size, computes_ids=False)
+        call.cache.reserve(size)
+        at = call.cache.seq_len, call.seq_start.to(call.device)
+        with step.on_shadow(call.own_attention) as shadow, without_side_effects(shadow):
+            # What is frozen in the recording shows: other tokens, at other positions.
+            step.set_tokens((part - 1).abs(), _position_ids(call, part) + 1)
+            is_exact = call.own_attention == EXACT_ATTENTION_NAME
+            step.record(*at, is_exact=is_exact, without=self._without)
+            if call.device.type == "cuda":
+                self._pool = self._pool or torch.cuda.graph_pool_handle()
+                step.capture(*at, pool=self._pool)
+            # About the least number of tokens that this pass serves, and the most that have room.
+            # Not 64 n + 1: there SDPA's memory-efficient kernel is wrong if KV heads are repeated
+            # and the mask slides (torch 2.11, H200).
+            most = min(size, call.cache.max_cache_len - call.cache.seq_len)
+            least = min([1, *(other + 2 for other in SIZES if other < size)][-1], most)
+            verify_prompt(step, call, part, (least, most))
+        return _Captured(step, call.state)
+
+
+def _parts(call: Call) -> list[Tensor]:
+    """The new tokens of the prompt, as many in each part as a pass takes; none: not served."""
+    if call.start is None or not isinstance(call.cache, StaticContiguousCache):
+        return []
+    num_new = call.request.prompt_length - call.start[0]
+    is_served = (
+        call.device.type in DEVICES
+        and 0 < num_new <= call.input_ids.shape[1]
+        and call.request.prompt_length <= call.cache.max_cache_len
+        and set(call.given) <= _KNOWN_INPUTS
+        and getattr(call.given.get("position_ids"), "ndim", 2) == 2
+        and call.config.prefill_chunk_size is None
+        and call.own_attention != TRACED_ATTENTION_NAME
+        and not call.cache.stateful_layers  # padding would change a recurrent state
+    )
+    # A compact layer can always free half of its slots.
+    free = [layer.num_slots // 2 for layer in call.cache.kv_layers if layer.is_compact]
+    most = min([_MAX_TOKENS // len(call.seq_start), *free])
+    sizes = [size for size in SIZES if size <= most]
+    if not is_served or not sizes:
+        return []
+    return list(torch.split(call.input_ids[:, -num_new:].to(call.device), sizes[-1], dim=1))
+
+
+def _append(call: Call, parts: list[Tensor], known: list[_Captured]) -> Tensor:
+    """Run the passes; the logits [B, V] after the last token."""
+    for part, (step, _) in zip(parts, known, strict=True):
+        logits = append_prompt(step, call, part, _position_ids(call, part))
+    return logits
+
+
+def _key(call: Call, part: Tensor) -> Any:
+    return SIZES[bisect_left(SIZES, part.shape[1])], call.fingerprint
+
+
+def _position_ids(call: Call, part: Tensor) -> Tensor:
+    """The positions [B, n] of the next tokens, as `generate` gives them to the model."""
+    start = call.cache.seq_len
+    end = start + part.shape[1]
+    given: Tensor | None = call.given.get("position_ids")
+    if given is None:
+        positions = torch.arange(start, end, device=call.device)
+        return (positions - call.seq_start.to(call.device)[:, None]).clamp(min=0)
+    behind = given.shape[-1] - (call.request.prompt_length - end)
+    return given[..., behind - part.shape[1] : behind]
