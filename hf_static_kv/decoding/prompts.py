@@ -170,8 +170,10 @@ class Prompts:
 
 def _parts(call: Call) -> list[Tensor]:
     """The new tokens of the prompt, as many in each part as a pass takes; none: not served."""
-    if call.start is None or not isinstance(call.cache, StaticContiguousCache):
+    # The storage of a cache may be made by its first pass.
+    if not isinstance(call.cache, StaticContiguousCache) or not call.cache.is_allocated:
         return []
+    assert call.start is not None
     num_new = call.request.prompt_length - call.start[0]
     is_served = (
         call.device.type in DEVICES

@@ -46,9 +46,8 @@ class TestBans:
         ids = torch.randint(0, vocabulary, (3, length), generator=generator)
         logits = torch.randn(3, vocabulary, generator=generator).to(DEVICE)
         eos = [0, vocabulary - 1]
-        expected = MinLengthLogitsProcessor(min_length, torch.tensor(eos), device=DEVICE)(
-            ids.to(DEVICE), logits.clone()
-        )
+        least = MinLengthLogitsProcessor(min_length, torch.tensor(eos, device=DEVICE))
+        expected = least(ids.to(DEVICE), logits.clone())
         if ngram:
             expected = NoRepeatNGramLogitsProcessor(ngram)(ids.to(DEVICE), expected)
         positions = torch.full((3,), length - 1, device=DEVICE)
