@@ -76,10 +76,11 @@ def sides_of(model: PreTrainedModel, case: Case) -> list[Side]:
         return {"past_key_values": StaticCache(model.config, max_cache_len=longest)}
 
     settings = {"reuse_prefix": True} if case.held else {}
-    no_cache = Side("no-cache", model, lambda: {"use_cache": False})
-    others = [Side("dynamic", model), Side("static", model, static)]
-    attached = attached_twin("attach", model, **settings)
-    return [attached, *others, *([] if case.answered > 1 else [no_cache])]
+    sides = [attached_twin("attach", model, **settings), Side("dynamic", model)]
+    if case.answered == 1:
+        sides.append(Side("static", model, static))
+        sides.append(Side("no-cache", model, lambda: {"use_cache": False}))
+    return sides
 
 
 def run(case: Case, model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
