@@ -189,8 +189,7 @@ class Call:
         """Send to the host what it must read to compare `state`: later it would wait for the prompt."""
         self._rotary = send_rotary(self.modules)
         if (mask := self.request.mask) is not None:
-            position = torch.arange(mask.shape[1], device=mask.device)
-            self._has_holes = Sent((mask.bool() != (position >= self.seq_start[:, None])).any())
+            self._has_holes = Sent((mask[:, 1:] < mask[:, :-1]).any())
 
     def has_holes(self) -> bool:
         """Whether the attention mask hides more than the padding at the left."""

@@ -26,6 +26,7 @@ from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.step import DecodeStep
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
+_MAX_PASSES = 16  # of one cache; the one that was not needed for longest goes first
 DEVICES = ("cuda",)  # elsewhere a pass of the model takes as long
 _MAX_TOKENS = 8192  # of all rows in a pass: more keep a GPU busy without a graph
 # What a prompt may come with: a pass computes it from the lengths, or has no use for it.
@@ -112,7 +113,11 @@ class Prompts:
     def _known(self, call: Call, parts: list[Tensor]) -> list[_Captured]:
         """The passes of these parts; none if one is missing."""
         passes = self._passes.get(call.cache, {})
-        found = [passes.get(_key(call, part)) for part in parts]
+        keys = [_key(call, part) for part in parts]
+        for key in keys:
+            if key in passes:
+                passes[key] = passes.pop(key)  # the newest now
+        found = [passes.get(key) for key in keys]
         known = [own for own in found if isinstance(own, _Captured) and own.step.is_in_place]
         return known if len(known) == len(parts) else []
 
@@ -131,6 +136,8 @@ class Prompts:
         passes = self._passes.setdefault(call.cache, {})
         for part in [] if call.step_inputs.tensors else _parts(call):
             passes.setdefault(_key(call, part), _Seen(call.step_inputs.settings))
+        while len(passes) > _MAX_PASSES:
+            del passes[next(iter(passes))]
 
     def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | None:
         devices = [call.device] if call.device.type == "cuda" else []

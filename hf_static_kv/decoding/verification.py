@@ -41,7 +41,7 @@ from hf_static_kv.patching import (
     without_cudnn,
 )
 from hf_static_kv.program.record import leaves
-from hf_static_kv.program.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep, last_logits_only
 
 _MASKED = -1e4  # a lower logit marks a token that is never selected
 _EDGE = 4  # positions before a window in the case across it
@@ -218,8 +218,8 @@ def _ordinary_prompt(step: DecodeStep, call: Call, tokens: Tensor) -> Passed:
         attention_implementation(model, call.attention),
         without_cudnn(),
     ):
-        logits = model(input_ids=tokens, use_cache=True, **inputs).logits[:, -1].float()
-    passed = _written_since(call, here[0], logits)
+        outputs = model(input_ids=tokens, use_cache=True, **inputs, **last_logits_only(model))
+    passed = _written_since(call, here[0], outputs.logits[:, -1].float())
     call.cache.restore(here)
     return passed
 

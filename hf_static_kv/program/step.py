@@ -330,8 +330,8 @@ class DecodeStep:
             "attention_mask": self.mask,
         }
         with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
-            if self.token.shape[1] > 1 and "logits_to_keep" in signature(model.forward).parameters:
-                inputs["logits_to_keep"] = 1
+            if self.token.shape[1] > 1:
+                inputs |= last_logits_only(model)
             outputs = model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
         return outputs.logits[:, -1]  # type: ignore[no-any-return]
 
@@ -344,6 +344,15 @@ class DecodeStep:
             for module, i in indices
             if isinstance(i, int) and i in self.layers
         }
+
+
+def last_logits_only(model: Any) -> dict[str, int]:
+    """The keyword with which a model gives the logits of the last token alone; none if it has none.
+
+    Those of a long prompt are larger than all else in a pass.
+    """
+    takes_it = "logits_to_keep" in signature(model.forward).parameters
+    return {"logits_to_keep": 1} if takes_it else {}
 
 
 def _sharing_layers(

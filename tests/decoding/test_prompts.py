@@ -171,3 +171,16 @@ def test_fewer_rows_than_the_cache_has(count_runs):
         assert calls.cache.layers[0].keys.shape[0] == 1
         calls.cache.reset()
     assert ran
+
+
+def test_old_passes_are_dropped(count_runs, monkeypatch):
+    monkeypatch.setattr(prompts, "_MAX_PASSES", 2)
+    model = toy_model("llama").to(DEVICE)
+    calls = Calls(model)
+    ran = []
+    for length in (3, 3, 7, 7, 3, 20, 20, 3, 7):
+        ran.append(calls(text(model, length))[0])
+        calls.cache.reset()
+        assert len(calls.decoder.prompts.steps) <= 2
+    # The third size drops the one of 7 tokens, which was needed before that of 3.
+    assert ran == [0, 1, 0, 1, 1, 0, 1, 1, 0]
