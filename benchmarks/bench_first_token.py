@@ -3,7 +3,8 @@
     python benchmarks/bench_first_token.py --model llama-3.2-1b --json first-token.json
     python benchmarks/bench_first_token.py --model llama --device cpu --lengths 16 40 --held 100 --trials 3
 
-All contenders run in this process, in turns, on twins of one model. The prompts of a case differ
+All contenders run in this process, in turns; attached ones on twins of the model, which share its
+weights. The prompts of a case differ
 from trial to trial, and have one length. Each case runs four times before it is measured: `attach`
 lets the model compute the first prompt of a size, and captures a pass for the second. These calls
 are in the record as `warm_up_s`.
@@ -17,13 +18,14 @@ Exit status 1 if a pass was not captured on a GPU, 2 for a bad argument.
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import measure as timing
 import torch
-from bench_attach import Side, attached_twin
+from contenders import NextKeywords
 from measure import in_turns, spread
 from outputs import at_least, benchmark_parser, run_benchmark
 from records import Record, on_cpu
@@ -31,7 +33,45 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, StaticCache
 from workload import Workload, build_workload
 
+from hf_static_kv import Attachment, attach
+
 _WARM_UP = 4
+
+
+class Side:
+    """One contender: an instance of the model, and the keywords of each of its calls."""
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        next_keywords: NextKeywords = dict,
+        attachment: Attachment | None = None,
+    ) -> None:
+        self.name = name
+        self.model: Any = model
+        self.next_keywords = next_keywords
+        self.attachment = attachment
+
+    def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+        """The prompt and its new tokens. A cache is reset here, as its user would do."""
+        prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        how = {"do_sample": False, "max_new_tokens": new_tokens, **self.next_keywords()}
+        tokens: torch.Tensor = self.model.generate(**prompt, **how)
+        return tokens
+
+    def seconds(self, ids: torch.Tensor, new_tokens: int) -> float:
+        return timing.seconds(lambda: self.generate(ids, new_tokens), str(self.model.device))
+
+
+def twin(model: PreTrainedModel) -> PreTrainedModel:
+    """Another instance of the model, with the same tensors as weights."""
+    return copy.deepcopy(model, {id(weight): weight for weight in model.parameters()})
+
+
+def attached_twin(name: str, model: PreTrainedModel, **settings: Any) -> Side:
+    instance = twin(model)
+    return Side(name, instance, attachment=attach(instance, **settings))
 
 
 class Case(NamedTuple):
@@ -85,29 +125,37 @@ def sides_of(model: PreTrainedModel, case: Case) -> list[Side]:
 
 def run(case: Case, model: PreTrainedModel, args: argparse.Namespace) -> list[Record]:
     """A row for each contender."""
-    on_gpu = args.device.startswith("cuda")
     sides = sides_of(model, case)
     calls: dict[str, Callable[[], float]] = {}
     warm_up: dict[str, list[float]] = {}
-    graph_bytes: dict[str, int] = {}
+    reserved: dict[str, int] = {}
     for side in sides:
         contestant = Contestant(side, case, args.device)
         calls[side.name] = contestant.seconds
         if case.held:
             side.generate(contestant.held, 1)
-        before = torch.cuda.memory_reserved() if on_gpu else 0
+        before = reserved_bytes(args.device)
         warm_up[side.name] = [calls[side.name]() for _ in range(_WARM_UP)]
-        graph_bytes[side.name] = (torch.cuda.memory_reserved() if on_gpu else 0) - before
+        reserved[side.name] = reserved_bytes(args.device) - before
     rows = []
     for name, trials in in_turns(calls, args.trials).items():
         attachment = sides[0].attachment if name == "attach" else None
         row = case._asdict() | {"case": case.name, "name": name, "trials_s": trials}
-        row |= {"warm_up_s": warm_up[name], "reserved_bytes": graph_bytes[name]}
+        row |= {"warm_up_s": warm_up[name], "reserved_bytes": reserved[name]}
         if attachment is not None:
             passes = attachment.decoder.prompts
             row |= {"passes": len(passes.steps), "reason": passes.reason}
         rows.append(row | {"ms": spread([taken * 1e3 for taken in trials])})
     return rows
+
+
+def reserved_bytes(device: str) -> int:
+    """What torch holds for tensors and graphs, without what it keeps for later tensors."""
+    if not device.startswith("cuda"):
+        return 0
+    timing.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved(device)
 
 
 def measure(args: argparse.Namespace) -> Record:
@@ -144,7 +192,7 @@ def parser() -> argparse.ArgumentParser:
 
 def chosen(args: argparse.Namespace) -> Workload:
     at_least(args, lengths=1, batch=0, batch_len=1, held=0, new=1, answered=2, trials=1)
-    args.prompt_len = max(*args.lengths, args.batch_len, args.held + args.new)
+    args.prompt_len = max(case.held + case.tokens for case in cases(args))
     args.new_tokens = args.answered
     return build_workload(args)
 

@@ -20,9 +20,6 @@ def losses(records: dict[str, list[Record]]) -> str:
         "First token, `GraphDecoder()` and the fastest other cache": first_token(generated),
         "Peak memory of `GraphDecoder()`": memory(generated),
         "Inside `exact`": cost_of_exact(records["exact"] + records["training"]),
-        "`attach(model)`, against cache and decoder passed to `generate`": attach(
-            records["attach"]
-        ),
     }
     found = {words: lines for words, lines in sentences.items() if lines}
     return "\n".join(f"- {words}: {'; '.join(lines)}." for words, lines in found.items())
@@ -91,12 +88,3 @@ def cost_of_exact(records: list[Record]) -> list[str]:
             usual, inside = (record["ms"][side][name]["median"] for side in SIDES)
             factors.setdefault(training + name, []).append(inside / usual)
     return [f"{name} takes {span(found)} times as long" for name, found in factors.items()]
-
-
-def attach(records: list[Record]) -> list[str]:
-    lines = []
-    for record in records:
-        token, first = (record["overhead"][key] for key in ("token_percent", "first_token_ms"))
-        more = f"{token['median']:+.2f} % per token, {first['median']:+.2f} ms to the first token"
-        lines.append(f"{more} ({title(record)})")
-    return lines

@@ -29,19 +29,9 @@ from hf_static_kv.program.rules import RULES
 from hf_static_kv.testing import dev_config
 
 SPEED = ["dynamic", "static", "static-compiled", "graph"]
-ATTACH = {
-    "graph": "`StaticContiguousCache` and `GraphDecoder()`",
-    "decoder": "`GraphDecoder()` alone",
-    "attach": "`attach(model)`",
-    "attach-reuse": "`attach(model, reuse_prefix=True)`",
-    "dynamic": "plain `generate`",
-}
-
 FIRST_TOKEN = {
     "attach": "**`attach(model)`**",
     "dynamic": "`DynamicCache` (the default)",
-    "static": "`StaticCache`",
-    "no-cache": "`use_cache=False`",
 }
 
 
@@ -173,21 +163,6 @@ def _sides(record: Record, name: str) -> str:
 
 def _with_dtype(record: Record) -> str:
     return f"{NAMES[record['workload']['model']]}, {record['workload']['dtype']}"
-
-
-def attach(records: list[Record]) -> str:
-    """Contenders as rows: a token, the first one, and the first one of a turn by the history."""
-    histories = list(dict.fromkeys(row["history"] for r in records for row in r["chat"]))
-    rows = []
-    for record in records:
-        calls = {row["name"]: row["summary"] for row in record["contenders"]}
-        turns = {(row["contender"], row["history"]): row for row in record["chat"]}
-        for name, words in ATTACH.items():
-            times = [calls.get(name, {}).get(key) for key in ("decode_ms", "first_token_ms")]
-            times += [turns.get((name, n), {}).get("first_token_ms") for n in histories]
-            rows.append([f"{title(record)}, {words}", *map(median, times)])
-    heads = [f"of a turn after {history:,}" for history in histories]
-    return table(["ms", "per token", "first token", *heads], rows)
 
 
 def first_token(records: list[Record]) -> str:

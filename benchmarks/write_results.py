@@ -87,7 +87,6 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "context": tables.context,
     "exact": tables.exact,
     "training": tables.training,
-    "attach": tables.attach,
     "first_token": tables.first_token,
     "step": tables.step,
     "sampling": tables.sampling,

@@ -20,6 +20,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -203,6 +204,9 @@ class Program:
         return run
 
 
+_LARGE = 1 << 16  # bytes of a tensor that a recording does not keep
+
+
 class Recorder(TorchFunctionMode):
     """Writes down the calls of a pass. Raises where the pass asks for a value, since another step
     has another one.
@@ -219,6 +223,7 @@ class Recorder(TorchFunctionMode):
             int, Value | Tensor
         ] = {}  # by a tensor's id; a view of all of a tensor has that tensor
         self.kept: list[Tensor] = []  # so that no id is used twice
+        self.num_values = 0
         self.constants: set[int] = set()  # addresses of memory, which views share
         self.numbers: set[int] = set()  # ids of tensors
 
@@ -273,16 +278,27 @@ class Recorder(TorchFunctionMode):
         """A value for this result; None where it is one of the arguments, or a view of all of one."""
         if not isinstance(output, Tensor) or id(output) in self.value_of:
             return None
-        self.kept.append(output)
+        self._watch(output, is_constant)
+        self.num_values += 1
         if (
             same := next((tensor for tensor in inputs if _is_same(tensor, output)), None)
         ) is not None:
             self.value_of[id(output)] = self.value_of.get(id(same), same)
             return None
-        value = self.value_of[id(output)] = Value(len(self.kept), output)
+        value = self.value_of[id(output)] = Value(self.num_values, output)
         if is_constant:
             self.constants.add(_memory(output))
         return value
+
+    def _watch(self, output: Tensor, is_constant: bool) -> None:
+        """No other tensor gets its id: it is kept or, if it is large, forgotten when it goes.
+
+        All those of a long prompt together are larger than the model.
+        """
+        if is_constant or output.nbytes <= _LARGE:
+            self.kept.append(output)
+        else:
+            finalize(output, self.value_of.pop, id(output), None)
 
     def program(self, output: Tensor) -> Program:
         value = self.value_of.get(id(output))

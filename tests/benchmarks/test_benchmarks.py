@@ -150,7 +150,7 @@ class TestArithmetic:
         assert workload.mean_prompt_len == 13
 
     def test_a_twin_shares_the_weights_and_nothing_else(self):
-        from bench_attach import attached_twin
+        from bench_first_token import attached_twin
 
         from hf_static_kv import attachment
 
@@ -162,17 +162,6 @@ class TestArithmetic:
         assert attachment(side.model) is side.attachment
         with pytest.raises(ValueError, match="not attached"):
             attachment(model)
-
-    def test_the_overhead_of_attach_is_that_of_the_same_trial(self):
-        from bench_attach import compare
-
-        # A token takes 10 and 20 ms, then 11 and 20; the first one 500 and 900 ms, then 502 and
-        # 900.
-        rows = [{"name": "graph", "new_tokens": 11, "trials_s": [(0.5, 0.6), (0.9, 1.1)]}]
-        rows.append({"name": "attach", "new_tokens": 11, "trials_s": [(0.502, 0.612), (0.9, 1.1)]})
-        found = compare(rows, "attach", "graph")
-        assert found["token_percent"] == pytest.approx({"median": 5.0, "min": 0.0, "max": 10.0})
-        assert found["first_token_ms"] == pytest.approx({"median": 1.0, "min": 0.0, "max": 2.0})
 
 
 class TestBlocks:
@@ -297,8 +286,7 @@ class TestFreshProcess:
 
 
 TINY = {
-    "attach": "--prompt-len 8 --new-tokens 4 --plain-tokens 3 --trials 2 --histories 9 16 "
-    "--turn-tokens 3 --answer-tokens 2 --turns 2",
+    "first_token": "--lengths 5 9 --batch 2 --batch-len 6 --held 12 --new 4 --answered 3 --trials 2",
     "context": "--contexts 12 24 --capacities 16 32 --steps 4 --sequence 10 --rounds 1",
     "context --updates": "--contexts 8 16 --steps 5",
     "exact": "--prompt-len 53 --new-tokens 3 --prefills 8",
@@ -330,8 +318,7 @@ def tiny_family(name):
 FELL_BACK = {"name": "graph", "contender": "graph", "case": "T", "words": "without `a`"}
 FELL_BACK |= {"fallback_reason": "why"}
 BY_HOST = {**FELL_BACK, "fallback_reason": None, "on_device": False}
-NOT_REUSED = {"contender": "attach-reuse", "history": 8, "reused_tokens": [8, 0]}
-NOT_REUSED |= {"fallback_reason": None}
+NO_PASS = {"name": "attach", "case": "turn", "tokens": 24, "passes": 0, "reason": "why"}
 DIFFERS = {"exact": {"chunks": 0.0, "crop": 0.25}}
 
 
@@ -346,15 +333,14 @@ class TestScripts:
             ours = [row for row in record["rows"] if row["contender"] == "graph"]
             assert all(row["on_device"] and row["fallback_reason"] is None for row in ours)
 
-    def test_a_turn_of_a_chat_computes_what_is_new(self, record_of):
-        """The last token of an answer is not in the cache."""
-        record = record_of(*tiny("attach"))
-        assert [row["name"] for row in record["contenders"]] == ["contiguous", "attach", "dynamic"]
-        for row in record["chat"]:
-            prompts = [row["history"] + 5 * turn for turn in (1, 2)]
-            assert row["prompt_tokens"] == prompts
-            computed = [n - used for n, used in zip(prompts, row["reused_tokens"], strict=True)]
-            assert computed == ([4] * 2 if row["contender"] == "attach-reuse" else prompts)
+    def test_first_tokens_of_prompts_batches_and_turns(self, record_of):
+        record = record_of(*tiny("first_token"))
+        names = ["attach", "dynamic", "static", "no-cache"]
+        cases = [(row["case"], row["tokens"], row["answered"]) for row in record["rows"][:-2:4]]
+        assert cases == [("prompt", 5, 1), ("prompt", 9, 1), ("batch", 6, 1), ("turn", 4, 1)]
+        assert [row["name"] for row in record["rows"]] == names * 4 + names[:2]
+        assert all(len(row["trials_s"]) == 2 for row in record["rows"])
+        assert record["rows"][-1]["answered"] == 3
 
     @pytest.mark.parametrize(
         ("name", "used", "unused"),
@@ -411,8 +397,8 @@ class TestScripts:
             ("generation --contenders graph", "nothing can run on cpu (graph: a CUDA"),
             ("generation --lengths 512", "513 tokens: more than the 512 of llama's context"),
             ("context --contexts 64 --capacities 60", "60 is less than the sequence of 64 tokens"),
-            ("attach --histories 500", "more than the 512 of llama's context"),
-            ("attach --histories 0 64", "--histories 0 is no chat: pass it alone"),
+            ("first_token --held 500", "more than the 512 of llama's context"),
+            ("first_token --batch -1", "--batch must be at least 0, got -1"),
             ("files --tokens 500", "516 tokens: more than the 512 of llama's context"),
             ("files --folder nowhere", "--folder nowhere: there is no such folder"),
             ("exact --batch-size 4", "--batch-size 4: the comparisons have batches of their own"),
@@ -432,8 +418,7 @@ class TestScripts:
         ("script", "part", "line"),
         [
             ("generation", {"contenders": [FELL_BACK]}, "graph fell back: why"),
-            ("attach", {"contenders": [FELL_BACK]}, "graph fell back: why"),
-            ("attach", {"chat": [NOT_REUSED]}, "attach-reuse, history 8: no tokens were reused"),
+            ("first_token", {"rows": [NO_PASS]}, "turn of 24: no pass was captured: why"),
             ("sampling", {"rows": [FELL_BACK]}, "T fell back: why"),
             ("sampling", {"rows": [BY_HOST]}, "T: the host selected the tokens"),
             ("step", {"variants": [FELL_BACK]}, "without `a` fell back: why"),

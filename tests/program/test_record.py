@@ -287,3 +287,30 @@ def test_rewritten_random_passes_give_what_they_gave(steps, rows):
     expected = function(inputs.clone())
     assert len(rewritten.calls) <= len(plain.calls)
     torch.testing.assert_close(rewritten.compiled()(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_large_tensors_are_not_kept():
+    """Those of a long prompt together are larger than the model. Their ids and addresses come
+    again.
+    """
+    x = torch.rand(200, 200)
+    gone = []
+    with torch.no_grad(), Recorder() as recorder:
+        y = x * 2
+        for n in range(40):
+            z = (y + n).t()
+            y = z @ z - z
+            y = y / y.norm()
+            gone.append(weakref.ref(y))
+        result = y.sum(dim=1)
+    assert sum(own() is not None for own in gone) == 1
+    program = recorder.program(result)
+    assert torch.equal(program.compiled()(), result)
+    x.mul_(-3).add_(1)
+    with torch.no_grad():
+        y = x * 2
+        for n in range(40):
+            z = (y + n).t()
+            y = z @ z - z
+            y = y / y.norm()
+    assert torch.equal(program.compiled()(), y.sum(dim=1))
