@@ -5,6 +5,7 @@ On a CPU the step runs uncaptured; all else is the same.
 
 import gc
 import weakref
+from contextlib import suppress
 from threading import Thread
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import DynamicCache, StoppingCriteria
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attached, cache_bytes
 from hf_static_kv.cache.passes import UnfinishedPass
 from hf_static_kv.decoding import decoder as decoder_module
+from hf_static_kv.decoding import prompts
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import (
@@ -734,10 +736,12 @@ def test_the_kernels_serve_a_whole_generation(monkeypatch):
         calls.clear()
 
 
-def test_the_first_token_does_not_wait_for_the_decoder():
-    """It looks at the model before every prompt, and on a GPU a prompt is as long as the host takes
-    to send it.
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_the_first_token_does_not_wait_for_the_decoder(is_captured, monkeypatch):
+    """The model is looked at before a prompt that it computes: on a GPU that is as long as the host
+    takes to send it. A captured prompt is sent before, so only what comes before it counts.
     """
+    monkeypatch.setattr(prompts, "DEVICES", (DEVICE,) if is_captured else ())
     model, decoder = toy_model("llama"), GraphDecoder()
     cache = StaticContiguousCache(model.config, CAPACITY)
 
@@ -745,11 +749,23 @@ def test_the_first_token_does_not_wait_for_the_decoder():
         cache.reset()
         model.generate(PROMPT, **COMMON | {"past_key_values": cache, "max_new_tokens": 1, **how})
 
+    def until_sent():
+        with suppress(SentError):
+            first_token(custom_generate=decoder)
+
+    def send(*args):
+        raise SentError
+
     run(model, decoder=decoder, cache=cache)
-    first_token(custom_generate=decoder)  # on a GPU this one captures the pass of the prompt
-    # There it sends two layers in one graph, and then looks at the model.
-    most = 3 if DEVICE == "cuda" else 1.5
-    assert calls_in(lambda: first_token(custom_generate=decoder)) < most * calls_in(first_token)
+    first_token(custom_generate=decoder)
+    assert bool(decoder.prompts.steps) == is_captured
+    if is_captured:
+        monkeypatch.setattr(prompts, "append_prompt", send)
+    assert calls_in(until_sent) < 1.5 * calls_in(first_token)
+
+
+class SentError(Exception):
+    """A prompt is on its way."""
 
 
 class TestACacheOfItsOwn:

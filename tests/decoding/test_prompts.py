@@ -63,8 +63,9 @@ def count_runs(monkeypatch):
 def test_every_edge_of_a_size(name, sliding, count_runs):
     model = toy_model(name).to(DEVICE)
     calls = Calls(model, sliding=sliding)
-    # Not 65: with windows, SDPA's memory-efficient kernel is wrong at 64 n + 1 (torch 2.11, H200).
-    for length in (3, 4, 2, 7, 8, 5, 31, 32, 9, 40, 33, 36, 45, 68):
+    # With windows, SDPA's memory-efficient kernel is wrong at 64 n + 1 (torch 2.11, H200).
+    longest = 68 if DEVICE == "cuda" and name == "gemma3" else 65
+    for length in (3, 4, 2, 7, 8, 5, 31, 32, 9, 40, 33, 36, 45, longest):
         ran, _ = calls(text(model, length, seed=length))
         calls.cache.reset()
         assert ran == (length not in (3, 7, 31))  # the first of their sizes
