@@ -48,6 +48,7 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.decoder import GraphDecoder
+from hf_static_kv.decoding.prepared import PreparedConfigs
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, attention_of, replaced, unwrapped
 
@@ -130,6 +131,7 @@ class Attachment:
         )
         # Exact changes the model.
         self._one_at_a_time = RLock() if settings.exact else nullcontext()
+        self.configs = PreparedConfigs()
         self._is_short_of_memory = False
         self._state: State | None = None  # of the model in the last call
         self.makes_default = False  # whether `generate` makes a `DynamicCache` for this model
@@ -339,6 +341,13 @@ class _Hooks:
         if attachment is None:
             return original(*args, **kwargs)
         return attachment.generate(model, original, args, kwargs)
+
+    @staticmethod
+    def config(model: PreTrainedModel, original: _Function, kwargs: dict[str, Any]) -> Any:
+        attachment = _ATTACHMENTS.get(model)
+        if attachment is None:
+            return original(None, **kwargs)
+        return attachment.configs.prepare(model, original, kwargs)
 
     @staticmethod
     def knows_cache(model: PreTrainedModel) -> bool:

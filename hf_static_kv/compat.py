@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from importlib import import_module
+from itertools import chain
+from operator import itemgetter
 from types import FrameType
 from typing import Any
 
@@ -117,7 +119,8 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
 
     `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in place of `generate`
-    and of its loop for greedy decoding and sampling. `hooks.cache(model, model_kwargs, kind)` runs
+    and of its loop for greedy decoding and sampling, `hooks.config(model, original, kwargs)` in place
+    of preparing a config that the call does not bring. `hooks.cache(model, model_kwargs, kind)` runs
     when `generate` has made a cache of this kind for a call that brings none; or, if
     `hooks.knows_cache(model)`, in the place of making a `DynamicCache`. Without these private
     names: `generate` does not call the hooks. Copies and pickles of the model are of the class
@@ -128,6 +131,13 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
         @wraps(base.generate)
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return hooks.generate(self, partial(base.generate, self), args, kwargs)
+
+        def _prepare_generation_config(self, generation_config: Any, **kwargs: Any) -> Any:
+            original = partial(base._prepare_generation_config, self)
+            is_common = _is_common(base, "_prepare_generation_config")
+            if generation_config is None and is_common:
+                return hooks.config(self, original, kwargs)
+            return original(generation_config, **kwargs)
 
         def _prepare_cache_for_generation(
             self, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any
@@ -149,7 +159,7 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
 
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
             own_loop = partial(base._sample, self)
-            if base._sample is GenerationMixin._sample:  # a model may have another
+            if _is_common(base, "_sample"):
                 return hooks.loop(self, own_loop, args, kwargs)
             return own_loop(*args, **kwargs)
 
@@ -160,6 +170,12 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(HookedModel, name, getattr(base, name))
     return HookedModel
+
+
+def _is_common(kind: type[Any], name: str) -> bool:
+    """Whether a method of `generate` is that of all models. Without it: no."""
+    own = getattr(GenerationMixin, name, None)
+    return own is not None and getattr(kind, name) is own
 
 
 class _WithPrefill:
@@ -260,22 +276,31 @@ def own_tensors(module: Module) -> list[Tensor]:
     return [t for t in (*own["_parameters"].values(), *own["_buffers"].values()) if t is not None]
 
 
-def named_tensors(modules: Iterable[Module]) -> list[tuple[str, Tensor | None]]:
+def named_tensors(modules: Iterable[Module]) -> tuple[list[str], list[Tensor | None]]:
     """Names and tensors of `own_tensors` of all these modules, with None where one is absent."""
-    attributes = [module.__dict__ for module in modules]
-    stores = [own.get(name) for own in attributes for name in ("_parameters", "_buffers")]
-    if None in stores:
-        return [("", tensor) for module in modules for tensor in own_tensors(module)]
-    return [item for store in stores if store for item in store.items()]
+    both = itemgetter("_parameters", "_buffers")
+    try:
+        stores = list(chain.from_iterable([both(module.__dict__) for module in modules]))
+    except KeyError:
+        tensors: list[Any] = [tensor for module in modules for tensor in own_tensors(module)]
+        return [""] * len(tensors), tensors
+    filled: list[Any] = list(filter(None, stores))
+    values = (store.values() for store in filled)
+    return list(chain.from_iterable(filled)), list(chain.from_iterable(values))
 
 
 def all_modules(model: Module) -> list[Module]:
-    """`model.modules()` in a third of its time: this runs before every prompt."""
-    found = [model]
-    for module in found:  # grows meanwhile
-        store = module.__dict__.get("_modules")
-        parts = own_parts(module, "modules") if store is None else store.values()
-        found += [part for part in parts if part is not None]
+    """`model.modules()` in a tenth of its time, repetitions included: this runs before every prompt."""
+    found: list[Module] = []
+    level = [model]
+    while level:
+        found += level
+        stores = [module.__dict__.get("_modules") for module in level]
+        if None in stores:
+            parts = [part for module in level for part in own_parts(module, "modules")]
+        else:
+            parts = [part for store in stores if store for part in store.values()]
+        level = [part for part in parts if part is not None]
     return found
 
 
@@ -324,8 +349,9 @@ def has_hooks(modules: Iterable[Module]) -> bool:
     # transformers leaves hooks that collect outputs. Without their module: GraphDecoder falls back.
     harmless = "transformers.utils.output_capturing"
     names = "_forward_hooks", "_forward_pre_hooks"
-    with_hooks = [m for m in modules if any(m.__dict__.get(name) for name in names)]
-    hooks = (hook for module in with_hooks for hook in forward_hooks(module))
+    own = [module.__dict__ for module in modules]
+    stores = [store for name in names for part in own if (store := part.get(name))]
+    hooks = [hook for store in stores for hook in store.values()]
     of_all = ("_global_forward_hooks", "_global_forward_pre_hooks")
     has_global = any(getattr(torch_module, name, None) for name in of_all)
     return has_global or any(getattr(hook, "__module__", None) != harmless for hook in hooks)

@@ -13,8 +13,8 @@ READING_ORDER = {
     "": ["compat"],
     "cache": [
         "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "passes",
-        "allocation", "identity", "fileidentity", "fileformat", "filepieces", "files", "cache", "prefixes",
-        "pool",
+        "allocation", "values", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
+        "cache", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
@@ -28,7 +28,9 @@ READING_ORDER = {
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
         "positions", "step",
     ],
-    "decoding": ["call", "eligibility", "selection", "tokens", "verification", "prompts", "decoder"],
+    "decoding": [
+        "prepared", "call", "eligibility", "selection", "tokens", "verification", "prompts", "decoder",
+    ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
     "..": ["attaching", "testing", "__init__", "__main__"],

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hf_static_kv.cache.fileidentity import ModelIdentity
-from hf_static_kv.cache.identity import dtype_name
 from hf_static_kv.cache.storage import LayerShape
+from hf_static_kv.cache.values import dtype_name
 
 FORMAT = "hf_static_kv"
 VERSION = 1

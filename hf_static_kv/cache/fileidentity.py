@@ -14,8 +14,10 @@ from torch.nn import Module
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.cache.identity import NUM_SAMPLED, OF_TORCH, Values, dtype_name, sample, unwrapped
+from hf_static_kv.cache.identity import OF_TORCH
 from hf_static_kv.cache.ranks import num_ranks
+from hf_static_kv.cache.samples import NUM_SAMPLED, sample
+from hf_static_kv.cache.values import Values, dtype_name, unwrapped
 
 # Attributes that tell where or how a model runs, not what it computes.
 _OF_A_LOADED_MODEL = {"generation_config", "hf_device_map", "name_or_path", "warnings_issued"}

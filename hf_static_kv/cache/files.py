@@ -22,9 +22,9 @@ from hf_static_kv.cache.allocation import AllocatedCache, Place
 from hf_static_kv.cache.fileformat import DTYPES, MAX_HEADER_BYTES, FileGroup, FileTensor, Header
 from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.filepieces import LayerStates, Piece, memories, staging
-from hf_static_kv.cache.identity import dtype_name
 from hf_static_kv.cache.layer import StaticContiguousLayer
 from hf_static_kv.cache.storage import StorageGroup
+from hf_static_kv.cache.values import dtype_name
 
 _READERS = 4  # one thread copies less from the page cache than the memory takes
 

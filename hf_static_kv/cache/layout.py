@@ -274,8 +274,8 @@ def check_positive(**sizes: int) -> None:
 
 def compute_device(model: PreTrainedModel) -> torch.device:
     """The device on which the model computes, also if its weights are offloaded."""
-    if model.device.type != "meta":
-        return model.device
+    if (device := model.device).type != "meta":
+        return device
     planned = filter(None, map(compat.planned_device, compat.all_modules(model)))
     return next(planned, torch.device("cpu"))
 
@@ -306,7 +306,7 @@ def missing_layers(model: PreTrainedModel, num_layers: int) -> list[int]:
 def _numbered_modules(model: PreTrainedModel) -> list[tuple[int, torch.nn.Module]]:
     decoder: torch.nn.Module = model.get_decoder()  # type: ignore[no-untyped-call]
     modules = compat.all_modules(decoder)
-    numbered = [(module.__dict__.get("layer_idx"), module) for module in modules]
+    numbered = [(own["layer_idx"], m) for m in modules if "layer_idx" in (own := m.__dict__)]
     return [(layer_idx, module) for layer_idx, module in numbered if isinstance(layer_idx, int)]
 
 

@@ -139,8 +139,9 @@ def warn_of_continuation(model: PreTrainedModel, num_tokens: int) -> None:
 
 
 def state_tensors(layer: Any) -> list[Tensor]:
-    states = (tensor for name in _TENSORS for tensor in getattr(layer, name, {}).values())
-    return [tensor for tensor in states if tensor is not None]
+    own = vars(layer)
+    stores = [own[name] for name in _TENSORS if name in own]
+    return [tensor for store in stores for tensor in store.values() if tensor is not None]
 
 
 def forget_other_shapes(layer: Any, state_idx: int, conv_states: Tensor) -> None:

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
 Members = tuple["LayerShape", torch.device, Sequence[int]]  # of a group, with its layers
 # Positions that a compact layer keeps beyond its window, so that `crop` can go back.
 SLACK = 64
+CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 _LARGE = 4 << 20  # bytes from which numpy asks the system for large pages
 _ALIGNMENT = 64  # bytes; of all that torch allocates on a CPU
 

@@ -24,12 +24,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import Snapshot, StaticContiguousCache
 from hf_static_kv.cache.identity import (
-    Sent,
     State,
     content_state,
     draws_random_numbers,
     pass_state,
-    send_rotary,
 )
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.passes import UnfinishedPass
@@ -110,8 +108,6 @@ class Call:
         self.prompts: Any = None
         self.prompt_logits: Tensor | None = None
         self.is_prompt_captured = False
-        self._rotary: Sent | None = None
-        self._has_holes: Sent | None = None
         # To be that of the model as it is.
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = False
@@ -183,21 +179,13 @@ class Call:
 
         Takes milliseconds: ask while the device computes.
         """
-        return pass_state(self.model, self.modules, self._rotary)
+        return pass_state(self.model, self.modules)
 
-    def send(self) -> None:
-        """Send to the host what it must read to compare `state`: later it would wait for the prompt."""
-        self._rotary = send_rotary(self.modules)
-        if (mask := self.request.mask) is not None:
-            self._has_holes = Sent((mask[:, 1:] < mask[:, :-1]).any())
-
+    @cached_property
     def has_holes(self) -> bool:
         """Whether the attention mask hides more than the padding at the left."""
-        if self.request.mask is None:
-            return False
-        if self._has_holes is None:
-            self.send()
-        return self._has_holes is not None and bool(self._has_holes.read())
+        mask = self.request.mask
+        return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
 
     def has_own_prefix(self) -> bool:
         """Whether what the cache held before is of the model as it is; confirmed from here on."""
@@ -332,10 +320,13 @@ class Call:
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = True
         assert self.entry is not None
-        self.identity = state = repeatable_state(self.model, self.modules, self._rotary)
+        state = repeatable_state(self.model, self.modules)
         if state is not None:
             self.state = state.of_pass
-        is_valid = state == self.entry.identity or not self.entry.num_reused
+        if state == self.entry.identity:
+            state = self.entry.identity  # the same object: the next comparison takes no time
+        self.identity = state
+        is_valid = state is self.entry.identity or not self.entry.num_reused
         if num_ranks(self.model) > 1:
             is_valid = bool(least(self.model, int(is_valid)))
         if is_valid:
@@ -461,9 +452,7 @@ class Call:
         return output  # type: ignore[no-any-return]
 
 
-def repeatable_state(
-    model: Any, modules: list[torch.nn.Module] | None = None, rotary: Sent | None = None
-) -> State | None:
+def repeatable_state(model: Any, modules: list[torch.nn.Module] | None = None) -> State | None:
     """What the states of tokens depend on beside the tokens; None if they may differ in the next
     call.
 
@@ -476,9 +465,10 @@ def repeatable_state(
     depends_on_later = sees_later or frequencies_depend_on_length(config)
     if depends_on_later or draws_random_numbers(modules) or compat.has_hooks(modules):
         return None
-    if any(tensor.is_inference() for module in modules for tensor in compat.own_tensors(module)):
+    tensors = compat.named_tensors(modules)[1]
+    if any(tensor is not None and tensor.is_inference() for tensor in tensors):
         return None
-    return content_state(model, modules, rotary)
+    return content_state(model, modules)
 
 
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -36,7 +36,7 @@ def check_model(call: Call) -> None:
 
 
 def check_mask(call: Call) -> None:
-    if call.has_holes():
+    if call.has_holes:
         raise Fallback("the attention mask has holes")
 
 

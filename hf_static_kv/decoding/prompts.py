@@ -9,7 +9,8 @@ the model, for good.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -23,7 +24,7 @@ from hf_static_kv.cache.identity import State
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
-from hf_static_kv.program.step import DecodeStep
+from hf_static_kv.program.step import DecodeStep, side_stream
 
 SIZES = (16, 32, 64, 128, 256, 512, 1024, 2048)
 _MAX_PASSES = 16  # of one cache; the one that was not needed for longest goes first
@@ -50,6 +51,29 @@ class _Captured(NamedTuple):
 
     step: DecodeStep
     state: State
+
+
+class _Moment:
+    """Where a device stands now. What it computes beside that does not wait for what it is given
+    later.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        if self._event is not None:
+            # The model may not be on the current device.
+            self._event.record(torch.cuda.current_stream(device))
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        if self._event is None:
+            yield
+            return
+        stream = side_stream(self._device)
+        stream.wait_event(self._event)
+        with torch.cuda.stream(stream):
+            yield
 
 
 class Prompts:
@@ -82,16 +106,21 @@ class Prompts:
         known = self._known(call, parts)
         if not known:
             return False
-        call.send()
+        before = _Moment(call.device)
         logits = _append(call, parts, known)
-        if not call.has_own_prefix():
-            call.cache.restore(call.start)
+        with before.beside():  # else what the host reads would wait for the prompt
+            has_own_prefix = call.has_own_prefix()
+            is_current = has_own_prefix and _are_current(call, known)
+            has_holes = call.has_holes
+        if is_current and not has_holes:
+            call.prompt_logits = logits
+            return True
+        call.cache.restore(call.start)
+        if not has_own_prefix:
             call.forget_prefix()
-            return False
-        if not self._are_current(call, parts, known):
-            return False
-        call.prompt_logits = logits
-        return True
+        elif not is_current:
+            self._forget(call, parts)
+        return False
 
     def run(self, call: Call) -> Tensor | None:
         """The logits [B, V] after the prompt; None if the model must compute it."""
@@ -108,7 +137,11 @@ class Prompts:
         if not (known := self._known(call, parts)):
             return None
         logits = _append(call, parts, known)
-        return logits if self._are_current(call, parts, known) else None
+        if _are_current(call, known):
+            return logits
+        call.cache.restore(call.start)
+        self._forget(call, parts)
+        return None
 
     def _known(self, call: Call, parts: list[Tensor]) -> list[_Captured]:
         """The passes of these parts; none if one is missing."""
@@ -121,15 +154,9 @@ class Prompts:
         known = [own for own in found if isinstance(own, _Captured) and own.step.is_in_place]
         return known if len(known) == len(parts) else []
 
-    def _are_current(self, call: Call, parts: list[Tensor], known: list[_Captured]) -> bool:
-        """Whether the model is as the passes were captured of; if not, they have not run."""
-        has_hooks = compat.has_hooks(call.modules)
-        if not has_hooks and all(state == call.state for _, state in known):
-            return True
+    def _forget(self, call: Call, parts: list[Tensor]) -> None:
         for part in parts:
             self._passes[call.cache].pop(_key(call, part), None)
-        call.cache.restore(call.start)
-        return False
 
     def note(self, call: Call) -> None:
         """The model has computed the prompt: its sizes are captured if they are needed again."""
@@ -206,6 +233,11 @@ def _append(call: Call, parts: list[Tensor], known: list[_Captured]) -> Tensor:
     for part, (step, _) in zip(parts, known, strict=True):
         logits = append_prompt(step, call, part, _position_ids(call, part))
     return logits
+
+
+def _are_current(call: Call, known: list[_Captured]) -> bool:
+    """Whether the model is as the passes were captured of; if not, they have not run."""
+    return not compat.has_hooks(call.modules) and all(state == call.state for _, state in known)
 
 
 def _key(call: Call, part: Tensor) -> Any:

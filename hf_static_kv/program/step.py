@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from inspect import signature
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,9 +28,10 @@ from transformers.cache_utils import Cache
 
 from hf_static_kv.attention import StepLayer
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.identity import unwrapped
 from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.request import cache_is_full
+from hf_static_kv.cache.storage import CAPTURING
+from hf_static_kv.cache.values import unwrapped
 from hf_static_kv.kernels.ban_tokens import ban_tokens
 from hf_static_kv.kernels.positions import write_tokens
 from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
@@ -46,7 +47,6 @@ from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angl
 from hf_static_kv.program.rules import rewrite
 from hf_static_kv.program.shadow import shadow_of
 
-_CAPTURING = Lock()  # sync-debug mode and graph capture are process-wide: one capture at a time
 # The programs of each model, which hold its weights: a step may outlive the model.
 _PROGRAMS: WeakKeyDictionary[
     PreTrainedModel, WeakKeyDictionary["DecodeStep", Callable[[], Tensor]]
@@ -58,7 +58,7 @@ _SHADOWS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary["DecodeStep", Pre
 )
 # The tensors that a step reads, with their addresses.
 _READ: WeakKeyDictionary[
-    PreTrainedModel, WeakKeyDictionary["DecodeStep", list[tuple[Tensor, int]]]
+    PreTrainedModel, WeakKeyDictionary["DecodeStep", tuple[list[Tensor], list[int]]]
 ] = WeakKeyDictionary()
 _SYNC_WARNING = "called a synchronizing CUDA operation"
 
@@ -149,8 +149,9 @@ class DecodeStep:
         """Whether the memory that a replay reads is still that of the tensors that were there."""
         if self.is_orphan:
             return False
-        read = _READ[self.model][self] if self in _READ.get(self.model, ()) else []
-        return all(tensor.data_ptr() == address for tensor, address in read)
+        read = _READ.get(self.model)
+        tensors, addresses = ([], []) if read is None or self not in read else read[self]
+        return list(map(Tensor.data_ptr, tensors)) == addresses
 
     @property
     def runs_model(self) -> bool:
@@ -273,7 +274,7 @@ class DecodeStep:
         from hf_static_kv.kernels.launch_triton import compile_only
 
         at = length, seq_start, position_ids
-        with self.on_shadow() as shadow, _CAPTURING, torch.cuda.device(self.token.device):
+        with self.on_shadow() as shadow, CAPTURING, torch.cuda.device(self.token.device):
             with compile_only():  # in parallel: ordinary passes compile one kernel after the other
                 self._run_once(*at)
             self._warm_up(*at)
@@ -291,8 +292,9 @@ class DecodeStep:
 
     def _note_tensors(self, values: Iterable[Any]) -> None:
         parts = (part for value in values if isinstance(value, Tensor) for part in unwrapped(value))
-        read = {id(part): (part, part.data_ptr()) for part in parts}
-        _READ.setdefault(self.model, WeakKeyDictionary())[self] = list(read.values())
+        tensors = list({id(part): part for part in parts}.values())
+        read = tensors, list(map(Tensor.data_ptr, tensors))
+        _READ.setdefault(self.model, WeakKeyDictionary())[self] = read
 
     def _run_once(self, *at: Any) -> None:
         self.set_position(*at)
@@ -300,7 +302,7 @@ class DecodeStep:
 
     def _warm_up(self, *at: Any) -> None:
         """Two passes before the capture: they compile kernels and let libraries allocate."""
-        stream = _side_stream(self.token.device)
+        stream = side_stream(self.token.device)
         stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(stream):
@@ -374,9 +376,9 @@ def _sharing_layers(
 
 
 @cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all warm-ups: torch keeps a cuBLAS workspace of up to 32 MiB for each stream
-    that was ever used.
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The one beside the stream of the user: torch keeps a cuBLAS workspace of up to 32 MiB for each
+    stream that was ever used.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

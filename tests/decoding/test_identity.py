@@ -16,7 +16,8 @@ from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching, exact
-from hf_static_kv.cache.identity import content_state, pass_state, unwrapped
+from hf_static_kv.cache.identity import content_state, pass_state
+from hf_static_kv.cache.values import unwrapped
 from hf_static_kv.compat import has_hooks
 from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import decoder as decoder_module
