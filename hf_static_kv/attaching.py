@@ -236,7 +236,6 @@ class Attachment:
             self._check(request, made)
             identity = self._identity(request)
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
-            cache.begin_call(request)
         except (Fallback, ValueError) as reason:
             self._note(str(reason))
             return
@@ -396,15 +395,15 @@ def _is_ids_alone(request: Request) -> bool:
     if request.mode not in _ONE_SEQUENCE_A_ROW or request.config.prefill_chunk_size is not None:
         return False
     positions = request.model_kwargs.get("position_ids")
+    unusual = ids.new_zeros(1, dtype=torch.bool)
     if positions is not None:
         expected = torch.arange(ids.shape[1], device=positions.device)
-        if (
-            positions.ndim != 2
-            or positions.shape[1] != len(expected)
-            or bool((positions != expected).any())
-        ):
+        if positions.ndim != 2 or positions.shape[1] != len(expected):
             return False
-    return mask is None or bool((mask == 1).all())
+        unusual = (positions != expected).any()
+    if mask is not None:
+        unusual = unusual | (mask != 1).any()
+    return not unusual  # once: the host waits for it
 
 
 def _unserved(model: PreTrainedModel) -> str | None:

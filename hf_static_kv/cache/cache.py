@@ -228,11 +228,14 @@ class StaticContiguousCache(AllocatedCache):
         if request is not None and loop is None:
             self.begin_call(request)
 
-    def begin_call(self, request: Request) -> None:
-        """Refuse a call that this cache cannot serve; remember the tokens of its prompt."""
+    def begin_call(self, request: Request, is_prefix: bool = False) -> None:
+        """Refuse a call that this cache cannot serve; remember the tokens of its prompt.
+
+        `is_prefix`: it is known that the prompt begins with the cached tokens.
+        """
         self._claim_and_discard()
-        was_assigned = any(layer.was_assigned for layer in self.kv_layers)
-        known_ids = None if was_assigned else self._known_ids
+        is_known = is_prefix or any(layer.was_assigned for layer in self.kv_layers)
+        known_ids = None if is_known else self._known_ids
         capacity = None if self.grows else self.max_cache_len
         check_request(request, self.seq_len, capacity, known_ids)
         num_new = request.prompt_length - self.seq_len

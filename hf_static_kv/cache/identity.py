@@ -41,6 +41,7 @@ _shape_and_type = attrgetter("shape", "dtype")  # an address tells the device
 _Attribute = tuple[type, str, Any]  # class of the owner, name, value
 
 _ATTRIBUTES: "WeakKeyDictionary[PreTrainedModel, _Attributes]" = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[PreTrainedModel, tuple[Any, ...]] = WeakKeyDictionary()
 _SAMPLES: WeakKeyDictionary[PreTrainedModel, Samples] = WeakKeyDictionary()
 # Values of classes that were read before, by these classes; the newest last.
 _CLASSES: OrderedDict[tuple[type, ...], Known] = OrderedDict()
@@ -104,8 +105,11 @@ def _of_model(values: Values, model: PreTrainedModel) -> tuple[Any, ...]:
     # Settings of the process or thread that change results.
     autocast = map(torch.get_autocast_dtype, filter(torch.is_autocast_enabled, ("cpu", "cuda")))
     settings = torch.get_float32_matmul_precision(), torch.get_default_dtype(), *autocast
-    state = attributes, tensors, classes, settings, _rotary(values.modules)
-    return weakref.ref(model), *state
+    parts = attributes, tensors, classes, settings, _rotary(values.modules)
+    # The same objects as long as they are equal: states are compared several times in a call.
+    known = _PARTS.get(model, parts)
+    _PARTS[model] = parts = tuple(a if a == b else b for a, b in zip(known, parts, strict=True))
+    return weakref.ref(model), *parts
 
 
 class _Attributes:

@@ -4,7 +4,7 @@ import os
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
@@ -42,6 +43,7 @@ class Entry:
     # Of the model that computed its tokens; None: no other call may use them.
     identity: Any = None
     num_reused: int = 0  # tokens that the present call does not compute
+    modules: Sequence[Module] = ()  # of the model, during a call
     # `storage_users` before a caller was given the cache.
     own_users: list[int | None] | None = None
     pool: "CachePool | None" = None  # that has it in use
@@ -105,6 +107,7 @@ class CachePool:
         self.reused_tokens = 0
         self.last: weakref.ref[Entry] | None = None  # what the last call has kept
         self._lock = Lock()
+        self._complete: list[int] = []  # the modules of a model that lacks no layer, by `id`
 
     @property
     def num_bytes(self) -> int:
@@ -121,7 +124,7 @@ class CachePool:
         entry = self._take(request, identity)
         is_callers = False
         try:
-            self._load_prefix(entry, request)
+            self._begin(entry, request)
             yield entry.cache
             is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
@@ -132,6 +135,7 @@ class CachePool:
                 self.in_use.remove(entry)
                 self.reused_tokens += entry.num_reused
                 entry.num_reused = 0
+                entry.modules = ()
                 if entry.own_users is not None or not is_callers:
                     self._keep(entry)
 
@@ -166,23 +170,24 @@ class CachePool:
                 other = self._find(request, identity, entry.kind)
             except Fallback:
                 entry.cache.reset()
-                return
-            entry.cache = other.cache
-            entry.planned_bytes = other.planned_bytes
-            entry.num_reused = other.num_reused
-            self._keep(kept)
-        self._load_prefix(entry, request)
+            else:
+                entry.cache = other.cache
+                entry.planned_bytes = other.planned_bytes
+                entry.num_reused = other.num_reused
+                self._keep(kept)
+        self._begin(entry, request)
 
     def entry_of(self, cache: Any) -> Entry | None:
         with self._lock:
             return next((entry for entry in self.in_use if entry.cache is cache), None)
 
-    def _load_prefix(self, entry: Entry, request: Request) -> None:
-        if self.store is None or entry.identity is None or request.tokens is None:
-            return
-        before = entry.cache.seq_len
-        self.store.fill(entry.cache, request.model, request.tokens, entry.identity)
-        entry.num_reused += entry.cache.seq_len - before
+    def _begin(self, entry: Entry, request: Request) -> None:
+        """Load what the store has of the prompt, and tell the cache of the call."""
+        if self.store is not None and entry.identity is not None and request.tokens is not None:
+            before = entry.cache.seq_len
+            self.store.fill(entry.cache, request.model, request.tokens, entry.identity)
+            entry.num_reused += entry.cache.seq_len - before
+        entry.cache.begin_call(request, is_prefix=True)
 
     def save(self, model: PreTrainedModel, identity: Any, input_ids: Tensor | None) -> Path:
         """Write the tokens of the last call, or what is kept of `input_ids`, to the store."""
@@ -227,7 +232,9 @@ class CachePool:
                 self.taken.remove(entry)
                 entry.own_users = None
                 self.free.append(entry)
-            entry = self._find(request, identity, _kind(request))
+            modules = compat.all_modules(request.model)
+            entry = self._find(request, identity, self._kind(request, modules))
+            entry.modules = modules
             entry.identity = identity
             entry.pool = self
             self.in_use.append(entry)
@@ -310,6 +317,21 @@ class CachePool:
         cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
         return Entry(cache, kind, planned_bytes)
 
+    def _kind(self, request: Request, modules: list[Module]) -> Any:
+        """Equal for two calls whose states one cache can hold. Raises `Fallback`."""
+        model = request.model
+        device = compute_device(model).type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        try:
+            plans = plan_layers(model.config)
+            # As long as the modules are the same, none is missing.
+            if self._complete != (seen := [len(plans), *map(id, modules)]):
+                refuse_missing_layers(model, len(plans))
+                self._complete = seen
+        except ValueError as unserved:
+            raise Fallback(str(unserved)) from unserved
+        return weakref.ref(model), model.dtype, model.device, autocast, plans
+
     def _keep(self, entry: Entry) -> None:
         cache = entry.cache
         if cache.is_unfinished:
@@ -353,15 +375,3 @@ def host_bytes() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError):  # on Windows
         return 8 << 30
-
-
-def _kind(request: Request) -> Any:
-    model = request.model
-    device = compute_device(model).type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    try:
-        plans = plan_layers(model.config)
-        refuse_missing_layers(model, len(plans))
-    except ValueError as unserved:
-        raise Fallback(str(unserved)) from unserved
-    return weakref.ref(model), model.dtype, model.device, autocast, plans

@@ -155,7 +155,12 @@ class Call:
 
     @cached_property
     def modules(self) -> list[torch.nn.Module]:
-        return compat.all_modules(self.model)
+        found = () if self.entry is None else self.entry.modules
+        return list(found) or compat.all_modules(self.model)
+
+    @cached_property
+    def has_hooks(self) -> bool:
+        return compat.has_hooks(self.modules)
 
     @cached_property
     def seq_start(self) -> Tensor:
@@ -323,6 +328,7 @@ class Call:
         state = repeatable_state(self.model, self.modules)
         if state is not None:
             self.state = state.of_pass
+            self.has_hooks = False
         if state == self.entry.identity:
             state = self.entry.identity  # the same object: the next comparison takes no time
         self.identity = state
@@ -344,7 +350,8 @@ class Call:
 
     def begin(self) -> None:
         """Tell the cache of the call, and note where it stands."""
-        self.cache.begin_call(self.request)
+        if self.entry is None:  # else its pool has done so
+            self.cache.begin_call(self.request)
         self.start = self.cache.snapshot()
 
     def _compute_prompt(self) -> None:

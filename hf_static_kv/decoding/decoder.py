@@ -241,7 +241,7 @@ class GraphDecoder:
         selection = selection_of(call)
         # First: the device computes the prompt meanwhile.
         state = None if call.must_assume else call.state
-        has_hooks = compat.has_hooks(call.modules)
+        has_hooks = call.has_hooks
         selects = selection and selection.kind
         what = selects, call.step_kind, has_hooks, call.fingerprint
         if state is None:
@@ -294,7 +294,7 @@ class GraphDecoder:
     def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
         # A trace records weights in Python, and hooks are called.
-        if call.own_attention == TRACED_ATTENTION_NAME or compat.has_hooks(call.modules):
+        if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
             return None
         try:
             return self._verified_step(call, selection, is_recorded=True)

@@ -76,7 +76,7 @@ def _refused_model(call: Call) -> str | None:
         return f"{name} does not use transformers' attention interface"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return f"{name} takes no position_ids"
-    if call.device.type == "cuda" and compat.has_hooks(call.modules):
+    if call.device.type == "cuda" and call.has_hooks:
         return "a replayed graph would not call the model's hooks"
     if call.cache.index_layers:
         return "layers attend to the tokens that an index selects"

@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from hf_static_kv import compat
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
@@ -237,7 +236,7 @@ def _append(call: Call, parts: list[Tensor], known: list[_Captured]) -> Tensor:
 
 def _are_current(call: Call, known: list[_Captured]) -> bool:
     """Whether the model is as the passes were captured of; if not, they have not run."""
-    return not compat.has_hooks(call.modules) and all(state == call.state for _, state in known)
+    return not call.has_hooks and all(state == call.state for _, state in known)
 
 
 def _key(call: Call, part: Tensor) -> Any:

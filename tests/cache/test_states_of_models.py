@@ -1,9 +1,11 @@
 """`pass_state` looks at what it has seen before by identity: it must see every change all the same."""
 
+import functools
 import gc
 import types
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import Linear, Parameter
@@ -196,7 +198,91 @@ def train_mode(model):
     model.model.layers[1].train()
 
 
+def added(model, value):
+    """The value, as an attribute of a module."""
+    model.model.layers[1].mlp.added = value
+    return value
+
+
+def an_object(model):
+    box = added(model, types.SimpleNamespace(inside=types.SimpleNamespace(number=1)))
+    yield
+    box.inside.number = 2
+
+
+def an_object_with_slots(model):
+    own = type("Own", (), {"__slots__": ("number",), "__module__": "a_users_module"})
+    box = added(model, own())
+    box.number = 1
+    yield
+    box.number = 2
+
+
+def a_dict_and_its_keys(model):
+    box = added(model, {"a": 1, 2: "b"})
+    yield
+    box[3] = box.pop(2)
+
+
+def an_array(model):
+    box = added(model, np.zeros(3))
+    yield
+    box[1] = 1
+
+
+def a_method_of_an_object(model):
+    box = types.SimpleNamespace(number=1)
+    added(model, types.MethodType(lambda own: own.number, box))
+    yield
+    box.number = 2
+
+
+def a_partial(model):
+    numbers = [1]
+    added(model, functools.partial(sum, numbers))
+    yield
+    numbers.append(2)
+
+
+def an_attribute_that_goes(model):
+    added(model, 1)
+    yield
+    del model.model.layers[1].mlp.added
+
+
+def an_attribute_with_another_name(model):
+    mlp = model.model.layers[1].mlp
+    mlp.added = number = 123456
+    yield
+    del mlp.added
+    mlp.other = number
+
+
+def a_tensor(model):
+    box = added(model, [torch.zeros(3)])
+    yield
+    box[0] = torch.zeros(3)
+
+
+def a_module_in_a_list(model):
+    box = added(model, [Linear(2, 2)])
+    yield
+    box[0].bias.data = torch.zeros(2)
+
+
+def an_object_after_an_equal_one(model):
+    """New in every call, and then changed."""
+    for _ in range(3):
+        box = added(model, [[1]])
+        pass_state(model)
+    yield
+    box[0].append(2)
+
+
 CHANGES = [
+    an_object, an_object_with_slots, a_dict_and_its_keys, an_array, a_method_of_an_object, a_partial,
+    an_attribute_that_goes, an_attribute_with_another_name, a_tensor, a_module_in_a_list,
+    an_object_after_an_equal_one,
     swap_code, swap_defaults, swap_keyword_defaults, fill_a_cell, a_global_that_a_function_names,
     a_global_that_was_not_there, an_attribute_of_a_function, a_list_of_a_class, a_set_of_a_class,
     an_object_of_a_class, a_renamed_attribute_of_an_object, a_method, a_number, a_number_many_times,
@@ -229,13 +315,34 @@ def test_every_change_is_seen(change, model):
     assert after[0] == after[1] == after[2]
 
 
+def test_an_equal_object_is_the_same_state(model):
+    states = []
+    for _ in range(4):
+        added(model, [1, {"a": 2.5}])
+        states.append(pass_state(model))
+    assert states[0] == states[1] == states[2] == states[3]
+
+
 def test_two_models_of_one_class(model):
     other = toy_model("llama").eval()
     states = [pass_state(one) for one in (model, other, model, other)]
     assert states[0] == states[2] != states[1] == states[3]
 
 
-@pytest.mark.parametrize("change", [None, a_list_of_a_class, fill_a_cell, a_list])
+def the_model_itself(model):
+    added(model, [types.SimpleNamespace(owner=model.model)])
+    yield
+
+
+def a_method_of_the_model(model):
+    model.model.layers[1].mlp.added = types.MethodType(len, model.model)
+    yield
+
+
+HELD = [None, a_list_of_a_class, fill_a_cell, a_list, an_object, a_tensor, a_module_in_a_list]
+
+
+@pytest.mark.parametrize("change", HELD)
 def test_what_was_seen_keeps_no_model_alive(change, model):
     """Neither until the next collection."""
     if change is not None:
@@ -251,6 +358,17 @@ def test_what_was_seen_keeps_no_model_alive(change, model):
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("change", [the_model_itself, a_method_of_the_model])
+def test_an_attribute_that_holds_its_model_keeps_no_model_alive(change, model):
+    next(change(model))
+    for _ in range(2):
+        pass_state(model)
+    gone = weakref.ref(model.model)
+    model.model = None
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_class_that_holds_a_model_keeps_it_no_longer(model):

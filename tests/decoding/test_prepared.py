@@ -1,0 +1,114 @@
+"""Configs that were prepared before: what `generate` gets is what transformers would prepare."""
+
+import pytest
+import torch
+
+from hf_static_kv import attached
+from hf_static_kv.decoding.prepared import PreparedConfigs
+from tests.conftest import toy_model
+
+IDS = torch.tensor([[5, 6, 7]])
+CALLS = [
+    {},
+    {"max_new_tokens": 4},
+    {"max_new_tokens": 4, "do_sample": True},
+    {"max_new_tokens": 4, "do_sample": 1},
+    {"max_new_tokens": 4, "temperature": 0.5},
+    {"max_length": 9, "attention_mask": torch.ones_like(IDS), "use_cache": True},
+    {"eos_token_id": [3, 4]},
+    {"unknown": 5, "max_new_tokens": 2},
+    {"output_attentions": True},
+]
+
+
+@pytest.fixture
+def model():
+    return toy_model("llama").eval()
+
+
+@pytest.fixture
+def prepared(model):
+    configs = PreparedConfigs()
+    count = []
+
+    def prepare(**kwargs):
+        def original(given, **kwargs):
+            count.append(kwargs)
+            return model._prepare_generation_config(given, **kwargs)
+
+        config, left = configs.prepare(model, original, kwargs)
+        expected, expected_left = model._prepare_generation_config(None, **kwargs)
+        assert vars(config) == vars(expected)
+        assert list(map(type, vars(config).values())) == list(map(type, vars(expected).values()))
+        assert list(left) == list(expected_left)
+        assert all(left[name] is expected_left[name] for name in left)
+        return config
+
+    prepare.count = count
+    return prepare
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_the_same_as_transformers(prepared, call):
+    for other in (call, call, *CALLS, call):
+        prepared(**other)
+
+
+def test_prepared_once(prepared):
+    for _ in range(3):
+        prepared(max_new_tokens=4, attention_mask=torch.ones_like(IDS))
+    assert len(prepared.count) == 1
+    prepared(max_new_tokens=5, attention_mask=torch.ones_like(IDS))
+    assert len(prepared.count) == 2
+
+
+def test_a_config_is_the_callers_own(prepared):
+    """Calls write into it, and into its lists."""
+    first = prepared(max_new_tokens=4)
+    first.max_length = 7
+    first.eos_token_id = [9]
+    prepared(max_new_tokens=4)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model.generation_config, "temperature", 0.3),
+        lambda model: setattr(model.generation_config, "own_entry", 3),
+        lambda model: model.generation_config.eos_token_id.append(9),
+        lambda model: setattr(model.generation_config, "do_sample", 1),
+        lambda model: setattr(model, "generation_config", type(model.generation_config)(top_k=3)),
+    ],
+)
+def test_changed_defaults_count(model, prepared, change):
+    model.generation_config.eos_token_id = [3, 4]
+    prepared(max_new_tokens=4)
+    change(model)
+    prepared(max_new_tokens=4)
+    prepared(max_new_tokens=4)
+
+
+def test_generation_parameters_in_the_config_are_still_refused(model):
+    with attached(model):
+        for _ in range(2):
+            model.generate(IDS, max_new_tokens=2)
+        model.config.temperature = 0.5
+        with pytest.raises(ValueError, match="temperature"):
+            model.generate(IDS, max_new_tokens=2)
+
+
+def test_few_are_kept(model):
+    configs = PreparedConfigs()
+    for number in range(1, 100):
+        kwargs = {"max_new_tokens": number}
+        configs.prepare(model, model._prepare_generation_config, kwargs)
+    assert len(configs._known) <= 32
+
+
+def test_defaults_that_cannot_be_compared(model):
+    model.generation_config.own_entry = torch.ones(2)
+    configs = PreparedConfigs()
+    for _ in range(3):
+        config, _ = configs.prepare(model, model._prepare_generation_config, {"top_k": 3})
+        assert config.top_k == 3
+        assert torch.equal(config.own_entry, torch.ones(2))
