@@ -3,11 +3,12 @@
     python benchmarks/bench_first_token.py --model llama-3.2-1b --json first-token.json
     python benchmarks/bench_first_token.py --model llama --device cpu --lengths 16 40 --held 100 --trials 3
 
-All contenders run in this process, in turns; attached ones on twins of the model, which share its
-weights. The prompts of a case differ
-from trial to trial, and have one length. Each case runs four times before it is measured: `attach`
-lets the model compute the first prompt of a size, and captures a pass for the second. These calls
-are in the record as `warm_up_s`.
+All contenders run in this process; attached ones on twins of the model, which share its weights. The
+prompts of a case differ from trial to trial, and have one length. Each case runs four times before
+it is measured: `attach` lets the model compute the first prompt of a size, and captures a pass for
+the second. These calls are in the record as `warm_up_s`. Then the trials of each contender follow
+one another (`trials_s`). `among_others_s` are trials in turns with the other contenders: a call
+finds the caches of the CPU full of what they have left there, as in a busy process.
   prompt   `generate(max_new_tokens=1)` with a prompt of each of `--lengths`
   batch    the same with `--batch` rows of `--batch-len` tokens
   turn     `--held` tokens that an earlier call has read, and `--new` others in each trial, answered
@@ -137,11 +138,15 @@ def run(case: Case, model: PreTrainedModel, args: argparse.Namespace) -> list[Re
         before = reserved_bytes(args.device)
         warm_up[side.name] = [calls[side.name]() for _ in range(_WARM_UP)]
         reserved[side.name] = reserved_bytes(args.device) - before
+    found = {name: [call() for _ in range(args.trials)] for name, call in calls.items()}
+    among_others = in_turns(calls, args.trials) if case.answered == 1 else {}
     rows = []
-    for name, trials in in_turns(calls, args.trials).items():
+    for name, trials in found.items():
         attachment = sides[0].attachment if name == "attach" else None
         row = case._asdict() | {"case": case.name, "name": name, "trials_s": trials}
         row |= {"warm_up_s": warm_up[name], "reserved_bytes": reserved[name]}
+        if name in among_others:
+            row["among_others_s"] = among_others[name]
         if attachment is not None:
             passes = attachment.decoder.prompts
             row |= {"passes": len(passes.steps), "reason": passes.reason}

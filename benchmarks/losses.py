@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from contenders import CONTENDERS
-from measure import SIDES, Spread
-from records import Record, figure, measured, medians, percentiles, points, span, title
+from measure import SIDES, Spread, spread
+from records import Record, figure, measured, percentiles, points, span, title
 
 
 def losses(records: dict[str, list[Record]]) -> str:
@@ -17,7 +17,13 @@ def losses(records: dict[str, list[Record]]) -> str:
         "A decode step, another cache and the fastest of ours": [line for line in behind if line],
         "`StaticContiguousCache` without `GraphDecoder`, in multiples of the speed without a cache "
         "after a prompt of one token": over_no_cache(records["speedup"]),
-        "First token, `GraphDecoder()` and the fastest other cache": first_token(generated),
+        "First token, `attach(model)` and the fastest other cache": first_token(
+            records["first_token"]
+        ),
+        "First token of a short prompt between calls of others": among_others(
+            records["first_token"]
+        ),
+        "A prompt whose pass is captured, the second of its size": captures(records["first_token"]),
         "Peak memory of `GraphDecoder()`": memory(generated),
         "Inside `exact`": cost_of_exact(records["exact"] + records["training"]),
     }
@@ -66,12 +72,32 @@ def over_no_cache(records: list[Record]) -> list[str]:
 def first_token(records: list[Record]) -> list[str]:
     lines = []
     for record in records:
-        first = medians(record, "first_token_ms")
-        others = [ms for name, ms in first.items() if not CONTENDERS[name].ours]
-        if "graph" in first and min(others, default=first["graph"]) < first["graph"]:
-            where = f"{title(record)}, batch {record['workload']['batch_size']}"
-            lines.append(f"{figure(first['graph'])} and {figure(min(others))} ms ({where})")
+        ms: dict[tuple[int, ...], dict[str, float]] = {}
+        for row in record["rows"]:
+            case = row["rows"], row["held"], row["tokens"], row["answered"]
+            ms.setdefault(case, {})[row["name"]] = row["ms"]["median"]
+        for (rows, _, tokens, _), taken in ms.items():
+            others = min(taken[name] for name in taken.keys() - {"attach"})
+            if others < taken["attach"]:
+                where = f"{title(record)}, {rows} x {tokens} tokens"
+                lines.append(f"{figure(taken['attach'])} and {figure(others)} ms ({where})")
     return lines
+
+
+def among_others(records: list[Record]) -> list[str]:
+    """How much longer a call takes that finds the caches of the CPU filled by others."""
+    rows = [row for record in records for row in record["rows"] if row.get("passes")]
+    rows = [row for row in rows if row["tokens"] <= 16 and "among_others_s" in row]
+    more = [1e3 * spread(row["among_others_s"])["median"] - row["ms"]["median"] for row in rows]
+    return [f"{span(more)} ms longer"] if more else []
+
+
+def captures(records: list[Record]) -> list[str]:
+    """How long the calls took that captured a pass of one row."""
+    rows = [row for record in records for row in record["rows"] if row.get("passes")]
+    prompts = [row for row in rows if row["case"] == "prompt"]
+    seconds = [max(row["warm_up_s"][1:]) for row in prompts]
+    return [f"{span(seconds)} s"] if seconds else []
 
 
 def memory(records: list[Record]) -> list[str]:

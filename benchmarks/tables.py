@@ -167,6 +167,8 @@ def _with_dtype(record: Record) -> str:
 
 def first_token(records: list[Record]) -> str:
     """Contenders as rows: milliseconds of the first token, by the prompt; and of an answer."""
+    # The record with all cases first: its columns are those of the table.
+    records = sorted(records, key=lambda record: -len(record["rows"]))
     heads: dict[tuple[Any, ...], str] = {}
     rows = []
     for record in records:
