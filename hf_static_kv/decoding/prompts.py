@@ -76,7 +76,9 @@ class _Moment:
 
 
 class Prompts:
-    """The prompt passes of a decoder. `reason` says why the last one could not be captured.
+    """The prompt passes of a decoder.
+
+    `reason` says why the model had to compute the last prompt; None: it did not, or its size was new.
 
     `without`: rewrite rules to leave out.
     """
@@ -85,9 +87,9 @@ class Prompts:
         # The caller may give positions that no table has.
         self._without = {"angles_from_table", *without}
         self.reason: str | None = None
-        # By size and fingerprint; None: cannot be captured.
+        # By size and fingerprint; a string: why it cannot be captured.
         self._passes: WeakKeyDictionary[
-            StaticContiguousCache, dict[Any, _Seen | _Captured | None]
+            StaticContiguousCache, dict[Any, _Seen | _Captured | str]
         ] = WeakKeyDictionary()
         self._pool: Any = None  # one memory for all graphs, which run one after the other
 
@@ -123,16 +125,20 @@ class Prompts:
 
     def run(self, call: Call) -> Tensor | None:
         """The logits [B, V] after the prompt; None if the model must compute it."""
+        self.reason = None
         if call.prompt_logits is not None:
             logits = call.prompt_logits
             call.prompt_logits = None
             return logits
         parts = _parts(call)
+        self.reason = _refused(call)
         passes = self._passes.setdefault(call.cache, {})
         for part in parts:
             key = _key(call, part)
             if isinstance(seen := passes.get(key), _Seen):
                 passes[key] = self._new_pass(call, part, seen.settings)
+            if isinstance(failed := passes.get(key), str):
+                self.reason = failed
         if not (known := self._known(call, parts)):
             return None
         logits = _append(call, parts, known)
@@ -165,16 +171,15 @@ class Prompts:
         while len(passes) > _MAX_PASSES:
             del passes[next(iter(passes))]
 
-    def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | None:
+    def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | str:
         devices = [call.device] if call.device.type == "cuda" else []
         before = call.cache.snapshot()
         try:
             with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
                 return self._verified_pass(call, part, settings)
         except Exception as error:  # whatever a model does that a fixed pass cannot do
-            self.reason = next(iter(str(error).splitlines()), type(error).__name__)
             debug.logger.debug("A prompt pass could not be captured.", exc_info=True)
-            return None
+            return next(iter(str(error).splitlines()), type(error).__name__)
         finally:
             call.cache.restore(before)
 
@@ -201,28 +206,38 @@ class Prompts:
         return _Captured(step, call.state)
 
 
-def _parts(call: Call) -> list[Tensor]:
-    """The new tokens of the prompt, as many in each part as a pass takes; none: not served."""
+def _refused(call: Call) -> str | None:
+    """Why the model must compute the prompt, whatever its size."""
     # The storage of a cache may be made by its first pass.
     if not isinstance(call.cache, StaticContiguousCache) or not call.cache.is_allocated:
+        return "the cache has no storage yet"
+    if call.device.type not in DEVICES:
+        return f"there are no graphs on {call.device.type}"
+    if call.cache.stateful_layers:
+        return "padding would change a recurrent state"
+    if unknown := sorted(set(call.given) - _KNOWN_INPUTS):
+        return f"the model is given {', '.join(unknown)}"
+    if getattr(call.given.get("position_ids"), "ndim", 2) != 2:
+        return "a position has several parts"
+    if call.config.prefill_chunk_size is not None:
+        return "the prompt is read in chunks of the caller's size"
+    return "a trace is asked for" if call.own_attention == TRACED_ATTENTION_NAME else None
+
+
+def _parts(call: Call) -> list[Tensor]:
+    """The new tokens of the prompt, as many in each part as a pass takes; none: not served."""
+    if _refused(call) is not None:
         return []
     assert call.start is not None
-    num_new = call.request.prompt_length - call.start[0]
-    is_served = (
-        call.device.type in DEVICES
-        and 0 < num_new <= call.input_ids.shape[1]
-        and call.request.prompt_length <= call.cache.max_cache_len
-        and set(call.given) <= _KNOWN_INPUTS
-        and getattr(call.given.get("position_ids"), "ndim", 2) == 2
-        and call.config.prefill_chunk_size is None
-        and call.own_attention != TRACED_ATTENTION_NAME
-        and not call.cache.stateful_layers  # padding would change a recurrent state
-    )
+    length = call.request.prompt_length
+    num_new = length - call.start[0]
+    if not 0 < num_new <= call.input_ids.shape[1] or length > call.cache.max_cache_len:
+        return []
     # A compact layer can always free half of its slots.
     free = [layer.num_slots // 2 for layer in call.cache.kv_layers if layer.is_compact]
     most = min([_MAX_TOKENS // len(call.seq_start), *free])
     sizes = [size for size in SIZES if size <= most]
-    if not is_served or not sizes:
+    if not sizes:
         return []
     return list(torch.split(call.input_ids[:, -num_new:].to(call.device), sizes[-1], dim=1))
 

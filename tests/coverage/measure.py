@@ -13,6 +13,7 @@ import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -21,6 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as DECODERS
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv.decoding import prompts
 from tests.conftest import BATCH, PROMPT
 from tests.coverage.small_models import small_config, small_model
 from tests.fuzz.fuzz import set_up
@@ -42,7 +44,7 @@ Output = tuple[Tensor, Tensor]  # tokens [B, n], and the logits [B, NEW_TOKENS, 
 
 
 def measure(model_type: str) -> Row:
-    """The row of one decoder: "yes" or a reason for the cache, the captured step and `exact`."""
+    """The row of one decoder: "yes" or a reason for the cache, captured steps and prompts, `exact`."""
     try:
         StaticContiguousCache(small_config(model_type), CAPACITY)
     except ValueError as refusal:
@@ -52,10 +54,14 @@ def measure(model_type: str) -> Row:
     compared = reference(model, got)
     if compared is None:
         return {"cache": "other tokens"}
+    step = captured(model, got)
+    is_step = step in (YES, MODEL_ITSELF)
+    prompt = {"prompt": captured_prompts(model, got)} if is_step else {}
     return {
         "cache": YES,
         "compared with": compared,
-        "step": captured(model, got),
+        "step": step,
+        **prompt,
         "exact": exactness(model),
     }
 
@@ -115,6 +121,26 @@ def captured(model: PreTrainedModel, expected: list[Output]) -> str:
         if not same(got, output):
             return "other tokens"
         if not all(step.is_recorded for step in decoder._steps[cache].values()):
+            return MODEL_ITSELF
+    return YES
+
+
+@patch.object(prompts, "DEVICES", ("cpu",))
+@patch.object(prompts, "SIZES", (16, 32))
+def captured_prompts(model: PreTrainedModel, expected: list[Output]) -> str:
+    """As `captured`. The second call records the pass of a size, and the third one runs it."""
+    for call, output in zip(CALLS, expected, strict=True):
+        decoder = GraphDecoder()
+        decoder.warns = False
+        cache = new_cache(model)
+        for _ in range(3):
+            cache.reset()
+            got = generated(model, call, past_key_values=cache, custom_generate=decoder)
+            if not same(got, output):
+                return "other tokens"
+        if not decoder.prompts.steps:
+            return first_clause(decoder.prompts.reason or "no pass was captured")
+        if not all(step.is_recorded for step in decoder.prompts.steps):
             return MODEL_ITSELF
     return YES
 

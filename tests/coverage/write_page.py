@@ -25,6 +25,8 @@ beginnings of the package's own messages.
 - **captured step**: `GraphDecoder` gives the same tokens by a recorded list of operations, which a GPU captures as a
   graph. Where a pass cannot be recorded, the step runs the model itself: a GPU captures it unless it
   [synchronizes](how-it-works.md#the-program). What falls back runs in the loop of `generate`, with the same cache.
+- **captured prompt**: from its second time on, a prompt of some size is a recorded list as well, which is padded to that
+  size; the tokens are the same. Elsewhere the model computes prompts.
 - **exact**: inside [`exact`](exact.md) a prompt in chunks has the bits of the whole prompt without a cache.
 
 Encoders (BERT) are built with `is_decoder=True`, encoder-decoders (BART) as their decoder alone. Models with images or
@@ -52,10 +54,11 @@ def counts(records: dict[str, Records]) -> str:
         ),
         ("refused by name, with the reason", lambda row: row["cache"].startswith(REFUSED)),
         ("not measured", lambda row: row["cache"].startswith(NOT_MEASURED)),
-        ("other tokens", lambda row: "other tokens" in (row["cache"], row.get("step"))),
+        ("other tokens", lambda row: "other tokens" in row.values()),
         ("**captured step**: a recorded list", lambda row: row.get("step") == YES),
         (MODEL_ITSELF, lambda row: row.get("step") == MODEL_ITSELF),
         ("falls back", lambda row: row.get("step") not in (None, YES, MODEL_ITSELF)),
+        ("**captured prompt**: a recorded list", lambda row: row.get("prompt") == YES),
         ("**exact**: the same bits", lambda row: row.get("exact") == YES),
         ("refused", lambda row: row.get("exact") not in (None, YES)),
     ]
@@ -68,12 +71,16 @@ def counts(records: dict[str, Records]) -> str:
 
 def sections(rows: Records) -> Iterable[str]:
     served = {name: row for name, row in rows.items() if row["cache"] == YES}
-    whole = [name for name, row in served.items() if row["step"] == row["exact"] == YES]
-    yield f"## With a captured step, and exact\n\n{listed(whole)}.\n"
+    gained = ("step", "prompt", "exact")
+    whole = [n for n, row in served.items() if {row.get(name) for name in gained} == {YES}]
+    yield f"## With captured steps and prompts, and exact\n\n{listed(whole)}.\n"
     others = {
-        name: (row["step"], row["exact"]) for name, row in served.items() if name not in whole
+        name: tuple(row.get(key, "") for key in gained)
+        for name, row in served.items()
+        if name not in whole
     }
-    yield f"## With the cache\n\n{table(('decoders', 'captured step', 'exact'), grouped(others))}"
+    head = "decoders", "captured step", "captured prompt", "exact"
+    yield f"## With the cache\n\n{table(head, grouped(others))}"
     yield (
         "Operations without a batch-invariant kernel belong to routers and experts (`histc`, "
         "`scatter_`, `index_add`), recurrent layers\n(`convolution`) and complex numbers "
@@ -97,15 +104,14 @@ def difference(newest: Records, oldest: Records) -> str:
     lines = [f"## In transformers {OLDEST}\n", "As above, but for these rows.\n"]
     if missing := [name for name in newest if name not in oldest]:
         lines.append(f"Not there yet: {listed(missing)}.\n")
-    names = ("cache", "compared with", "step", "exact")
+    names = ("cache", "compared with", "step", "prompt", "exact")
     other = {
         name: (row["cache"].removeprefix(REFUSED), *(row.get(key, "") for key in names[1:]))
         for name, row in oldest.items()
         if row != newest.get(name)
     }
-    lines.append(
-        table(("decoders", "cache", "compared with", "captured step", "exact"), grouped(other))
-    )
+    head = "decoders", "cache", "compared with", "captured step", "captured prompt", "exact"
+    lines.append(table(head, grouped(other)))
     return "\n".join(lines)
 
 
