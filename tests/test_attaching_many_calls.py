@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from hf_static_kv import attach, attached, attaching, cache_bytes, detach
+from hf_static_kv.decoding.tokens import StopFlags
 from tests.conftest import Collect
 from tests.decoding.conftest import DEVICE, toy_model
 from tests.fuzz.models import at_least
@@ -149,3 +150,35 @@ def test_many_calls(name, reuse_prefix, number):
     del info
     caller.text = None
     assert live_tensors()[1] - before[1] < 2**16
+
+
+class OneBehind(StopFlags):
+    """As on a GPU: the host reads a flag when the next token is selected."""
+
+    def push(self, flag, is_last):
+        self.pending.append(bool(flag))
+        return len(self.pending) if len(self.pending) > 1 and self.pending.popleft() else 0
+
+    def newest(self):
+        return self.pending[-1]
+
+
+@pytest.mark.parametrize("new_tokens", [2, 3, 8])
+def test_a_token_too_many_is_removed_from_the_cache_that_has_it(monkeypatch, new_tokens):
+    """Also if the prefix was of another model, and the call goes on with another cache."""
+    monkeypatch.setattr("hf_static_kv.decoding.tokens.StopFlags", OneBehind)
+    monkeypatch.setattr("hf_static_kv.attaching._DECODER_DEVICES", (DEVICE,))
+    model = toy_model("llama").to(DEVICE)
+    ids = torch.arange(1, 21, device=DEVICE)[None]
+    options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    with attached(model, reuse_prefix=True) as info:
+        model.generate(ids, max_new_tokens=1, do_sample=False)
+        with torch.no_grad():
+            model.model.norm.weight.mul_(1.01)
+        longer = torch.cat([ids, ids[:, :4]], dim=1)
+        plain = model.generate(longer, max_new_tokens=1, use_cache=False, **options).sequences
+        ends = {"eos_token_id": int(plain[0, -1])}
+        output = model.generate(longer, max_new_tokens=new_tokens, **ends, **options)
+        assert info.fallback_reason is None
+        assert torch.equal(output.sequences, plain)
+        assert output.past_key_values.get_seq_length() == longer.shape[1]

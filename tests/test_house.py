@@ -12,8 +12,8 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = {
     "": ["compat"],
     "cache": [
-        "debug", "storage", "ranks", "layout", "request", "slots", "layer", "indexed", "states", "passes",
-        "allocation", "values", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
+        "debug", "storage", "ranks", "values", "layout", "request", "slots", "layer", "indexed", "states",
+        "passes", "allocation", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
         "cache", "prefixes", "pool",
     ],
     "kernels": [

@@ -3,10 +3,8 @@
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
-from weakref import ref
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -14,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_static_kv import compat
 from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
+from hf_static_kv.cache.values import Known, Values
 
 logger = logging.getLogger(__name__)
 PerLayer = int | Sequence[int]  # one number for all layers, or one for each
@@ -76,16 +75,9 @@ class LayerPlan:
         return (self.shape, self.compact_window) == (other.shape, other.compact_window)
 
 
-class _Planned(NamedTuple):
-    """The plans of a config, whose fields take long to read, and its fields as they were."""
-
-    config: "ref[PreTrainedConfig]"
-    fields: dict[str, Any]
-    plans: list[LayerPlan]
-
-
 _MAX_PLANNED = 16
-_PLANNED: OrderedDict[int, _Planned] = OrderedDict()  # by the id of the config, the oldest first
+# Configs with their plans, by the id of the config, the oldest first: reading a config is slow.
+_PLANNED: OrderedDict[int, Known] = OrderedDict()
 
 
 def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
@@ -101,12 +93,15 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
     if not isinstance(config, PreTrainedConfig):
         raise TypeError(f"The config is of type {type(config).__name__}: pass `model.config`.")
     known = _PLANNED.get(id(config))
-    if known is None or known.config() is not config or known.fields != vars(config):
-        known = _Planned(ref(config), deepcopy(vars(config)), _plan_layers(config))
-        while len(_PLANNED) >= _MAX_PLANNED:
+    if known is None or not known.is_unchanged():
+        reader = Values([])
+        reader.of_attribute(config)
+        known = Known((config, _plan_layers(config)), reader.seen)
+        if not reader.num_not_held:
+            _PLANNED[id(config)] = known
+        if len(_PLANNED) > _MAX_PLANNED:
             _PLANNED.popitem(last=False)
-        _PLANNED[id(config)] = known
-    return with_sliding(known.plans, sliding)
+    return with_sliding(known.value[1], sliding)
 
 
 def _plan_layers(config: Any) -> list[LayerPlan]:

@@ -186,8 +186,8 @@ class GraphDecoder:
 
         Raises `PrefixChanged` if the model has changed since.
         """
-        cache = call.cache
         logits = call.prefill()
+        cache = call.cache  # another one if the prefix was of the model as it was before
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
         with compat.optimized_for_decode(call.model):

@@ -201,7 +201,9 @@ class Prompts:
             # Not 64 n + 1: there SDPA's memory-efficient kernel is wrong if KV heads are repeated
             # and the mask slides (torch 2.11, H200).
             most = min(size, call.cache.max_cache_len - call.cache.seq_len)
-            least = min([1, *(other + 2 for other in SIZES if other < size)][-1], most)
+            least = [1, *(other + 2 for other in SIZES if other < size)][-1]
+            # A row of padding alone has no result.
+            least = min(max(least, int(call.seq_start.max()) + 1 - call.cache.seq_len), most)
             verify_prompt(step, call, part, (least, most))
         return _Captured(step, call.state)
 
@@ -215,7 +217,11 @@ def _refused(call: Call) -> str | None:
         return f"there are no graphs on {call.device.type}"
     if call.cache.stateful_layers:
         return "padding would change a recurrent state"
-    if unknown := sorted(set(call.given) - _KNOWN_INPUTS):
+    # Of a model for images: none were given.
+    given = {
+        name for name, value in call.given.items() if not (isinstance(value, dict) and not value)
+    }
+    if unknown := sorted(given - _KNOWN_INPUTS):
         return f"the model is given {', '.join(unknown)}"
     if getattr(call.given.get("position_ids"), "ndim", 2) != 2:
         return "a position has several parts"

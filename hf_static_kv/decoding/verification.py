@@ -225,12 +225,15 @@ def _ordinary_prompt(step: DecodeStep, call: Call, tokens: Tensor) -> Passed:
 
 
 def _written_since(call: Call, length: int, logits: Tensor) -> Passed:
-    """The states of the positions from `length` on, copied."""
+    """The states of the positions from `length` on, copied; zeros where a row has padding."""
     states = []
     for layer in call.cache.kv_layers:
         first = max(layer.oldest, length)
+        positions = torch.arange(first, layer.length, device=layer.device)
+        is_padding = positions < call.seq_start.to(positions)[:, None]  # [B, n]
         for own in (layer.keys, layer.values):
-            states.append((first, own[:, :, first - layer.length :].clone()))
+            written = own[:, :, first - layer.length :]
+            states.append((first, written.masked_fill(is_padding[:, None, :, None], 0)))
     return Passed(logits, states)
 
 

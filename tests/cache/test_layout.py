@@ -21,7 +21,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from hf_static_kv import StaticContiguousCache, cache_bytes
-from hf_static_kv.cache import storage
+from hf_static_kv.cache import layout, storage
 from hf_static_kv.cache.layout import local_shapes, missing_layers, plan_layers
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.testing import dev_config
@@ -158,6 +158,30 @@ def test_unusual_layers(name, early):
     groups = [(group.keys.shape[0], *astuple(group.shape)[:3]) for group in cache.storage_groups]
     assert groups == expected
     assert cache.memory_bytes == cache_bytes(config, 32, dtype=torch.float32)
+
+
+class TestPlansThatAreKnown:
+    def test_a_config_inside_of_another(self):
+        """The comparison of two configs raises if their layers differ (Gemma 4, transformers 5.23)."""
+        inner = AutoConfig.for_model("gemma4_text", **COMMON, global_head_dim=32)
+        config = AutoConfig.for_model("gemma4", text_config=inner)
+        expected = plan_layers(inner)
+        assert plan_layers(config) == plan_layers(config) == expected
+
+    def test_a_change_is_seen(self):
+        config = AutoConfig.for_model("gemma3", text_config={**COMMON, "sliding_window": 8})
+        windows = [plan.sliding_window for plan in plan_layers(config)]
+        assert {8} <= {*windows}
+        config.text_config.sliding_window = 4
+        after = [plan.sliding_window for plan in plan_layers(config)]
+        assert after == [window and 4 for window in windows]
+        config.text_config.layer_types[0] = "full_attention"
+        assert plan_layers(config)[0].sliding_window is None
+
+    def test_few_are_kept(self):
+        for _ in range(40):
+            plan_layers(AutoConfig.for_model("llama", **COMMON))
+        assert len(layout._PLANNED) <= 16
 
 
 def test_a_config_that_does_not_tell_its_heads_is_learned_from_the_states():

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.coverage.measure import MODEL_ITSELF, NOT_MEASURED, OWN_CACHE, RECORDS, REFUSED, YES, Row
 
 PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
-NEWEST, OLDEST = "5.22", "5.17"
+NEWEST, OLDEST = "5.23", "5.17"
 Records = dict[str, Row]
 
 HEAD = """# Coverage
