@@ -5,7 +5,7 @@
 
 The first time that a size is needed, the model computes the prompt: a first call waits for nothing.
 The second time its pass is captured and verified. A size whose pass cannot be captured is left to
-the model, for good.
+the model, as long as the model is the same.
 """
 
 from bisect import bisect_left
@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
+from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
@@ -50,6 +51,13 @@ class _Captured(NamedTuple):
 
     step: DecodeStep
     state: State
+
+
+class _Failed(NamedTuple):
+    """Why a pass cannot be captured of the model in this state; None: it is tried again."""
+
+    reason: str
+    state: State | None
 
 
 class _Moment:
@@ -87,9 +95,9 @@ class Prompts:
         # The caller may give positions that no table has.
         self._without = {"angles_from_table", *without}
         self.reason: str | None = None
-        # By size and fingerprint; a string: why it cannot be captured.
+        # By size and fingerprint.
         self._passes: WeakKeyDictionary[
-            StaticContiguousCache, dict[Any, _Seen | _Captured | str]
+            StaticContiguousCache, dict[Any, _Seen | _Captured | _Failed]
         ] = WeakKeyDictionary()
         self._pool: Any = None  # one memory for all graphs, which run one after the other
 
@@ -137,8 +145,8 @@ class Prompts:
             key = _key(call, part)
             if isinstance(seen := passes.get(key), _Seen):
                 passes[key] = self._new_pass(call, part, seen.settings)
-            if isinstance(failed := passes.get(key), str):
-                self.reason = failed
+            if isinstance(failed := passes.get(key), _Failed):
+                self.reason = failed.reason
         if not (known := self._known(call, parts)):
             return None
         logits = _append(call, parts, known)
@@ -167,11 +175,13 @@ class Prompts:
         """The model has computed the prompt: its sizes are captured if they are needed again."""
         passes = self._passes.setdefault(call.cache, {})
         for part in [] if call.step_inputs.tensors else _parts(call):
-            passes.setdefault(_key(call, part), _Seen(call.step_inputs.settings))
+            known = passes.get(key := _key(call, part))
+            if known is None or (isinstance(known, _Failed) and known.state != call.state):
+                passes[key] = _Seen(call.step_inputs.settings)
         while len(passes) > _MAX_PASSES:
             del passes[next(iter(passes))]
 
-    def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | str:
+    def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | _Failed:
         devices = [call.device] if call.device.type == "cuda" else []
         before = call.cache.snapshot()
         try:
@@ -179,7 +189,8 @@ class Prompts:
                 return self._verified_pass(call, part, settings)
         except Exception as error:  # whatever a model does that a fixed pass cannot do
             debug.logger.debug("A prompt pass could not be captured.", exc_info=True)
-            return next(iter(str(error).splitlines()), type(error).__name__)
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            return _Failed(reason, None if is_out_of_memory(error) else call.state)
         finally:
             call.cache.restore(before)
 

@@ -157,6 +157,41 @@ def test_a_pass_that_depends_on_the_number_of_tokens():
         assert ("from those of an ordinary pass" in reason) if is_tried else reason is None
 
 
+def test_a_pass_that_failed_is_tried_again(count_runs, monkeypatch):
+    """Once the model is another, or where memory was short."""
+    model = toy_model("llama").to(DEVICE)
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda x: own(x) * (1 + (x.shape[1] > 6))
+    calls = Calls(model)
+    options = {"past_key_values": calls.cache, "custom_generate": calls.decoder, **OPTIONS}
+    for _ in range(3):
+        model.generate(text(model, 7), **options)
+        calls.cache.reset()
+    assert "from those of an ordinary pass" in calls.decoder.prompts.reason
+    del mlp.forward
+    found = []
+    for _ in range(3):
+        found.append(calls(text(model, 7))[0])
+        calls.cache.reset()
+    assert found == [0, 1, 1]
+
+    errors = [torch.OutOfMemoryError("CUDA out of memory")]
+    verify = prompts.verify_prompt
+
+    def failing(*args):
+        if errors:
+            raise errors.pop()
+        verify(*args)
+
+    monkeypatch.setattr(prompts, "verify_prompt", failing)
+    found = []
+    for _ in range(4):
+        found.append(calls(text(model, 3))[0])
+        calls.cache.reset()
+    assert found == [0, 0, 1, 1]
+
+
 def test_a_cache_whose_storage_is_made_by_its_first_pass(count_runs):
     model = toy_model("llama").to(DEVICE)
     calls = Calls(model)
