@@ -1,6 +1,7 @@
 """A few elements of each weight, on the host: a write into a weight shows there."""
 
 from collections.abc import Iterable
+from threading import Lock
 from typing import Any
 
 import torch
@@ -33,10 +34,14 @@ class Samples:
         self._places: Any = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self._parts: list[Tensor] = []  # that a replay writes
+        self._lock = Lock()
 
-    @torch.no_grad()
     def read(self, tensors: list[Tensor], places: Any) -> tuple[Any, ...]:
         """`places` are equal for tensors of the same shape at the same addresses."""
+        with self._lock, torch.no_grad():
+            return self._read(tensors, places)
+
+    def _read(self, tensors: list[Tensor], places: Any) -> tuple[Any, ...]:
         if places != self._places:
             self._places = places
             self._graph = None
