@@ -159,6 +159,16 @@ class Attachment:
     def captured_steps(self) -> int:
         return self.decoder.num_steps
 
+    @property
+    def captured_prompts(self) -> int:
+        """Sizes of prompts that have a captured pass, of all caches."""
+        return len(self.decoder.prompts.steps)
+
+    @property
+    def prompt_reason(self) -> str | None:
+        """Why the model had to compute the last prompt; None: it did not, or its size was new."""
+        return self.decoder.prompts.reason
+
     def __repr__(self) -> str:
         caches = ", ".join(
             f"{cache.batch_size} x {cache.max_cache_len} tokens" for cache in self.caches
@@ -166,7 +176,8 @@ class Attachment:
         counts = f"calls={self.calls}, hits={self.hits}, reused_tokens={self.reused_tokens}"
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reasons = f", fallbacks={dict(self.fallbacks)}" if self.fallbacks else ""
-        return f"Attachment({figures}, captured_steps={self.captured_steps}{reasons})"
+        captured = f"captured_steps={self.captured_steps}, captured_prompts={self.captured_prompts}"
+        return f"Attachment({figures}, {captured}{reasons})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
         """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes

@@ -868,7 +868,7 @@ def test_calls_replay_a_captured_step(model):
     for _ in range(3):
         generate(model)
         assert info.fallback_reason is None
-    assert info.captured_steps == 1
+    assert (info.captured_steps, info.captured_prompts, info.prompt_reason) == (1, 1, None)
 
 
 @pytest.mark.skipif(ON_GPU, reason="what a machine without graphs says")

@@ -90,7 +90,7 @@ def test_what_is_printed_when_piped(say):
         "> ",
         "> /info",
         "Attachment(calls=1, hits=0, reused_tokens=0, caches=[1 x 256 tokens], 786,432 bytes, "
-        "captured_steps=0, fallbacks={'there are no graphs on cpu': 1})",
+        "captured_steps=0, captured_prompts=0, fallbacks={'there are no graphs on cpu': 1})",
         "> /wat",
         "There is no command /wat: /help shows them",
         "> /system Speak low",
