@@ -883,3 +883,15 @@ def test_a_cpu_uses_the_cache_alone_where_it_is_no_slower(model, monkeypatch):
     assert len(info.caches) == 1
     assert info.fallback_reason == "there are no graphs on cpu"
     assert "captured_steps=0" in repr(info)
+
+
+def test_a_layer_that_is_numbered_anew(model):
+    """Its number is no position in the cache: the call falls back, as if it had been so at first."""
+    info = attach(model, reuse_prefix=True)
+    for _ in range(2):
+        generate(model)
+    model.model.layers[1].self_attn.layer_idx = -1
+    got = generate(model)
+    assert "no step would be complete without layer 1" in info.fallback_reason
+    detach(model)
+    assert torch.equal(got, generate(model))

@@ -10,7 +10,7 @@ attention function behind its name. `fileidentity.py` has the identity in files.
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress, count, islice, repeat
+from itertools import chain, compress, islice, repeat
 from operator import attrgetter, is_, itemgetter
 from types import NoneType
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from hf_static_kv import compat
 from hf_static_kv.cache.samples import Samples
-from hf_static_kv.cache.values import Known, Values, is_told
+from hf_static_kv.cache.values import Known, Values
 
 OF_TORCH = frozenset(vars(Module())) - {"training"}
 _MAX_KNOWN = 8  # sets of classes whose values are kept
@@ -36,6 +36,7 @@ _OF_A_CALL = {
     "_keys_to_ignore_on_load_missing", "_keys_to_ignore_on_save",
 }  # fmt: skip
 _SKIPPED = OF_TORCH | _OF_A_CALL
+_FIXED = frozenset({NoneType, bool, int, float, str, torch.dtype, torch.device})
 _OWN_MEMORY = frozenset({Tensor, Parameter, NoneType})  # no wrappers
 _shape_and_type = attrgetter("shape", "dtype")  # an address tells the device
 _Attribute = tuple[type, str, Any]  # class of the owner, name, value
@@ -113,77 +114,45 @@ def _of_model(values: Values, model: PreTrainedModel) -> tuple[Any, ...]:
 
 
 class _Attributes:
-    """The attributes that a pass reads, as they were read.
+    """The attributes that a pass reads, with the values of those that cannot change in place."""
 
-    One that holds neither a tensor nor a module is recognised by reference. The others are
-    `changing`, and those that are new objects in every call.
-    """
-
-    def __init__(
-        self, model: PreTrainedModel, modules: list[Module], before: "_Attributes | None"
-    ) -> None:
+    def __init__(self, modules: list[Module]) -> None:
         own = [module.__dict__ for module in modules]
-        names = [[name for name in part if name not in _SKIPPED] for part in own]
+        read = [[name for name in part if name not in _SKIPPED] for part in own]
         self._kinds = list(map(type, modules))
-        self._sizes = list(map(len, own))
-        self._getters = list(map(_getter, names))
-        found = self.found(model, modules)
-        assert found is not None
-        owners = chain.from_iterable(map(repeat, self._kinds, map(len, names)))
-        named = zip(owners, chain.from_iterable(names), strict=True)
-        of_config = repeat((type(model), "config or attention function"))
-        self._names = list(islice(chain(named, of_config), len(found)))
-        self._replaced = set() if before is None else before._replaced_in(self._names, found)
-        self._read(found)
-
-    def found(self, model: PreTrainedModel, modules: list[Module]) -> list[Any] | None:
-        """The values of the attributes as they are; None if modules have others."""
-        own = [module.__dict__ for module in modules]
-        if self._kinds != list(map(type, modules)) or self._sizes != list(map(len, own)):
-            return None
-        try:
-            values = [get(part) for get, part in zip(self._getters, own, strict=True)]
-        except KeyError:
-            return None
-        # A pass reads these, and no module need have them.
-        others = [model.config, model.config.get_text_config(), *_attention_functions(model)]
-        return [*chain.from_iterable(values), *others]
-
-    def _read(self, found: list[Any]) -> None:
+        self._all_names = list(chain.from_iterable(own))
+        self._getters = list(map(_getter, read))
+        owners = chain.from_iterable(map(repeat, self._kinds, map(len, read)))
+        self.names = list(zip(owners, chain.from_iterable(read), strict=True))
+        values = self._values_in(own)
+        self._is_fixed = [type(value) in _FIXED for value in values]
+        # Held: no other object gets the id of one that changes between two calls.
+        self._held = list(compress(values, self._is_fixed))
+        self.changing = [place for place, is_fixed in enumerate(self._is_fixed) if not is_fixed]
         reader = Values([])
-        seen: list[Any] = []
-        self.attributes: list[_Attribute] = []
-        self._is_held: list[bool] = []
-        for place, ((owner, name), value) in enumerate(zip(self._names, found, strict=True)):
-            num_seen = len(reader.seen)
-            num_not_held = reader.num_not_held
-            self.attributes.append((owner, name, reader.of_attribute(value)))
-            own_seen = reader.seen[num_seen:]
-            is_whole = reader.num_not_held == num_not_held and all(map(is_told, own_seen))
-            self._is_held.append(is_whole and place not in self._replaced)
-            if self._is_held[-1]:
-                seen += own_seen
-        self.changing = [place for place, is_held in enumerate(self._is_held) if not is_held]
+        named = zip(self.names, values, self._is_fixed, strict=True)
+        self.attributes = [
+            (owner, name, reader.of_attribute(value) if is_fixed else None)
+            for (owner, name), value, is_fixed in named
+        ]
         for kind in dict.fromkeys(self._kinds):
             reader.add_class(kind)
         self.classes = reader.classes
-        self._held = list(compress(found, self._is_held))
-        self._parts = Known(None, seen)
 
-    def are_those(self, found: list[Any]) -> bool:
-        return (
-            len(found) == len(self._names)
-            and all(map(is_, compress(found, self._is_held), self._held))
-            and self._parts.is_unchanged()
-        )
+    def values(self, modules: list[Module]) -> list[Any] | None:
+        """The values as they are; None if modules have other attributes, or one has changed."""
+        own = [module.__dict__ for module in modules]
+        if self._kinds != list(map(type, modules)):
+            return None
+        if self._all_names != list(chain.from_iterable(own)):
+            return None
+        values = self._values_in(own)
+        is_same = all(map(is_, compress(values, self._is_fixed), self._held))
+        return values if is_same else None
 
-    def _replaced_in(self, names: list[Any], found: list[Any]) -> set[int]:
-        """The places where there is another object, now or in a call before."""
-        if names != self._names:
-            return set()
-        places = compress(count(), self._is_held)
-        pairs = zip(places, compress(found, self._is_held), self._held, strict=True)
-        return self._replaced | {place for place, value, held in pairs if value is not held}
+    def _values_in(self, own: list[dict[str, Any]]) -> list[Any]:
+        pairs = zip(self._getters, own, strict=True)
+        return list(chain.from_iterable([get(part) for get, part in pairs]))
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -196,15 +165,23 @@ def _attributes(values: Values, model: PreTrainedModel) -> list[_Attribute]:
     """Class, name and value of all that a pass reads of modules."""
     modules = values.modules.copy()
     known = _ATTRIBUTES.get(model)
-    found = None if known is None else known.found(model, modules)
-    if known is None or found is None or not known.are_those(found):
-        known = _ATTRIBUTES[model] = _Attributes(model, modules, known)
-        found = known.found(model, modules) or []
+    found = None if known is None else known.values(modules)
+    if known is None or found is None:
+        known = _ATTRIBUTES[model] = _Attributes(modules)
+        found = known.values(modules) or []
     values.classes += known.classes
     attributes = known.attributes.copy()
+    read: dict[int, Any] = {}  # by the id of a value: many modules have the config
     for place in known.changing:
-        kind, name, _ = attributes[place]
-        attributes[place] = _attribute(values, kind, name, found[place])
+        owner, name = known.names[place]
+        value = found[place]
+        if isinstance(value, Tensor) or id(value) not in read:
+            now, before = _attribute(values, owner, name, value), attributes[place]
+            read[id(value)] = before[2] if before == now else now[2]  # compared again, by identity
+        attributes[place] = known.attributes[place] = owner, name, read[id(value)]
+    # A pass reads these, and no module need have them.
+    others = [model.config, model.config.get_text_config(), *_attention_functions(model)]
+    attributes += [_attribute(values, type(model), "config or attention", own) for own in others]
     # Grows meanwhile, by modules that attributes hold.
     for module in islice(values.modules, len(modules), None):
         values.add_class(type(module))

@@ -97,6 +97,7 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
         reader = Values([])
         reader.of_attribute(config)
         known = Known((config, _plan_layers(config)), reader.seen)
+        _PLANNED.pop(id(config), None)
         if not reader.num_not_held:
             _PLANNED[id(config)] = known
         if len(_PLANNED) > _MAX_PLANNED:

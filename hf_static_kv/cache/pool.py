@@ -107,7 +107,7 @@ class CachePool:
         self.reused_tokens = 0
         self.last: weakref.ref[Entry] | None = None  # what the last call has kept
         self._lock = Lock()
-        self._complete: list[int] = []  # the modules of a model that lacks no layer, by `id`
+        self._complete: list[Any] = []  # the modules of a model that lacks no layer, by `id`
 
     @property
     def num_bytes(self) -> int:
@@ -325,7 +325,8 @@ class CachePool:
         try:
             plans = plan_layers(model.config)
             # As long as the modules are the same, none is missing.
-            if self._complete != (seen := [len(plans), *map(id, modules)]):
+            numbers = [module.__dict__.get("layer_idx") for module in modules]
+            if self._complete != (seen := [len(plans), *map(id, modules), *numbers]):
                 refuse_missing_layers(model, len(plans))
                 self._complete = seen
         except ValueError as unserved:

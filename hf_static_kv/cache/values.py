@@ -10,6 +10,7 @@ import gc
 import re
 import sys
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 from enum import Enum
@@ -52,6 +53,10 @@ _WRAPPERS = {
     cached_property: ("func",),
 }  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset)
+# What objects of a subclass hold beside their attributes.
+_WITH_CONTENT: dict[type, Callable[[Any], Any]] = {
+    float: float.hex, str: str.__str__, bytearray: bytes, deque: list,
+}  # fmt: skip
 # Types in C without a state that changes.
 _UNCHANGING = (BuiltinFunctionType, ContextVar, GenericAlias, UnionType, re.Pattern)
 # Classes that no pass computes with. By name: importing them takes time.
@@ -182,7 +187,9 @@ class Values:
             return [self._as_object(value)]
         if kind.__dictoffset__ or any(True for _ in _slots(kind)):
             self.add_class(kind)
-            return self._state(value)
+            base = next((base for base in _WITH_CONTENT if issubclass(kind, base)), None)
+            content = [] if base is None else [self._of(_WITH_CONTENT[base](value))]
+            return content + self._state(value)
         try:  # an object of C: what its pickle is made of
             made = value.__reduce_ex__(2)
         except Exception:
@@ -233,12 +240,13 @@ class Known:
     def __init__(self, value: Any, seen: Iterable[Any]) -> None:
         self.value = value
         things = [thing for thing in seen if not _is_fixed(thing)]
-        self._is_told = all(map(is_told, things))
-        self._classes = [thing for thing in things if isinstance(thing, type)]
-        self._others = [thing for thing in things if not isinstance(thing, type)]
+        self._is_told = all(map(_is_told, things))
+        # By type: a proxy may say that it is an instance of anything.
+        self._classes = [thing for thing in things if issubclass(type(thing), type)]
+        self._others = [thing for thing in things if not issubclass(type(thing), type)]
         # Of a class the one behind its proxy.
         self._dicts = [gc.get_referents(vars(kind))[0] for kind in self._classes]
-        self._dicts += [thing for thing in self._others if isinstance(thing, dict)]
+        self._dicts += [thing for thing in self._others if issubclass(type(thing), dict)]
         self._with_dict = [thing for thing in self._others if hasattr(thing, "__dict__")]
         # By the id of the globals: those that functions name.
         named: dict[int, tuple[dict[str, Any], set[str]]] = {}
@@ -261,24 +269,32 @@ class Known:
         parts += gc.get_referents(*own, *self._others)
         parts += [kind.__bases__ for kind in self._classes]
         for given, names in self._globals:
-            parts += map(given.get, names)
+            parts += [given.get(name, Known) for name in names]
         return parts
 
 
-def is_told(thing: Any) -> bool:
+def _is_told(thing: Any) -> bool:
     """Whether the parts that `Values` reads of a thing are objects that it holds."""
     kind = type(thing)
-    is_seen = bool(kind.__dictoffset__) or isinstance(thing, (type, CellType, *_WRAPPERS))
-    is_seen = is_seen or kind in _CONTAINERS or _is_fixed(thing)
-    return is_seen and not isinstance(thing, np.ndarray)
+    if issubclass(kind, (np.ndarray, bytearray)):
+        return False
+    is_container = issubclass(kind, _CONTAINERS)
+    # One with a method of its own may give other parts than it holds.
+    others = [base for base in kind.__mro__ if base not in (*_CONTAINERS, OrderedDict, defaultdict)]
+    if is_container and any(
+        name in vars(base) for base in others for name in ("__iter__", "items")
+    ):
+        return False
+    is_seen = bool(kind.__dictoffset__) or issubclass(kind, (type, CellType, *_WRAPPERS))
+    return is_seen or is_container or _is_fixed(thing)
 
 
 def _is_fixed(thing: Any) -> bool:
     """Whether a thing has the same parts always, or counts as the object that it is."""
     kind = type(thing)
-    if isinstance(thing, (tuple, frozenset)) and not kind.__dictoffset__:
+    if issubclass(kind, (tuple, frozenset)) and not kind.__dictoffset__:
         return True
-    return kind in _UNCHANGING or isinstance(thing, ModuleType) or _is_opaque(kind)
+    return kind in _UNCHANGING or issubclass(kind, ModuleType) or _is_opaque(kind)
 
 
 def _itself(value: Any) -> Any:

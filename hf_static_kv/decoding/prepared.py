@@ -7,6 +7,7 @@ import copy
 from collections.abc import Callable
 from itertools import chain
 from operator import is_
+from threading import Lock
 from types import NoneType
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 _PLAIN = (NoneType, bool, int, float, str)
 _MAX_KNOWN = 32  # kinds of calls
 _Prepared = tuple[GenerationConfig, dict[str, Any]]
+_Known = tuple[GenerationConfig, frozenset[str]]  # and the names of the model's arguments
 
 
 class PreparedConfigs:
@@ -22,7 +24,8 @@ class PreparedConfigs:
 
     def __init__(self) -> None:
         self._defaults: _Defaults | None = None
-        self._known: dict[Any, tuple[GenerationConfig, frozenset[str]]] = {}
+        self._known: dict[Any, _Known] = {}
+        self._lock = Lock()
 
     def prepare(
         self, model: PreTrainedModel, original: Callable[..., _Prepared], kwargs: dict[str, Any]
@@ -31,21 +34,32 @@ class PreparedConfigs:
         plain = {key: value for key, value in kwargs.items() if type(value) in _PLAIN}
         types = tuple((key, type(value)) for key, value in kwargs.items())
         key = types, tuple(plain.values())
-        if self._defaults is None or not self._defaults.are_those_of(model):
-            self._known.clear()
-            self._defaults = _Defaults(model)
-        if (known := self._known.get(key)) is not None:
+        defaults, known = self._find(model, key)
+        if known is not None:
             config, left = known
             return _copy(config), {name: kwargs[name] for name in kwargs if name in left}
         config, left_kwargs = original(None, **kwargs)
         # Whatever is not plain is the model's own, and nothing was added.
         others = kwargs.keys() - plain.keys()
-        is_copied = _is_plain(vars(config)) and self._defaults.are_plain
+        is_copied = _is_plain(vars(config)) and defaults.are_those_of(model)
         if is_copied and others <= left_kwargs.keys() <= kwargs.keys():
-            if len(self._known) >= _MAX_KNOWN:
-                del self._known[next(iter(self._known))]
-            self._known[key] = _copy(config), frozenset(left_kwargs)
+            self._keep(defaults, key, (_copy(config), frozenset(left_kwargs)))
         return config, left_kwargs
+
+    def _find(self, model: PreTrainedModel, key: Any) -> tuple["_Defaults", _Known | None]:
+        with self._lock:
+            if self._defaults is None or not self._defaults.are_those_of(model):
+                self._known.clear()
+                self._defaults = _Defaults(model)
+            return self._defaults, self._known.get(key)
+
+    def _keep(self, defaults: "_Defaults", key: Any, known: _Known) -> None:
+        with self._lock:
+            if self._defaults is not defaults:  # another thread has seen others
+                return
+            while len(self._known) >= _MAX_KNOWN:
+                del self._known[next(iter(self._known))]
+            self._known[key] = known
 
 
 class _Defaults:
@@ -55,7 +69,7 @@ class _Defaults:
         own = vars(model.generation_config)
         self.are_plain = _is_plain(own)
         self._own = copy.deepcopy(own) if self.are_plain else {}
-        self._types = list(map(type, own.values()))
+        self._types = [type(model.generation_config), *map(type, own.values())]
         # transformers refuses generation parameters there.
         self._config = dict(vars(model.config))
 
@@ -64,7 +78,7 @@ class _Defaults:
         config = vars(model.config)
         return (
             self.are_plain
-            and list(map(type, own.values())) == self._types
+            and [type(model.generation_config), *map(type, own.values())] == self._types
             and own == self._own
             and list(config) == list(self._config)
             and all(map(is_, config.values(), self._config.values()))

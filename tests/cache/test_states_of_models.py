@@ -1,9 +1,11 @@
 """`pass_state` looks at what it has seen before by identity: it must see every change all the same."""
 
+import copy
 import functools
 import gc
 import types
 import weakref
+from collections import deque
 
 import numpy as np
 import pytest
@@ -279,7 +281,105 @@ def an_object_after_an_equal_one(model):
     box[0].append(2)
 
 
+def an_object_that_two_have(model):
+    """One of them has a tensor beside it, and gives it up."""
+    box = types.SimpleNamespace(number=1)
+    first = model.model.layers[0].added = {"tensor": torch.ones(1), "box": box}
+    model.model.layers[1].added = box
+    pass_state(model)
+    del first["box"]
+    yield
+    box.number = 2
+
+
+def a_config_that_layers_still_have(model):
+    own = model.config
+    other = copy.deepcopy(own)
+    for config in (other, own, other):
+        pass_state(model)
+        own.added = len(vars(own))
+        model.config = config
+    yield
+    own.added = 0
+
+
+def another_name_in_the_place_of_a_skipped_one(model):
+    yield
+    del model._tp_plan
+    model.scale = 2
+
+
+def a_forward_in_the_place_of_an_attribute_of_torch(model):
+    mlp = model.model.layers[0].mlp
+    yield
+    del mlp.__dict__["_is_full_backward_hook"]
+    mlp.forward = lambda x: x
+
+
+class Proxy:
+    """Says that it is an instance of the class of what it wraps."""
+
+    __class__ = property(lambda self: type(self.wrapped))
+
+    def __init__(self, wrapped):
+        self.wrapped = wrapped
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["wrapped"], name)
+
+
+def a_proxy_of_a_dict(model):
+    box = type(model.model.layers[0].mlp).added = Proxy({"a": 1})
+    yield
+    box.wrapped["a"] = 2
+
+
+def a_proxy_of_a_class(model):
+    type(model.model.layers[0].mlp).added = box = Proxy(Linear)
+    yield
+    box.wrapped = Parameter
+
+
+class Some(list):
+    """As long as a number says."""
+
+    number = 1
+
+    def __iter__(self):
+        return iter(self[: Some.number])
+
+
+def what_a_list_gives(model):
+    type(model.model.layers[0].mlp).added = Some([1, 2])
+    Some.number = 1
+    yield
+    Some.number = 2
+
+
+def a_global_that_was_none(model):
+    function, names = followed("def f(self): return factor", factor=None)
+    type(model.model.layers[0].mlp).added = function
+    yield
+    del names["factor"]
+
+
+def subclassed(kind, *values):
+    def change(model):
+        own = type("Own", (kind,), {"__module__": "a_users_module"})
+        added(model, own(values[0]))
+        yield
+        added(model, own(values[1]))
+
+    change.__name__ = f"a_subclass_of_{kind.__name__}"
+    return change
+
+
 CHANGES = [
+    an_object_that_two_have, a_config_that_layers_still_have,
+    another_name_in_the_place_of_a_skipped_one, a_forward_in_the_place_of_an_attribute_of_torch,
+    a_proxy_of_a_dict, a_proxy_of_a_class, what_a_list_gives, a_global_that_was_none,
+    subclassed(float, 1.0, 2.0), subclassed(str, "a", "b"), subclassed(bytearray, b"a", b"b"),
+    subclassed(deque, [1], [2]),
     an_object, an_object_with_slots, a_dict_and_its_keys, an_array, a_method_of_an_object, a_partial,
     an_attribute_that_goes, an_attribute_with_another_name, a_tensor, a_module_in_a_list,
     an_object_after_an_equal_one,
@@ -360,13 +460,34 @@ def test_what_was_seen_keeps_no_model_alive(change, model):
         gc.enable()
 
 
-@pytest.mark.parametrize("change", [the_model_itself, a_method_of_the_model])
+def an_object_that_all_layers_have(model):
+    box = types.SimpleNamespace(owner=model.model)
+    for layer in model.model.layers:
+        layer.added = box
+    yield
+
+
+@pytest.mark.parametrize(
+    "change",
+    [the_model_itself, a_method_of_the_model, an_object_that_all_layers_have],
+)
 def test_an_attribute_that_holds_its_model_keeps_no_model_alive(change, model):
     next(change(model))
     for _ in range(2):
         pass_state(model)
     gone = weakref.ref(model.model)
     model.model = None
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_list_that_gets_the_model_after_the_last_look(model):
+    box = added(model, [])
+    for _ in range(2):
+        pass_state(model)
+    box.append(model.model)
+    gone = weakref.ref(model.model)
+    del model.model, box
     gc.collect()
     assert gone() is None
 

@@ -88,6 +88,34 @@ def test_changed_defaults_count(model, prepared, change):
     prepared(max_new_tokens=4)
 
 
+def test_a_config_of_another_class(model, prepared):
+    class Own(type(model.generation_config)):
+        def to_dict(self):
+            return {**super().to_dict(), "max_new_tokens": 2}
+
+    prepared(do_sample=False)
+    own = Own()
+    vars(own).update(vars(model.generation_config))
+    model.generation_config = own
+    assert prepared(do_sample=False).max_new_tokens == 2
+
+
+def test_defaults_that_change_while_a_config_is_prepared(model):
+    """By another thread, which prepares one meanwhile."""
+    configs = PreparedConfigs()
+
+    def slow(given, **kwargs):
+        result = model._prepare_generation_config(given, **kwargs)
+        model.generation_config.top_k = 22
+        configs.prepare(model, model._prepare_generation_config, {})
+        return result
+
+    model.generation_config.top_k = 11
+    configs.prepare(model, slow, {"max_new_tokens": 3})
+    again, _ = configs.prepare(model, model._prepare_generation_config, {"max_new_tokens": 3})
+    assert again.top_k == 22
+
+
 def test_generation_parameters_in_the_config_are_still_refused(model):
     with attached(model):
         for _ in range(2):
