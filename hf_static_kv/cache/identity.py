@@ -19,7 +19,12 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hf_static_kv import compat
 from hf_static_kv.cache.samples import Samples
@@ -138,6 +143,7 @@ class _Attributes:
         for kind in dict.fromkeys(self._kinds):
             reader.add_class(kind)
         self.classes = reader.classes
+        self._configs: dict[int, _Config] = {}
 
     def values(self, modules: list[Module]) -> list[Any] | None:
         """The values as they are; None if modules have other attributes, or one has changed."""
@@ -150,9 +156,46 @@ class _Attributes:
         is_same = all(map(is_, compress(values, self._is_fixed), self._held))
         return values if is_same else None
 
+    def of_config(self, values: Values, config: Any) -> Any:
+        """The value of a config; None if this is none, or one that must be read in every call."""
+        if not issubclass(type(config), PreTrainedConfig):
+            return None
+        known = self._configs.get(id(config))
+        if known is None or not known.is_of(config):
+            known = self._configs[id(config)] = _Config(config)
+        for kind in known.classes:
+            values.add_class(kind)
+        return known.value
+
     def _values_in(self, own: list[dict[str, Any]]) -> list[Any]:
         pairs = zip(self._getters, own, strict=True)
         return list(chain.from_iterable([get(part) for get, part in pairs]))
+
+
+class _Config:
+    """A config as it was read, which is recognised by its parts and not held: it may get a model."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        reader = Values([])
+        value = reader.of_attribute(config)
+        own = vars(config)
+        is_kept = not reader.num_not_held
+        self.value = value if is_kept else None
+        self.classes = reader.classes if is_kept else []
+        self._config = weakref.ref(config)
+        self._names = list(own)
+        self._held = list(own.values()) if is_kept else []
+        self._inside = Known(None, [part for part in reader.seen if part is not config and is_kept])
+
+    def is_of(self, config: PreTrainedConfig) -> bool:
+        own = vars(config)
+        return (
+            self.value is not None
+            and self._config() is config
+            and self._names == list(own)
+            and all(map(is_, own.values(), self._held))
+            and self._inside.is_unchanged()
+        )
 
 
 def _getter(names: list[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
@@ -173,15 +216,16 @@ def _attributes(values: Values, model: PreTrainedModel) -> list[_Attribute]:
     attributes = known.attributes.copy()
     read: dict[int, Any] = {}  # by the id of a value: many modules have the config
     for place in known.changing:
-        owner, name = known.names[place]
+        named = known.names[place]
         value = found[place]
         if isinstance(value, Tensor) or id(value) not in read:
-            now, before = _attribute(values, owner, name, value), attributes[place]
-            read[id(value)] = before[2] if before == now else now[2]  # compared again, by identity
-        attributes[place] = known.attributes[place] = owner, name, read[id(value)]
+            read[id(value)] = known.of_config(values, value) or _attribute(values, *named, value)[2]
+        attributes[place] = *named, read[id(value)]
     # A pass reads these, and no module need have them.
-    others = [model.config, model.config.get_text_config(), *_attention_functions(model)]
-    attributes += [_attribute(values, type(model), "config or attention", own) for own in others]
+    named = type(model), "config or attention"
+    for other in (model.config, model.config.get_text_config(), *_attention_functions(model)):
+        value = read.get(id(other)) or known.of_config(values, other)
+        attributes.append((*named, value or _attribute(values, *named, other)[2]))
     # Grows meanwhile, by modules that attributes hold.
     for module in islice(values.modules, len(modules), None):
         values.add_class(type(module))

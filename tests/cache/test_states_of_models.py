@@ -481,6 +481,27 @@ def test_an_attribute_that_holds_its_model_keeps_no_model_alive(change, model):
     assert gone() is None
 
 
+def test_a_config_that_gets_the_model_after_the_last_look(model):
+    for _ in range(2):
+        pass_state(model)
+    model.config.owner = model.model
+    gone = weakref.ref(model.model)
+    del model.model
+    for module in model.modules():
+        module.config = None
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), Linear(2, 2)])
+def test_a_config_that_holds_a_tensor_or_a_module(value, model):
+    model.config.added = [value]
+    states = [pass_state(model) for _ in range(3)]
+    assert states[0] == states[1] == states[2]
+    model.config.added[0] = copy.deepcopy(value)
+    assert pass_state(model) != states[2]
+
+
 def test_a_list_that_gets_the_model_after_the_last_look(model):
     box = added(model, [])
     for _ in range(2):
