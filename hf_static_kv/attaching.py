@@ -406,7 +406,7 @@ def _is_ids_alone(request: Request) -> bool:
     if request.mode not in _ONE_SEQUENCE_A_ROW or request.config.prefill_chunk_size is not None:
         return False
     positions = request.model_kwargs.get("position_ids")
-    unusual = ids.new_zeros(1, dtype=torch.bool)
+    unusual: Tensor | bool = False
     if positions is not None:
         expected = torch.arange(ids.shape[1], device=positions.device)
         if positions.ndim != 2 or positions.shape[1] != len(expected):

@@ -175,7 +175,7 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
 def _is_common(kind: type[Any], name: str) -> bool:
     """Whether a method of `generate` is that of all models. Without it: no."""
     own = getattr(GenerationMixin, name, None)
-    return own is not None and getattr(kind, name) is own
+    return own is not None and getattr(kind, name, None) is own
 
 
 class _WithPrefill:
@@ -191,9 +191,8 @@ class _WithPrefill:
 
 def has_common_loop(model: Any) -> bool:
     """Whether greedy decoding and sampling run in the loop of all models. Without it: no."""
-    kinds = (kind for kind in type(model).__mro__ if not issubclass(kind, Hooked))
-    own = next((vars(kind)["_sample"] for kind in kinds if "_sample" in vars(kind)), None)
-    return own is not None and own is getattr(GenerationMixin, "_sample", None)
+    own = next(kind for kind in type(model).__mro__ if not issubclass(kind, Hooked))
+    return _is_common(own, "_sample")
 
 
 def sampling_loop(model: Any, prefill: Callable[..., Any] | None = None) -> Callable[..., Any]:

@@ -26,48 +26,61 @@ def model():
     return toy_model("llama").eval()
 
 
+class Prepared:
+    """Configs of calls of one model."""
+
+    def __init__(self, model):
+        self.model = model
+        self.configs = PreparedConfigs()
+        self.num_prepared = 0  # by transformers
+
+    def __call__(self, **kwargs):
+        return self.configs.prepare(self.model, self._original, kwargs)
+
+    def _original(self, given, **kwargs):
+        self.num_prepared += 1
+        return self.model._prepare_generation_config(given, **kwargs)
+
+    def is_as_transformers(self, **kwargs):
+        config, left = self(**kwargs)
+        expected, expected_left = self.model._prepare_generation_config(None, **kwargs)
+        types = [list(map(type, vars(one).values())) for one in (config, expected)]
+        return (
+            vars(config) == vars(expected)
+            and types[0] == types[1]
+            and list(left) == list(expected_left)
+            and all(left[name] is expected_left[name] for name in left)
+        )
+
+
 @pytest.fixture
 def prepared(model):
-    configs = PreparedConfigs()
-    count = []
-
-    def prepare(**kwargs):
-        def original(given, **kwargs):
-            count.append(kwargs)
-            return model._prepare_generation_config(given, **kwargs)
-
-        config, left = configs.prepare(model, original, kwargs)
-        expected, expected_left = model._prepare_generation_config(None, **kwargs)
-        assert vars(config) == vars(expected)
-        assert list(map(type, vars(config).values())) == list(map(type, vars(expected).values()))
-        assert list(left) == list(expected_left)
-        assert all(left[name] is expected_left[name] for name in left)
-        return config
-
-    prepare.count = count
-    return prepare
+    return Prepared(model)
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_the_same_as_transformers(prepared, call):
     for other in (call, call, *CALLS, call):
-        prepared(**other)
+        assert prepared.is_as_transformers(**other)
 
 
 def test_prepared_once(prepared):
+    mask = torch.ones_like(IDS)
     for _ in range(3):
-        prepared(max_new_tokens=4, attention_mask=torch.ones_like(IDS))
-    assert len(prepared.count) == 1
-    prepared(max_new_tokens=5, attention_mask=torch.ones_like(IDS))
-    assert len(prepared.count) == 2
+        prepared(max_new_tokens=4, attention_mask=mask)
+    assert prepared.num_prepared == 1
+    prepared(max_new_tokens=5, attention_mask=mask)
+    assert prepared.num_prepared == 2
 
 
-def test_a_config_is_the_callers_own(prepared):
+def test_a_config_is_the_callers_own(model, prepared):
     """Calls write into it, and into its lists."""
-    first = prepared(max_new_tokens=4)
-    first.max_length = 7
-    first.eos_token_id = [9]
-    prepared(max_new_tokens=4)
+    model.generation_config.eos_token_id = [3, 4]
+    for _ in range(3):
+        config, _ = prepared(max_new_tokens=4)
+        assert (config.max_length, config.eos_token_id) == (20, [3, 4])
+        config.max_length = 7
+        config.eos_token_id.append(9)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +95,10 @@ def test_a_config_is_the_callers_own(prepared):
 )
 def test_changed_defaults_count(model, prepared, change):
     model.generation_config.eos_token_id = [3, 4]
-    prepared(max_new_tokens=4)
+    assert prepared.is_as_transformers(max_new_tokens=4)
     change(model)
-    prepared(max_new_tokens=4)
-    prepared(max_new_tokens=4)
+    for _ in range(2):
+        assert prepared.is_as_transformers(max_new_tokens=4)
 
 
 def test_a_config_of_another_class(model, prepared):
@@ -97,7 +110,7 @@ def test_a_config_of_another_class(model, prepared):
     own = Own()
     vars(own).update(vars(model.generation_config))
     model.generation_config = own
-    assert prepared(do_sample=False).max_new_tokens == 2
+    assert prepared(do_sample=False)[0].max_new_tokens == 2
 
 
 def test_defaults_that_change_while_a_config_is_prepared(model):
