@@ -24,7 +24,7 @@ from records import Record
 from workload import Workload, build_workload
 
 from hf_static_kv import GraphDecoder
-from hf_static_kv.program.step import SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
 
 CONTENDERS = ["graph", "dynamic"]
 T = {"do_sample": True, "top_k": 0, "temperature": 0.8}  # 0: no top-k; `generate` would have one

@@ -46,7 +46,8 @@ from hf_static_kv.decoding.verification import unverified_inputs, verify, withou
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
-from hf_static_kv.program.step import DecodeStep, SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
+from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
 _MAX_STEPS = 8  # captured for one cache

@@ -16,7 +16,7 @@ from hf_static_kv.decoding.call import Call
 from hf_static_kv.kernels.ban_tokens import MAX_NGRAM
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.patching import EXACT_ATTENTION_NAME
-from hf_static_kv.program.step import SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
 
 _KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 

@@ -3,7 +3,7 @@
 min_length    end tokens, while the sequence is shorter than that
 ngram         tokens that would complete n tokens which the sequence has already
 
-logits: [B, V]   positions: [B], int64, of the newest token   min_length: [1], int64
+logits: [B, V]   positions: [B], int64, of the newest token   min_length: [B], int64
 """
 
 import torch
@@ -33,8 +33,9 @@ def ban_tokens_plain(
     logits: Tensor, positions: Tensor, state: GreedyState, min_length: Tensor, ngram: int
 ) -> Tensor:
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    is_short = positions[:, None] + 1 < min_length
-    is_banned = torch.isin(tokens, state.eos) & is_short
+    positions = positions.clamp(max=state.sequences.shape[1] - 1)
+    is_short = positions + 1 < min_length
+    is_banned = (tokens[None, None] == state.eos[..., None]).any(dim=1) & is_short[:, None]
     if ngram:
         # [B, windows, n]: the last token of a window is banned if those before it come again.
         windows = state.sequences.unfold(1, ngram, 1)

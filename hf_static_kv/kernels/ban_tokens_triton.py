@@ -14,17 +14,17 @@ _TILE = 256
 
 @triton.jit
 def ban_tokens(
-    logits, positions, sequences, eos, min_length, V, logits_b, positions_b, sequences_b,
+    logits, positions, sequences, eos, min_length, S, V, logits_b, positions_b, sequences_b,
     NGRAM: tl.constexpr, NUM_EOS: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     pdl_sync(PDL)
-    position = tl.load(positions + b * positions_b)
+    position = tl.minimum(tl.load(positions + b * positions_b), S - 1)
     row = logits + b * logits_b
     banned = -float("inf")
     if tl.program_id(1) == 0:
-        end = tl.load(eos + tl.arange(0, NUM_EOS))
-        is_short = position + 1 < tl.load(min_length)
+        end = tl.load(eos + b * NUM_EOS + tl.arange(0, NUM_EOS))
+        is_short = position + 1 < tl.load(min_length + b)
         tl.store(row + end, banned, mask=(end >= 0) & (end < V) & is_short)
     if NGRAM > 0:
         ids = sequences + b * sequences_b
@@ -49,7 +49,7 @@ def ban_tokens_triton(
     batch, vocabulary = logits.shape
     tiles = triton.cdiv(sequences.shape[1], _TILE) if ngram else 1
     launch(
-        ban_tokens, (batch, tiles), logits, positions, sequences, eos, min_length, vocabulary,
-        logits.stride(0), positions.stride(0), sequences.stride(0),
+        ban_tokens, (batch, tiles), logits, positions, sequences, eos, min_length,
+        sequences.shape[1], vocabulary, logits.stride(0), positions.stride(0), sequences.stride(0),
         NGRAM=ngram, NUM_EOS=eos.shape[1], TILE=_TILE, num_warps=4,
     )  # fmt: skip

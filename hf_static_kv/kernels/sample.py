@@ -51,24 +51,30 @@ class Processors(NamedTuple):
 class SampleState(NamedTuple):
     """The tensors of sampling.
 
-    The numbers are float64, as Python's, so that 1 - top_p and 1 / temperature are too.
+    The numbers of each batch row are float64, as Python's, so that 1 - top_p and 1 / temperature are too.
     """
 
     selection: GreedyState
     kinds: Processors
-    temperature: Tensor  # [1]
-    top_k: Tensor  # [1], int64; the vocabulary or more: off
-    top_p: Tensor  # [1], 1: off
-    min_p: Tensor  # [1], 0: off
-    repetition_penalty: Tensor  # [1], 1: off
-    min_length: Tensor  # [1], int64, in positions of `sequences`; 0: off
+    temperature: Tensor  # [B]
+    top_k: Tensor  # [B], int64; the vocabulary or more: off
+    top_p: Tensor  # [B], 1: off
+    min_p: Tensor  # [B], 0: off
+    repetition_penalty: Tensor  # [B], 1: off
+    min_length: Tensor  # [B], int64, in positions of `sequences`; 0: off
 
 
-def select_sampled(logits: Tensor, positions: Tensor, state: SampleState) -> None:
-    """Sample the token after `positions` [B] in each batch row from `logits` [B, V]."""
+def select_sampled(
+    logits: Tensor, positions: Tensor, state: SampleState, noise: Tensor | None = None
+) -> None:
+    """Sample the token after `positions` [B] in each batch row from `logits` [B, V].
+
+    Without `noise` it is drawn here, from torch's generator.
+    """
     _check(logits, state)
-    # First, so that no kernel of torch, which has no PDL, stands between ours.
-    noise = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_(1)
+    if noise is None:
+        # First, so that no kernel of torch, which has no PDL, stands between ours.
+        noise = torch.empty_like(logits, dtype=torch.float32).exponential_(1)
     batch_size, vocabulary = logits.shape
     is_small = batch_size <= _MAX_BATCH_SIZE and vocabulary <= _MAX_KERNEL_VOCABULARY
     if logits.is_cuda and is_small:
@@ -93,23 +99,25 @@ def process_plain(logits: Tensor, positions: Tensor, state: SampleState) -> Tens
         scores = _penalize(scores, positions, state.selection.sequences, state.repetition_penalty)
     if kinds.min_length:
         tokens = torch.arange(scores.shape[-1], device=scores.device)
-        is_short = positions[:, None] + 1 < state.min_length
-        is_refused = torch.isin(tokens, state.selection.eos) & is_short
+        is_short = positions + 1 < state.min_length
+        is_end = (tokens[None, None] == state.selection.eos[..., None]).any(dim=1)
+        is_refused = is_end & is_short[:, None]
         scores = scores.masked_fill(is_refused, -torch.inf)
     if kinds.temperature:
         scores = _divide(scores, state.temperature)
     if kinds.top_k:
         last = state.top_k.clamp(max=scores.shape[-1]) - 1
-        smallest = scores.sort(dim=-1, descending=True).values.index_select(-1, last)
+        smallest = scores.sort(dim=-1, descending=True).values.gather(-1, last[:, None])
         scores = scores.masked_fill(scores < smallest, -torch.inf)
     if kinds.top_p:
         ascending, order = scores.sort(dim=-1)
-        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - state.top_p).float()
+        is_removed = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1 - state.top_p[:, None]).float()
         is_removed[:, -1] = False
         scores = scores.masked_fill(is_removed.scatter(1, order, is_removed), -torch.inf)
     if kinds.min_p:
         probabilities = scores.softmax(dim=-1)
-        is_removed = probabilities < state.min_p.float() * probabilities.amax(dim=-1, keepdim=True)
+        least = state.min_p[:, None].float() * probabilities.amax(dim=-1, keepdim=True)
+        is_removed = probabilities < least
         scores = scores.masked_fill(is_removed, -torch.inf)
     return scores
 
@@ -121,12 +129,13 @@ def _penalize(scores: Tensor, positions: Tensor, sequences: Tensor, penalty: Ten
     tokens = torch.where(is_past, sequences, sequences[:, :1]).clamp(max=scores.shape[-1])
     padded = torch.nn.functional.pad(scores, (0, 1))
     seen = padded.gather(1, tokens)
-    seen = torch.where(seen < 0, seen * penalty.float(), _divide(seen, penalty))
+    seen = torch.where(seen < 0, seen * penalty[:, None].float(), _divide(seen, penalty))
     return padded.scatter(1, tokens, seen)[:, :-1]
 
 
 def _divide(x: Tensor, number: Tensor) -> Tensor:
     """As torch divides by a Python number: on a GPU by the reciprocal, rounded from float64."""
+    number = number[:, None]
     return x * number.reciprocal().float() if x.is_cuda else x / number.float()
 
 
@@ -142,6 +151,6 @@ def _check(logits: Tensor, state: SampleState) -> None:
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "min_length"):
         number = getattr(state, name)
         dtype = torch.int64 if name in ("top_k", "min_length") else torch.float64
-        if number.shape != (1,) or number.dtype != dtype:
+        if number.shape != (len(logits),) or number.dtype != dtype:
             given = f"{tuple(number.shape)} {number.dtype}"
-            raise ValueError(f"{name} must be (1,) {dtype}, got {given}.")
+            raise ValueError(f"{name} must be ({len(logits)},) {dtype}, got {given}.")

@@ -45,7 +45,7 @@ def sample_penalize(
     position = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = (position < S) & (position <= tl.load(positions + b * positions_b))
     token = tl.load(sequences + b * sequences_b + position, mask=mask, other=-1)
-    factor = tl.load(penalty)
+    factor = tl.load(penalty + b)
     mask = mask & (token >= 0) & (token < V)
     pdl_sync(PDL)
     logit = tl.load(logits + b * logits_b + token, mask=mask, other=0.0).to(tl.float32)
@@ -71,12 +71,12 @@ def sample_scale(
         tl.float32
     )
     if MIN_LENGTH:
-        is_short = tl.load(positions + b * positions_b) + 1 < tl.load(min_length)
-        end = tl.load(eos + tl.arange(0, NUM_EOS))
+        is_short = tl.load(positions + b * positions_b) + 1 < tl.load(min_length + b)
+        end = tl.load(eos + b * NUM_EOS + tl.arange(0, NUM_EOS))
         is_end = tl.max((end[:, None] == token[None, :]).to(tl.int32), 0) != 0
         score = tl.where(is_end & is_short, -float("inf"), score)
     if TEMPERATURE:
-        score *= (1.0 / tl.load(temperature)).to(tl.float32)
+        score *= (1.0 / tl.load(temperature + b)).to(tl.float32)
     score = tl.where(score == 0, 0.0, score)  # -0.0 equals 0.0, its key would be another
     tl.store(scores + b * V + token, score, mask=mask)
     tl.store(maxima + b * tl.num_programs(1) + chunk, tl.max(score, 0))
@@ -194,8 +194,8 @@ def sample_narrow(
         weight = mask.to(tl.float32)
     low = _LOWEST
     if BEFORE != "nothing":
-        k = tl.load(top_k)
-        p = tl.load(top_p)
+        k = tl.load(top_k + b)
+        p = tl.load(top_p + b)
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:  # what top_k does not keep has no mass
             weight = tl.where(key >= tl.load(lows + _PASSES * B + b), weight, 0.0)
@@ -232,8 +232,8 @@ def sample_draw(
     mask, score, weight, maximum = _load_chunk(scores, maxima, b, V, NUM_CHUNKS, CHUNK, TILE)
     keep = mask
     if BEFORE != "nothing":
-        k = tl.load(top_k)
-        p = tl.load(top_p)
+        k = tl.load(top_k + b)
+        p = tl.load(top_p + b)
         pdl_sync(PDL)
         if BEFORE == "mass" and TOP_K:
             keep = keep & (_key(score) >= tl.load(lows + _PASSES * B + b))
@@ -244,7 +244,7 @@ def sample_draw(
         else:
             keep = keep & ((_key(score) >= low) | (score == maximum))
     if MIN_P:
-        keep = keep & (weight >= tl.load(min_p).to(tl.float32))
+        keep = keep & (weight >= tl.load(min_p + b).to(tl.float32))
     quotient = tl.div_rn(weight, q)
     # Below every quotient: what is not kept and NaN, and lower yet what is no token.
     quotient = tl.where(keep & (quotient >= 0), quotient, tl.where(mask, -1.0, -2.0))

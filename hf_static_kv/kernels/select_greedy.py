@@ -1,8 +1,8 @@
 """The next token of each batch row, selected on the device.
 
 token                       = argmax(logits), or pad in a batch row that has finished
-sequences[b, positions[b] + 1] = token
-unfinished                  = unfinished and token not in eos
+sequences[b, positions[b] + 1] = token         unless that is beyond the end
+unfinished                  = unfinished and token not in eos and positions[b] + 1 < last[b]
 is_over                     = no batch row is unfinished
 
 logits: [B, V]   positions: [B], int64, of the newest token of each row
@@ -17,14 +17,15 @@ _MAX_BATCH_SIZE = 64  # one instance of the kernel holds all batch rows
 
 
 class GreedyState(NamedTuple):
-    """The tensors of greedy decoding; all but `eos` and `pad` are written in place."""
+    """The tensors of greedy decoding; all but `eos`, `pad` and `last` are written in place."""
 
     sequences: Tensor  # [B, S + 1], tokens by position
     token: Tensor  # [B, 1], selected last
     unfinished: Tensor  # [B, 1], bool
-    eos: Tensor  # [1, n], filled up with -1
-    pad: Tensor  # [1]
+    eos: Tensor  # [B, n], filled up with -1
+    pad: Tensor  # [B]
     is_over: Tensor  # [], bool
+    last: Tensor  # [B], the position of a sequence's last token
 
 
 def select_greedy(logits: Tensor, positions: Tensor, state: GreedyState) -> None:
@@ -42,8 +43,12 @@ def select_greedy_plain(logits: Tensor, positions: Tensor, state: GreedyState) -
 
 def select_plain(tokens: Tensor, positions: Tensor, state: GreedyState) -> None:
     """Select `tokens` [B, 1]."""
-    tokens = torch.where(state.unfinished, tokens, state.pad)
-    state.sequences.scatter_(1, positions[:, None] + 1, tokens)
-    state.unfinished.logical_and_((tokens != state.eos).all(dim=1, keepdim=True))
+    tokens = torch.where(state.unfinished, tokens, state.pad[:, None])
+    at = positions[:, None] + 1
+    size = state.sequences.shape[1]
+    kept = state.sequences[:, -1:].where(at >= size, tokens)
+    state.sequences.scatter_(1, at.clamp(max=size - 1), kept)
+    is_last = (tokens == state.eos).any(dim=1, keepdim=True) | (at >= state.last[:, None])
+    state.unfinished.logical_and_(~is_last)
     state.is_over.copy_(~state.unfinished.any())
     state.token.copy_(tokens)

@@ -30,8 +30,8 @@ def argmax_chunks(
 
 @triton.jit
 def select_token(
-    maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over,
-    positions_b, sequences_b, B, V,
+    maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over, last,
+    positions_b, sequences_b, B, S, V,
     TILE_B: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_EOS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = tl.arange(0, TILE_B)
@@ -46,12 +46,14 @@ def select_token(
     # Equal logits: the lowest token. NaN equals nothing: then it is V - 1, which is a valid token.
     argmax = tl.min(tl.where(chunk_maximum == maximum[:, None], chunk_token, V - 1), 1).to(tl.int64)
     running = tl.load(unfinished + b, mask=mask, other=0) != 0
-    selected = tl.where(running, argmax, tl.load(pad))
-    is_eos = tl.max((selected[:, None] == tl.load(eos + e)[None, :]).to(tl.int32), 1) != 0
-    running = running & (is_eos == 0) & mask
-    position = tl.load(positions + b * positions_b, mask=mask, other=0)
-    at = b.to(tl.int64) * sequences_b + position + 1
-    tl.store(sequences + at, selected, mask=mask)
+    selected = tl.where(running, argmax, tl.load(pad + b, mask=mask, other=0))
+    end = tl.load(eos + b[:, None] * NUM_EOS + e[None, :], mask=mask[:, None], other=-1)
+    is_eos = tl.max((selected[:, None] == end).to(tl.int32), 1) != 0
+    position = tl.load(positions + b * positions_b, mask=mask, other=0) + 1
+    is_last = is_eos | (position >= tl.load(last + b, mask=mask, other=0))
+    running = running & (is_last == 0) & mask
+    at = b.to(tl.int64) * sequences_b + position
+    tl.store(sequences + at, selected, mask=mask & (position < S))
     tl.store(token + b, selected, mask=mask)
     tl.store(unfinished + b, running, mask=mask)
     tl.store(is_over, tl.max(running.to(tl.int32), 0) == 0)
@@ -77,10 +79,10 @@ def select_triton(
 
     maxima: [B, chunks], float32   tokens: [B, chunks], int32
     """
-    sequences, _, _, eos, _, _ = state
+    sequences, _, _, eos, *_ = state
     batch, num_chunks = maxima.shape
     launch(
         select_token, (1,), maxima, tokens, positions, *state,
-        positions.stride(0), sequences.stride(0), batch, vocabulary,
+        positions.stride(0), sequences.stride(0), batch, sequences.shape[1], vocabulary,
         TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=num_chunks, NUM_EOS=eos.shape[1], num_warps=4,
     )  # fmt: skip

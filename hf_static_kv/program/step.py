@@ -32,10 +32,7 @@ from hf_static_kv.cache.layout import plan_layers
 from hf_static_kv.cache.request import cache_is_full
 from hf_static_kv.cache.storage import CAPTURING
 from hf_static_kv.cache.values import unwrapped
-from hf_static_kv.kernels.ban_tokens import ban_tokens
 from hf_static_kv.kernels.positions import write_tokens
-from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
-from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
 from hf_static_kv.patching import attention_implementation, pass_context, replaced
 from hf_static_kv.program.activations import named_activations
 from hf_static_kv.program.experts import one_operation_experts, one_operation_routers
@@ -381,86 +378,6 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
     stream that was ever used.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-class SelectingStep(DecodeStep):
-    """A decode step that also selects the next token, or padding in a batch row that has ended, in
-    the same graph.
-
-    It selects the most likely token, or samples with the processors of `kinds`; `what` as for
-    `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
-    that would repeat `ngram` ones.
-    """
-
-    MAX_EOS = 16
-
-    def __init__(
-        self, *what: Any, kinds: Processors | None, bans: bool = False, ngram: int = 0
-    ) -> None:
-        super().__init__(*what)
-        self._bans = bans
-        self._ngram = ngram
-        self.state = GreedyState(
-            # The last token of a sequence is selected and not written to the cache: one position
-            # more.
-            sequences=self.token.new_zeros(len(self.token), self.max_cache_len + 1),
-            token=self.token,
-            unfinished=torch.ones_like(self.token, dtype=torch.bool),
-            eos=self.token.new_full((1, self.MAX_EOS), -1),
-            pad=self.token.new_zeros(1),
-            is_over=self.token.new_zeros((), dtype=torch.bool),
-        )
-        real, whole = (
-            self.token.new_zeros(1, dtype=dtype) for dtype in (torch.float64, torch.int64)
-        )
-        self.min_length = whole.clone()
-        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, self.min_length)
-        self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
-
-    @property
-    def buffers(self) -> list[Tensor]:
-        return [*super().buffers, *self.state]
-
-    def set_state(
-        self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None
-    ) -> None:
-        """Set the state before the token at `position` is selected, where `ids` [B, n] are the
-        tokens before it.
-
-        `unfinished` rows [B] go on; `eos` are the end tokens, `pad` is the token after an end.
-        """
-        self.token.copy_(ids[:, -1:])
-        self.state.sequences[:, position - ids.shape[1] : position].copy_(ids)
-        self.state.unfinished.copy_(unfinished[:, None])
-        self.state.eos.fill_(-1)
-        if eos is not None:
-            self.state.eos[0, : len(eos)].copy_(eos)
-        if pad is not None:
-            self.state.pad.copy_(pad.reshape(1))
-
-    def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
-        """Set `min_length`, and other numbers of the `SampleState`, by name."""
-        for name, number in numbers:
-            getattr(self.sampling or self, name).fill_(number)
-
-    def replay(self) -> Tensor:
-        """Append the selected tokens and select the next ones; a bool on the device: all rows have
-        ended.
-        """
-        self._replay_or_forward()
-        return self.state.is_over
-
-    def _forward(self) -> Tensor:
-        logits = super()._forward()
-        newest = self.positions.full.slots[:, -1]  # [B]
-        scores = logits
-        if self._bans:
-            scores = ban_tokens(logits, newest, self.state, self.min_length, self._ngram)
-        if self.sampling is None:
-            select_greedy(scores, newest, self.state)
-        else:
-            select_sampled(scores, newest, self.sampling)
-        return logits
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from transformers.generation import logits_process as processors
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
 from hf_static_kv.kernels.sample import Processors
-from hf_static_kv.program.step import DecodeStep, SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
+from hf_static_kv.program.step import DecodeStep
 from tests.conftest import Collect, shared_toy_model
 from tests.decoding.conftest import BATCH, CAPACITY, DEVICE, PROMPT, padded, run, toy_model
 

@@ -146,25 +146,26 @@ def launch_small(dtype):
     place = positions_triton.place_tokens_triton
     place(row, row.clone(), row.clone(), number, layers, layers, column, spans, *for_ids, True)
     place(row, row.clone(), row.clone(), number, layers, layers, column, spans, None, None, False)
-    state = column, column, column.bool(), torch.zeros(1, 16).long(), number, torch.tensor(False)
+    ends = torch.zeros(2, 16).long()
+    state = column, column, column.bool(), ends, row, torch.tensor(False), row
     select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
     ban_tokens_triton.ban_tokens_triton(
-        torch.empty(2, 9000, dtype=dtype), row, column, state[3], number, 3
+        torch.empty(2, 9000, dtype=dtype), row, column, ends, row, 3
     )
     launch_sampling(dtype, state)
 
 
 def launch_sampling(dtype, state):
     number, real, logits = (
-        torch.zeros(1).long(),
-        torch.ones(1).double(),
+        torch.zeros(2).long(),
+        torch.ones(2).double(),
         torch.empty(2, 130000, dtype=dtype),
     )
     numbers = real, number, real, real, real, number
     for chosen in (Processors(), Processors(*[True] * 6), Processors(top_p=True)):
         noise = torch.empty(2, 130000)
         sample_triton.select_sampled_triton(
-            logits, noise, number.repeat(2), GreedyState(*state), chosen, *numbers
+            logits, noise, number, GreedyState(*state), chosen, *numbers
         )
 
 

@@ -304,7 +304,7 @@ def run_step(dtype: torch.dtype) -> None:
     place(lengths, starts, counts, offset, windows, chunks, slots, spans, None, None, False)
     state = greedy_state()
     select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *state)
-    logits, least = normal(2, 777, dtype=dtype), torch.tensor([9])
+    logits, least = normal(2, 777, dtype=dtype), torch.tensor([9, 9])
     ban_tokens_triton.ban_tokens_triton(logits, lengths, state.sequences, state.eos, least, 3)
 
 
@@ -313,18 +313,21 @@ def greedy_state() -> GreedyState:
         sequences=torch.randint(0, 777, (2, 14)),
         token=torch.zeros(2, 1, dtype=torch.int64),
         unfinished=torch.ones(2, 1, dtype=torch.bool),
-        eos=torch.tensor([[5, 6] + [-1] * 14]),
-        pad=torch.tensor([0]),
+        eos=torch.tensor([[5, 6] + [-1] * 14] * 2),
+        pad=torch.tensor([0, 0]),
         is_over=torch.tensor(False),
+        last=torch.tensor([14, 14]),
     )
 
 
 def run_sampling(dtype: torch.dtype) -> None:
     logits, noise = normal(2, 777, dtype=dtype), torch.rand(2, 777).add_(1e-3)
-    real = {name: torch.tensor([value], dtype=torch.float64) for name, value in _NUMBERS.items()}
+    real = {
+        name: torch.tensor([value] * 2, dtype=torch.float64) for name, value in _NUMBERS.items()
+    }
     numbers = (
-        *(real["temperature"], torch.tensor([7]), real["top_p"]),
-        *(real["min_p"], real["penalty"], torch.tensor([9])),
+        *(real["temperature"], torch.tensor([7, 7]), real["top_p"]),
+        *(real["min_p"], real["penalty"], torch.tensor([9, 9])),
     )
     for kinds in (Processors(), Processors(*[True] * 6), Processors(top_p=True)):
         at = torch.tensor([5, 9])

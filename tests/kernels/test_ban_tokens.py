@@ -18,10 +18,10 @@ def state_of(ids, capacity, eos):
     """The state after `ids` [B, n]; later positions hold what earlier calls have left there."""
     sequences = torch.randint(0, 4, (len(ids), capacity), generator=torch.Generator())
     sequences[:, : ids.shape[1]] = ids
-    ends = torch.full((1, 16), -1)
-    ends[0, : len(eos)] = torch.tensor(eos)
+    ends = torch.full((len(ids), 16), -1)
+    ends[:, : len(eos)] = torch.tensor(eos)
     others = [torch.zeros(1)] * 2
-    return GreedyState(*(t.to(DEVICE) for t in (sequences, *others, ends, *others)))
+    return GreedyState(*(t.to(DEVICE) for t in (sequences, *others, ends, *others, others[0])))
 
 
 def kernel(logits, positions, state, min_length, ngram):
@@ -52,14 +52,14 @@ class TestBans:
             expected = NoRepeatNGramLogitsProcessor(ngram)(ids.to(DEVICE), expected)
         positions = torch.full((3,), length - 1, device=DEVICE)
         state = state_of(ids, 50, eos)
-        least = torch.tensor([min_length], device=DEVICE)
+        least = torch.full((3,), min_length, device=DEVICE)
         assert torch.equal(implementation(logits, positions, state, least, ngram), expected)
 
     def test_rows_of_unlike_lengths(self, implementation):
         ids = torch.tensor([[1, 2, 1, 0, 0], [3, 1, 2, 3, 1]])
         logits = torch.zeros(2, 4, device=DEVICE)
         positions = torch.tensor([2, 4], device=DEVICE)
-        least = torch.tensor([5], device=DEVICE)
+        least = torch.tensor([5, 5], device=DEVICE)
         got = implementation(logits, positions, state_of(ids, 9, [3]), least, 2)
         banned = [(0, 2), (0, 3), (1, 2)]  # the end token of the row that is short, and 2 after 1
         assert {tuple(at) for at in got.isinf().nonzero().tolist()} == set(banned)

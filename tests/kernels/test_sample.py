@@ -36,14 +36,15 @@ def make_state(batch, kinds, **numbers):
         sequences=sequences,
         token=torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE),
         unfinished=torch.ones(batch, 1, dtype=torch.bool, device=DEVICE),
-        eos=torch.tensor([[1, 3] + [-1] * 14], device=DEVICE),
-        pad=torch.tensor([9], device=DEVICE),
+        eos=torch.tensor([[1, 3] + [-1] * 14], device=DEVICE).repeat(batch, 1),
+        pad=torch.tensor([9], device=DEVICE).repeat(batch),
         is_over=torch.tensor(False, device=DEVICE),
+        last=torch.tensor([LENGTH], device=DEVICE).repeat(batch),
     )
     tensors = {
         name: torch.tensor(
             [number], dtype=torch.float64 if isinstance(number, float) else None, device=DEVICE
-        )
+        ).repeat(batch)
         for name, number in numbers.items()
     }
     return SampleState(selection, kinds, **tensors)
@@ -65,7 +66,7 @@ def exponential(*shape, seed=0):
 
 def of_transformers(logits, state):
     """Tokens [B] and processed scores as `generate` computes them."""
-    number = {name: getattr(state, name).item() for name in SampleState._fields[2:]}
+    number = {name: getattr(state, name)[0].item() for name in SampleState._fields[2:]}
     made = (
         (
             "repetition",
@@ -173,20 +174,20 @@ def limits(scores, kinds, state, slack=None):
     slack = (scores.shape[-1] + 110) * torch.finfo(torch.float32).eps if slack is None else slack
     must, may = torch.ones_like(scores, dtype=torch.bool), torch.ones_like(scores, dtype=torch.bool)
     if kinds.top_k:
-        k = min(state.top_k.item(), scores.shape[-1])
+        k = min(state.top_k[0].item(), scores.shape[-1])
         must = may = scores >= scores.topk(k).values[:, -1:]
     weights = (scores - scores.amax(-1, keepdim=True)).exp()
-    if kinds.top_p and state.top_p.item() < 1:
+    if kinds.top_p and state.top_p[0].item() < 1:
         place = places(scores)
         # Ascending.
         kept = torch.zeros_like(scores).scatter(1, place, torch.where(must, weights, 0))
         above = (
             (kept.sum(-1, keepdim=True) - kept.cumsum(-1)) / kept.sum(-1, keepdim=True)
         ).gather(1, place)
-        p, is_last = state.top_p.item(), place == scores.shape[-1] - 1
+        p, is_last = state.top_p[0].item(), place == scores.shape[-1] - 1
         must, may = (m & ((above < p + s) | is_last) for m, s in ((must, -slack), (may, slack)))
     if kinds.min_p:
-        p = state.min_p.item()
+        p = state.min_p[0].item()
         must, may = must & (weights >= p * (1 + slack)), may & (weights >= p * (1 - slack))
     return must, may
 
@@ -230,6 +231,10 @@ class TestKernels:
 
     def select(self, logits, noise, state):
         self.kernels.select_sampled_triton(logits, noise, positions(len(logits)), *state)
+        return state.selection.token[:, 0]
+
+    def select_plainly(self, logits, noise, state):
+        select_sampled_plain(logits, noise, positions(len(logits)), state)
         return state.selection.token[:, 0]
 
     @pytest.mark.parametrize("shape", ["normal", "peaked", "flat", "ties", "infinite"])
@@ -348,6 +353,30 @@ class TestKernels:
         for a, b in zip(states[0].selection, states[1].selection, strict=True):
             assert torch.equal(a, b)
         assert (states[0].selection.token[-1].item() == 1) == (min_length == POSITION + 1)
+
+    @pytest.mark.parametrize("by_kernel", [True, False])
+    def test_a_row_has_numbers_of_its_own(self, by_kernel):
+        """Each row of a batch as if it were alone; the last one takes the most likely token."""
+        numbers = [
+            {"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.0, "repetition_penalty": 1.0},
+            {"temperature": 2.0, "top_k": 300, "top_p": 1.0, "min_p": 0.25, "min_length": 5},
+            {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0},
+        ]
+        logits, noise = normal(3, 130, scale=2.0), exponential(3, 130)
+        logits[1, 1] += 20  # an end token, which would win
+        together = make_state(3, ALL)
+        for b, own in enumerate(numbers):
+            for name, number in own.items():
+                getattr(together, name)[b] = number
+        together.selection.eos[2] = logits[2].argmax()
+        together.selection.last[0] = POSITION + 1
+        select = self.select if by_kernel else self.select_plainly
+        tokens = select(logits, noise, together).tolist()
+        for b, own in enumerate(numbers):
+            alone = select(logits[b : b + 1], noise[b : b + 1], make_state(1, ALL, **own))
+            assert alone.tolist() == [tokens[b]]
+        assert tokens[2] == logits[2].argmax()
+        assert together.selection.unfinished[:, 0].tolist() == [False, True, False]
 
     @pytest.mark.parametrize(
         "dtype", [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda"), ids=str

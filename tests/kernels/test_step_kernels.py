@@ -244,7 +244,10 @@ class TestGreedy:
         generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
         logits = torch.randint(-2, 3, (batch, vocabulary), generator=generator).float().to(DEVICE)
         unfinished = [[data.draw(st.booleans())] for _ in range(batch)]
-        eos = data.draw(st.lists(st.integers(0, 6), min_size=1, max_size=3))
+        ends = st.lists(st.integers(0, 6), min_size=1, max_size=3)
+        eos = [(data.draw(ends) + [-1] * 16)[:16] for _ in range(batch)]
+        at = [2, 4, 1, 0, data.draw(st.sampled_from([3, 1 << 40]))]  # the last row may be idle
+        last = [9, 5, 3, data.draw(st.sampled_from([1, 2])), 9]
         states = []
         for select in (
             select_greedy_plain,
@@ -254,21 +257,25 @@ class TestGreedy:
                 sequences=torch.zeros(batch, 6, dtype=torch.int64, device=DEVICE),
                 token=torch.zeros(batch, 1, dtype=torch.int64, device=DEVICE),
                 unfinished=torch.tensor(unfinished, device=DEVICE),
-                eos=torch.tensor([eos + [-1] * (16 - len(eos))], device=DEVICE),
-                pad=torch.tensor([3], device=DEVICE),
+                eos=torch.tensor(eos, device=DEVICE),
+                pad=torch.tensor([3, 4, 5, 6, 7], device=DEVICE)[:batch],
                 is_over=torch.tensor(False, device=DEVICE),
+                last=torch.tensor(last, device=DEVICE)[:batch],
             )
-            select(logits, torch.tensor([2, 4, 1, 0, 3], device=DEVICE)[:batch], state)
+            select(logits, torch.tensor(at, device=DEVICE)[:batch], state)
             states.append([tensor.tolist() for tensor in state])
         tokens = [
-            row.index(max(row)) if running else 3
-            for row, (running,) in zip(logits.tolist(), unfinished, strict=True)
+            row.index(max(row)) if running else pad
+            for row, (running,), pad in zip(
+                logits.tolist(), unfinished, (3, 4, 5, 6, 7), strict=False
+            )
         ]
         assert states[0] == states[1]
-        for row, position, token in zip(states[0][0], (2, 4, 1, 0, 3), tokens, strict=False):
+        for row, position, token in zip(states[0][0], at, tokens, strict=False):
             assert row == [token if i == position + 1 else 0 for i in range(6)]
         assert states[0][2] == [
-            [running and t not in eos] for t, (running,) in zip(tokens, unfinished, strict=True)
+            [running and t not in eos[b] and at[b] + 1 < last[b]]
+            for b, (t, (running,)) in enumerate(zip(tokens, unfinished, strict=True))
         ]
         assert states[0][5] == (not any(running for (running,) in states[0][2]))
 

@@ -5,7 +5,8 @@ import torch
 
 from hf_static_kv import StaticContiguousCache, exact
 from hf_static_kv.program.positions import Positions
-from hf_static_kv.program.step import DecodeStep, SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
+from hf_static_kv.program.step import DecodeStep
 from tests.conftest import toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,207 @@
+"""A decode step that selects its tokens, on the device."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.kernels.ban_tokens import ban_tokens
+from hf_static_kv.kernels.sample import Processors, SampleState, select_sampled
+from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
+from hf_static_kv.program.step import DecodeStep
+
+NEVER = 1 << 40  # a position that no sequence reaches
+# Numbers with which sampling keeps all tokens, and with which it takes the most likely one.
+NEUTRAL = (
+    ("temperature", 1.0), ("top_k", 1 << 30), ("top_p", 1.0), ("min_p", 0.0),
+    ("repetition_penalty", 1.0), ("min_length", 0),
+)  # fmt: skip
+GREEDY = (*NEUTRAL, ("top_k", 1))
+
+
+class SelectingStep(DecodeStep):
+    """A decode step that also selects the next token, or padding in a batch row that has ended, in
+    the same graph.
+
+    It selects the most likely token, or samples with the processors of `kinds`; `what` as for
+    `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
+    that would repeat `ngram` ones.
+    """
+
+    MAX_EOS = 16
+
+    def __init__(
+        self, *what: Any, kinds: Processors | None, bans: bool = False, ngram: int = 0
+    ) -> None:
+        super().__init__(*what)
+        self._bans = bans
+        self._ngram = ngram
+        rows = len(self.token)
+        self.state = GreedyState(
+            # The last token of a sequence is selected and not written to the cache: one position
+            # more.
+            sequences=self.token.new_zeros(rows, self.max_cache_len + 1),
+            token=self.token,
+            unfinished=torch.ones_like(self.token, dtype=torch.bool),
+            eos=self.token.new_full((rows, self.MAX_EOS), -1),
+            pad=self.token.new_zeros(rows),
+            is_over=self.token.new_zeros((), dtype=torch.bool),
+            last=self.token.new_full((rows,), NEVER),
+        )
+        real, whole = (
+            self.token.new_zeros(rows, dtype=dtype) for dtype in (torch.float64, torch.int64)
+        )
+        self.min_length = whole.clone()
+        numbers = (real + 1, whole + 1, real + 1, real.clone(), real + 1, self.min_length)
+        self.sampling = None if kinds is None else SampleState(self.state, kinds, *numbers)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self.state]
+
+    def set_state(
+        self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None
+    ) -> None:
+        """Set the state before the token at `position` is selected, where `ids` [B, n] are the
+        tokens before it.
+
+        `unfinished` rows [B] go on; `eos` are the end tokens, `pad` is the token after an end.
+        """
+        self.token.copy_(ids[:, -1:])
+        self.state.sequences[:, position - ids.shape[1] : position].copy_(ids)
+        self.state.unfinished.copy_(unfinished[:, None])
+        self.state.eos.fill_(-1)
+        if eos is not None:
+            self.state.eos[:, : len(eos)].copy_(eos)
+        if pad is not None:
+            self.state.pad.copy_(pad.reshape(1))
+
+    def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
+        """Set `min_length`, and other numbers of the `SampleState`, by name."""
+        for name, number in numbers:
+            getattr(self.sampling or self, name).fill_(number)
+
+    def replay(self) -> Tensor:
+        """Append the selected tokens and select the next ones; a bool on the device: all rows have
+        ended.
+        """
+        self._replay_or_forward()
+        return self.state.is_over
+
+    def _forward(self) -> Tensor:
+        logits = super()._forward()
+        newest = self.positions.full.slots[:, -1]  # [B]
+        scores = logits
+        if self._bans:
+            scores = ban_tokens(logits, newest, self.state, self.min_length, self._ngram)
+        if self.sampling is None:
+            select_greedy(scores, newest, self.state)
+        else:
+            select_sampled(scores, newest, self.sampling, self._noise_for(scores))
+        return logits
+
+    def _noise_for(self, scores: Tensor) -> Tensor | None:
+        """What is drawn with [B, V]; None: from torch's own generator."""
+        return None
+
+
+class RowsStep(SelectingStep):
+    """A selecting step whose rows have nothing in common but the pass.
+
+    Each has numbers, ends, and noise of its own. A row that has ended takes no part: it writes
+    nothing and its length stays. `report` [B] is the token that a row has selected, or its bitwise
+    complement where that was the last one.
+    """
+
+    def __init__(self, *what: Any, **how: Any) -> None:
+        super().__init__(*what, **how)
+        self.report = torch.zeros_like(self.state.pad)
+        self._noise: Tensor | None = None
+
+    def _noise_for(self, scores: Tensor) -> Tensor:
+        if self._noise is None:
+            self._noise = torch.ones_like(scores, dtype=torch.float32)
+        return self._noise
+
+    def _forward(self) -> Tensor:
+        logits = super()._forward()
+        goes_on = self.state.unfinished[:, 0]
+        token = self.token[:, 0]
+        self.report.copy_(torch.where(goes_on, token, ~token))
+        self.positions.counts.copy_(goes_on)
+        return logits
+
+    @property
+    def _tensors_of_rows(self) -> list[Tensor]:
+        places = self.positions
+        numbers = [] if self.sampling is None else self.sampling[2:]
+        state = [tensor for tensor in self.state if tensor.ndim]
+        return [places.lengths, places.seq_start, places.counts, places.shift, *state, *numbers]
+
+    def clear(self) -> None:
+        """End all rows."""
+        self.state.unfinished.zero_()
+        self.positions.counts.zero_()
+
+    def take_over(self, other: "RowsStep") -> None:
+        """Go on where another step stands, with as many of its rows as there are; further ones are
+        idle.
+        """
+        self.clear()
+        pairs = zip(self._tensors_of_rows, other._tensors_of_rows, strict=False)
+        for own, theirs in pairs:
+            common = tuple(slice(min(sizes)) for sizes in zip(own.shape, theirs.shape, strict=True))
+            own[common].copy_(theirs[common])
+        if self.sampling is not None and other.sampling is None:
+            self.set_numbers(GREEDY)
+
+    def move(self, row: int, to: int) -> None:
+        for tensor in self._tensors_of_rows:
+            tensor[to].copy_(tensor[row])
+        self.end(row)
+
+    def end(self, row: int) -> None:
+        self.state.unfinished[row] = False
+        self.positions.counts[row] = 0
+
+    def seat(
+        self, row: int, ids: Tensor, length: int, seq_start: Tensor, position_id: Tensor, last: int
+    ) -> None:
+        """Row `row` goes on with the tokens `ids` [n], of which the newest goes to `length`.
+
+        The model is told that its position is `position_id` []; the last token is at `last`.
+        """
+        places = self.positions
+        end = length + 1
+        places.lengths[row] = length
+        places.seq_start[row].copy_(seq_start)
+        places.shift[row].copy_(position_id - (length - places.seq_start[row]))
+        self.state.sequences[row, end - len(ids) : end].copy_(ids)
+        self.resume(row, ids[-1], last)
+
+    def resume(self, row: int, token: Tensor, last: int) -> None:
+        """The next token of the row is this one, and its last token is at the position `last`."""
+        self.token[row].copy_(token)
+        self.state.last[row] = last
+        self.state.unfinished[row] = True
+        self.positions.counts[row] = 1
+
+    def set_ends(self, row: int, eos: Tensor | None, numbers: Iterable[tuple[str, float]]) -> None:
+        """What ends the row, and its numbers of sampling; those that are missing are neutral."""
+        self.state.eos[row].fill_(-1)
+        if eos is not None:
+            self.state.eos[row, : len(eos)].copy_(eos)
+        if self.sampling is None:
+            return
+        for name, number in {**dict(NEUTRAL), **dict(numbers)}.items():
+            getattr(self.sampling, name)[row] = number
+
+    def draw(self, row: int, generator: torch.Generator | None) -> None:
+        """The noise of the row in the next pass; None: it takes the most likely token."""
+        if self._noise is None:
+            return
+        if generator is None:
+            self._noise[row].fill_(1)
+        else:
+            self._noise[row].exponential_(1, generator=generator)
