@@ -20,7 +20,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from threading import RLock
 from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -47,10 +46,17 @@ from hf_static_kv.decoding.call import (
     repeatable_state,
     set_random_state,
 )
-from hf_static_kv.decoding.decoder import GraphDecoder
+from hf_static_kv.decoding.decoder import GraphDecoder, turns_of
+from hf_static_kv.decoding.loop import MAX_ROWS
 from hf_static_kv.decoding.prepared import PreparedConfigs
 from hf_static_kv.exactness.exact import exact as exact_context
-from hf_static_kv.patching import EXACT_ATTENTION_NAME, attention_of, replaced, unwrapped
+from hf_static_kv.patching import (
+    EXACT_ATTENTION_NAME,
+    SharedContext,
+    attention_of,
+    replaced,
+    unwrapped,
+)
 
 logger = logging.getLogger(__name__)
 _ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -86,6 +92,7 @@ class Settings:
     max_bytes: int | None = None
     reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False
     exact: bool = False
+    max_rows: int = MAX_ROWS
 
     @property
     def store(self) -> PrefixStore | None:
@@ -96,7 +103,11 @@ class Settings:
         return folder if isinstance(folder, PrefixStore) else PrefixStore(folder)
 
     def __post_init__(self) -> None:
-        sizes = {"max_cache_len": self.max_cache_len, "max_bytes": self.max_bytes}
+        sizes = {
+            "max_cache_len": self.max_cache_len,
+            "max_bytes": self.max_bytes,
+            "max_rows": self.max_rows,
+        }
         check_positive(**{name: size for name, size in sizes.items() if size is not None})
 
 
@@ -125,12 +136,13 @@ class Attachment:
         self.fallback_reason: str | None = None
         self.fallbacks: Counter[str] = Counter()
         self.decoder = GraphDecoder()
+        self.decoder.max_rows = settings.max_rows
         self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
         self.pool = self.decoder.pool = CachePool(
             settings.max_cache_len, settings.max_bytes, settings.store
         )
         # Exact changes the model.
-        self._one_at_a_time = RLock() if settings.exact else nullcontext()
+        self._exact = SharedContext(_exact if settings.exact else nullcontext)
         self.configs = PreparedConfigs()
         self._is_short_of_memory = False
         self._state: State | None = None  # of the model in the last call
@@ -193,7 +205,7 @@ class Attachment:
                 "The model is detached, and nothing is kept of it: call attach, and generate, "
                 "again."
             )
-        with self._one_at_a_time, self._exact(model):
+        with self._exact(model):
             return self.pool.save(model, content_state(model), input_ids)
 
     # --- a call
@@ -206,7 +218,7 @@ class Attachment:
         call = _Served(self, ExitStack())
         before = random_state(device)
         try:
-            with self._one_at_a_time, self._exact(model), call.caches:
+            with self._exact(model), call.caches:
                 token = _CALL.set(call)
                 try:
                     return self.pool.hand_over(original(*args, **kwargs))
@@ -230,7 +242,7 @@ class Attachment:
             self._warn_of_memory()
         # Outside of the handler, whose traceback holds the tensors of the failed call.
         set_random_state(device, before)
-        with self._one_at_a_time, self._exact(model):
+        with self._exact(model):
             return original(*args, **kwargs)
 
     def lend(
@@ -245,10 +257,14 @@ class Attachment:
         self.pool.last = None
         try:
             self._check(request, made)
+            if self._decodes(request):
+                # Before a cache is taken: calls that wait need none.
+                call.caches.enter_context(turns_of(model).turn())
             identity = self._identity(request)
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
         except (Fallback, ValueError) as reason:
             self._note(str(reason))
+            turns_of(model).release()
             return
         call.cache = cache
         model_kwargs["past_key_values"] = cache
@@ -282,15 +298,19 @@ class Attachment:
         """The decoder on a GPU, else transformers' loop."""
         device = compute_device(model).type
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
+        call = Call.of(model, *args, **given)
         if device in _DECODER_DEVICES:
-            output = self.decoder(model, *args, **given)
-            if self.decoder.fallback_reason is not None:
-                self._note(self.decoder.fallback_reason)
+            output = self.decoder.run(call)
+            if call.fallback_reason is not None:
+                self._note(call.fallback_reason)
             return output
         self._note(f"there are no graphs on {device}")
-        call = Call.of(model, *args, **given)
         call.entry = self.pool.entry_of(call.cache)
         return call.run_eagerly()
+
+    def _decodes(self, request: Request) -> bool:
+        is_served = request.mode in _ONE_SEQUENCE_A_ROW and compat.has_common_loop(request.model)
+        return is_served and compute_device(request.model).type in _DECODER_DEVICES
 
     def _pays(self, request: Request) -> bool:
         """Whether our cache is no slower than transformers' own, or is needed for what was asked
@@ -302,10 +322,6 @@ class Attachment:
             or compute_device(request.model).type == "cuda"
             or request.prompt_length >= _MIN_PROMPT_ON_CPU
         )
-
-    def _exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
-        is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
-        return exact_context(model) if self.settings.exact and not is_exact else nullcontext()
 
     def _identity(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None if that is not known.
@@ -340,6 +356,11 @@ class Attachment:
                 "attach: out of memory. The pool is emptied, and the call runs with "
                 "transformers' own cache. A smaller max_bytes leaves more for the model."
             )
+
+
+def _exact(model: PreTrainedModel) -> AbstractContextManager[None]:
+    is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
+    return nullcontext() if is_exact else exact_context(model)
 
 
 class _Hooks:
@@ -436,6 +457,7 @@ def attach(
     max_bytes: int | None = None,
     reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False,
     exact: bool = False,
+    max_rows: int = MAX_ROWS,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
@@ -452,6 +474,8 @@ def attach(
             (or a `PrefixStore`) the prefixes that `attachment(model).save()` wrote there are found
             as well, by every process. None is False.
         exact: run every call inside `exact(model)`.
+        max_rows: of several threads so many calls at most decode together, 64 at most; others wait
+            for a row. 1: each call by itself.
 
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model, ids = random_model(tiny_config("llama")), torch.tensor([[5, 6, 7]])
@@ -469,7 +493,7 @@ def attach(
             f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
             "head."
         )
-    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact)
+    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
             pass

@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, reduce
-from threading import Lock
+from threading import Lock, RLock
 from typing import Any
 
 import torch
@@ -110,6 +110,30 @@ def original_function(module: str, name: str) -> Any:
     with _LOCK:
         known = _ORIGINALS.get((module, name))
         return getattr(sys.modules[module], name, None) if known is None else known[0]
+
+
+class SharedContext:
+    """A context of a model that several threads may be in: the first enters, the last leaves."""
+
+    def __init__(self, make: Callable[[Any], AbstractContextManager[Any]]) -> None:
+        self._make = make
+        self._lock = RLock()
+        self._num_users = 0
+        self._entered = ExitStack()
+
+    @contextmanager
+    def __call__(self, model: Any) -> Iterator[None]:
+        with self._lock:
+            if self._num_users == 0:
+                self._entered.enter_context(self._make(model))
+            self._num_users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._num_users -= 1
+                if self._num_users == 0:
+                    self._entered.close()
 
 
 def is_unmodified(module: Module) -> bool:

@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -248,6 +249,10 @@ class StaticContiguousCache(AllocatedCache):
         self._pass.claim(self, "begins a call")
         if self.is_unfinished:
             self._discard_unfinished()
+
+    def disown(self) -> None:
+        """No thread uses this cache now, though one may still have it."""
+        self._pass.thread = 0
 
     # --- a pass
 
@@ -556,6 +561,34 @@ class StaticContiguousCache(AllocatedCache):
                 newest = slice(1 - window, None)
                 size = torch.tensor(window, device=layer.device)
                 yield layer.keys[:, :, newest], layer.values[:, :, newest], size
+
+    def for_rows(self, max_cache_len: int, rows: int) -> "StaticContiguousCache":
+        """An empty cache for states like these, whose layers keep all positions."""
+        cache = type(self).__new__(type(self))
+        plans = [replace(plan, compact_window=None) for plan in self._plans]
+        cache._build(plans, max_cache_len)
+        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
+        layers = [self.layers[i] for i in keyed]
+        places = {
+            i: (own.shape.of_a_token, own.device) for i, own in zip(keyed, layers, strict=True)
+        }
+        cache.allocate_places(places, rows, (layers[0].dtype, layers[0].value_dtype))
+        return cache
+
+    def bytes_of_rows(self, max_cache_len: int, rows: int) -> int:
+        """Of what `for_rows` gives."""
+        return sum(
+            layer.shape.of_a_token.num_bytes(max_cache_len, rows, (layer.dtype, layer.value_dtype))
+            for layer in self.kv_layers
+        )
+
+    def is_like(self, other: "StaticContiguousCache") -> bool:
+        """Whether both can hold the same states."""
+        kinds = (
+            [(own.shape.of_a_token, own.dtype, own.value_dtype, own.device) for own in layers]
+            for layers in (self.kv_layers, other.kv_layers)
+        )
+        return next(kinds) == next(kinds)
 
     def shared(self) -> "StaticContiguousCache":
         """The same sequences in the same storage, with its own lengths and states."""

@@ -6,7 +6,7 @@ import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -132,12 +132,27 @@ class CachePool:
             raise
         finally:
             with self._lock:
-                self.in_use.remove(entry)
-                self.reused_tokens += entry.num_reused
-                entry.num_reused = 0
-                entry.modules = ()
-                if entry.own_users is not None or not is_callers:
-                    self._keep(entry)
+                if entry in self.in_use:
+                    self._end(entry, is_kept=entry.own_users is not None or not is_callers)
+
+    def _end(self, entry: Entry, is_kept: bool) -> None:
+        self.in_use.remove(entry)
+        self.reused_tokens += entry.num_reused
+        entry.num_reused = 0
+        entry.modules = ()
+        if is_kept:
+            # A new one: the call may still know the old one, and the next call is not its own.
+            self._keep(replace(entry))
+
+    def give_back(self, entry: Entry) -> None:
+        """The call of `entry` goes on without its cache, which other calls may take."""
+        entry.cache.disown()
+        with self._lock:
+            self._end(entry, is_kept=True)
+
+    def free_bound(self, device: torch.device) -> int:
+        """How many bytes are left beside the caches in use."""
+        return self._bound(device) - _sum_of_bytes(self.in_use)
 
     def hand_over(self, output: Any) -> Any:
         """Give the caller of a call another cache on the storage of the one in use.

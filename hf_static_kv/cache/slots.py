@@ -36,7 +36,7 @@ class LayerSlots:
 
     def use_storage(self, group: StorageGroup, index: int) -> None:
         self.group = group
-        self._index = index
+        self.index = index
         self.shape = group.shape
         self.num_slots = group.keys.shape[3]
         self.dtype = group.keys.dtype
@@ -49,13 +49,13 @@ class LayerSlots:
     def storage(self) -> tuple[Tensor, Tensor]:
         """All slots: keys and values [B, H, S, D]."""
         assert self.group is not None
-        return self.group.keys[self._index], self.group.values[self._index]
+        return self.group.keys[self.index], self.group.values[self.index]
 
     def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, n, D] at the positions [first, end)."""
         assert self.group is not None
         rows = self.batch_size if batch_size is None else batch_size
-        return self.group.views(self._index, rows, first - self.offset, end - first)
+        return self.group.views(self.index, rows, first - self.offset, end - first)
 
     def _first_visible(self) -> int:
         """The oldest position that the next token may see."""

@@ -2,6 +2,7 @@
 transformers' loop.
 """
 
+import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -108,6 +109,9 @@ class Call:
         self.prompts: Any = None
         self.prompt_logits: Tensor | None = None
         self.is_prompt_captured = False
+        self.is_in_rows = False  # see `in_rows`
+        self.is_alone = False  # whatever other calls there are
+        self.fallback_reason: str | None = None  # why it runs in transformers' loop
         # To be that of the model as it is.
         self.is_prefix_assumed = False
         self.is_prefix_confirmed = False
@@ -147,6 +151,39 @@ class Call:
 
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
+
+    @property
+    def keeps_cache(self) -> bool:
+        """Whether anyone needs the tokens in the cache after the call."""
+        has_identity = self.entry is not None and self.entry.identity is not None
+        return has_identity or bool(self.config.return_dict_in_generate)
+
+    def give_back_cache(self) -> None:
+        """To its pool: the sequence goes on elsewhere."""
+        if self.entry is not None and self.entry.pool is not None:
+            self.entry.pool.give_back(self.entry)
+        self.entry = None
+
+    def in_rows(self, cache: StaticContiguousCache, rows: int, length: int) -> "Call":
+        """A call whose step decodes so many rows of another cache, each of `length` tokens: calls
+        like this one have a row each.
+        """
+        call = copy.copy(self)
+        call.request = copy.copy(self.request)
+        call.request.prompt_length = length
+        call.cache = cache
+        call.is_in_rows = True
+        call.input_ids = self.input_ids[:, -1:].expand(rows, 1)
+        positions = torch.full((rows, 1), length, device=self.device)
+        call.seq_start = torch.zeros_like(positions[:, 0])
+        call.step_inputs = StepInputs(positions, self.step_inputs.settings, {})
+        call.has_usual_positions = True
+        call.state = self.state
+        call.assumed = None
+        call.__dict__.pop("fingerprint", None)
+        cache.reset()
+        cache.mark_written(length, rows)
+        return call
 
     def grow(self) -> None:
         """Double the capacity of the cache, whose storage moves."""

@@ -8,8 +8,7 @@ warning that says why.
 
 import logging
 from collections.abc import Collection
-from contextlib import ExitStack, nullcontext
-from threading import RLock
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -39,20 +38,25 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
+from hf_static_kv.decoding.loop import MAX_ROWS, Loop, Request, refusal
 from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.tokens import Tokens
+from hf_static_kv.decoding.turns import Turns
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
-from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, SharedContext
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
-from hf_static_kv.program.selecting import SelectingStep
+from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
 _MAX_STEPS = 8  # captured for one cache
+_MAX_STEPS_OF_ROWS = 16  # greedy and sampling ones for 1, 2, 4, ... 64 rows
 _MAX_ATTEMPTS = 2  # to capture one step: the first failure may be temporary
-_LOCKS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
+_TURNS: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
+# What `generate` does to a model while it decodes.
+_DECODING: WeakKeyDictionary[PreTrainedModel, SharedContext] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
 
 
@@ -102,6 +106,8 @@ class GraphDecoder:
         self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
             WeakKeyDictionary()
         )
+        self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
+        self.max_rows = MAX_ROWS  # calls that decode together
         self._warned: set[str] = set()
 
     def __call__(
@@ -113,13 +119,15 @@ class GraphDecoder:
         generation_config: GenerationConfig,
         **model_kwargs: Any,
     ) -> _Output:
-        """What `generate` calls once it has prepared everything.
+        """What `generate` calls once it has prepared everything."""
+        loop = logits_processor, stopping_criteria, generation_config
+        return self.run(Call(model, input_ids, *loop, model_kwargs))
 
-        A model serves one call at a time.
+    def run(self, call: Call) -> _Output:
+        """One call, alone or among those of other threads; `call.fallback_reason` tells if it ran
+        in transformers' loop.
         """
-        with _LOCKS.setdefault(model, RLock()), ExitStack() as own_cache:
-            loop = logits_processor, stopping_criteria, generation_config
-            call = Call(model, input_ids, *loop, model_kwargs)
+        with turns_of(call.model).turn(), ExitStack() as own_cache:
             refused = None
             if call.brings_no_cache:
                 try:
@@ -127,7 +135,9 @@ class GraphDecoder:
                 except Fallback as fallback:
                     refused = fallback
             call.entry = self.pool.entry_of(call.cache)
-            return self.pool.hand_over(self._generate(call, refused))  # type: ignore[no-any-return]
+            output = self.pool.hand_over(self._generate(call, refused))
+            self.fallback_reason = call.fallback_reason
+            return output  # type: ignore[no-any-return]
 
     def _generate(self, call: Call, refused: Fallback | None) -> _Output:
         mode = call.request.mode
@@ -144,7 +154,6 @@ class GraphDecoder:
             # `generate` gives the prompt to a streamer of its own only.
             call.streamer = self.streamer
             call.streamer.put(call.input_ids.cpu())
-        self.fallback_reason = None
         try:
             if refused is not None:
                 raise refused
@@ -157,15 +166,16 @@ class GraphDecoder:
             call.prompts = self.prompts
             return self._decode(call)
         except Fallback as fallback:
-            self._note(fallback, "This call falls back to the loop of `generate`")
+            self._note(call, fallback, "This call falls back to the loop of `generate`")
             if call.start is not None and call.outputs is None:
                 call.cache.restore(call.start)  # the prompt is computed again
+        turns_of(call.model).release()
         output = call.run_eagerly()
-        self.fallback_reason = call.why_replaced or self.fallback_reason
+        call.fallback_reason = call.why_replaced or call.fallback_reason
         return output
 
-    def _note(self, fallback: Fallback, consequence: str) -> None:
-        self.fallback_reason = fallback.reason
+    def _note(self, call: Call, fallback: Fallback, consequence: str) -> None:
+        call.fallback_reason = fallback.reason
         self._warn_once(f"{fallback.reason}. {consequence}")
 
     def _decode(self, call: Call) -> _Output:
@@ -191,17 +201,29 @@ class GraphDecoder:
         cache = call.cache  # another one if the prefix was of the model as it was before
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
-        with compat.optimized_for_decode(call.model):
-            step = self._step(call) if min(call.limits) > call.input_ids.shape[1] + 1 else None
+        needs_step = min(call.limits) > call.input_ids.shape[1] + 1
+        with _DECODING.setdefault(call.model, SharedContext(compat.optimized_for_decode))(
+            call.model
+        ):
+            if needs_step and self._is_among_others(call):
+                tokens = Tokens(call)
+                if (output := self._in_company(call, tokens, logits)) is not None:
+                    return output
+            step = self._step(call) if needs_step else None
             call.outputs = None  # from here on there is no way back to the prompt
             tokens = Tokens(call)
             if step is None or not tokens.may_be_ahead(0):
                 call.confirm_prefix()
-            is_over = tokens.append(logits)
+            with self._watched(tokens, call):
+                is_over = tokens.append(logits)
             drawn = random_state(call.device) if call.assumed is not None else None
             while not is_over:
                 try:
-                    _run_model(tokens, call) if step is None else _run(step, tokens, call)
+                    has_ended = self._run(step, tokens, call)
+                    if not has_ended:
+                        if (output := self._in_company(call, tokens)) is not None:
+                            return output
+                        continue
                 except PrefixChanged:
                     raise
                 except ModelChanged:
@@ -220,6 +242,112 @@ class GraphDecoder:
         call.remember(tokens.ids)
         return tokens.result(call.cache)
 
+    # --- among calls of other threads
+
+    def loop_of(self, model: PreTrainedModel) -> Loop:
+        if (loop := self._loops.get(model)) is None:
+            how = self._rows_step, self.pool.free_bound, self.max_rows
+            loop = self._loops[model] = Loop(turns_of(model), *how)
+        return loop
+
+    def _is_among_others(self, call: Call) -> bool:
+        """Whether the call goes on in a row beside others; if it cannot, it lets them go first."""
+        turns = turns_of(call.model)
+        loop = self.loop_of(call.model)
+        if not turns.is_wanted and (call.is_alone or not loop.num_rows):
+            return False
+        call.is_alone = call.is_alone or self.max_rows < 2 or refusal(call) is not None
+        if call.is_alone or loop.is_full:
+            turns.give_way()
+            return False
+        return True
+
+    def _in_company(
+        self, call: Call, tokens: Tokens, logits: Tensor | None = None
+    ) -> _Output | None:
+        """The rest of the call in a row; None: it stays alone."""
+        call.confirm()
+        request = Request(call, tokens, selection_of(call))
+        if not self.loop_of(call.model).run(request, logits):
+            call.is_alone = True
+            return None
+        if call.keeps_cache:
+            call.remember(tokens.ids)
+        return tokens.result(call.cache)
+
+    def _watched(self, tokens: Tokens, call: Call) -> AbstractContextManager[None]:
+        """Code of the caller runs inside: others need not wait for it."""
+        return turns_of(call.model).released() if tokens.is_watched else nullcontext()
+
+    def _rows_step(self, call: Call, selection: Selection) -> RowsStep:
+        step = self._step_of(call, selection)
+        assert isinstance(step, RowsStep)
+        return step
+
+    # --- a call alone
+
+    def _run(self, step: DecodeStep | None, tokens: Tokens, call: Call) -> bool:
+        """From the newest token to the last one, or until the cache is full; False: only until
+        others wait, who can decode with this call.
+        """
+        if step is None:
+            return self._run_model(tokens, call)
+        length = call.cache.seq_len
+        step.set_position(length, call.seq_start, call.position_ids(length))
+        with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+            if isinstance(step, SelectingStep):
+                return self._run_on_device(step, tokens, call)
+            return self._run_on_host(step, tokens, call)
+
+    def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call) -> bool:
+        room = 0
+        while True:
+            room = _room(step, call, room)
+            logits = step.run(tokens.last_tokens)
+            _mark_written(call)
+            call.confirm()  # while the device computes
+            with self._watched(tokens, call):
+                is_over = tokens.append(logits)
+            if is_over or self._is_among_others(call):
+                return is_over
+
+    def _run_model(self, tokens: Tokens, call: Call) -> bool:
+        """As `_run`, by ordinary passes."""
+        is_over = False
+        while not is_over:
+            logits = call.next_logits(tokens.sequences)
+            with self._watched(tokens, call):
+                is_over = tokens.append(logits)
+        return True
+
+    def _run_on_device(self, step: SelectingStep, tokens: Tokens, call: Call) -> bool:
+        """The tokens of a call in which the step itself selects: the host only counts."""
+        start = tokens.length  # where the next token goes in `ids`
+        position = call.cache.seq_len + 1  # and in `sequences`
+        eos = next(iter(call.ends), None)
+        step.set_state(tokens.ids[:, :start], position, tokens.unfinished, eos, tokens.pad)
+        is_over = is_left = False
+        room = 0
+        while not (is_over or is_left):
+            room = _room(step, call, room)
+            tokens.before_draw()
+            flag = step.replay()
+            _mark_written(call)
+            num_selected = tokens.length - start + 1
+            tokens.finished.is_busy = call.is_assuming and tokens.may_be_ahead(num_selected)
+            if not tokens.finished.is_busy:
+                call.confirm()  # while the device computes
+            with self._watched(tokens, call):
+                is_over = tokens.count_token(flag, step.token)
+            if not is_over and self._is_among_others(call):
+                is_left = not tokens.finished.newest()
+        selected = step.state.sequences[:, position : call.cache.seq_len + 1]
+        tokens.ids[:, start : tokens.length] = selected
+        tokens.unfinished = step.state.unfinished[:, 0].to(tokens.unfinished)
+        return is_over
+
+    # --- steps
+
     def _later_step(self, call: Call) -> DecodeStep | None:
         """Another step in the middle of a call; None where the model itself goes on: tokens are
         drawn and streamed.
@@ -232,14 +360,16 @@ class GraphDecoder:
                     f"{fallback.reason}, and its trial has overwritten the cache: call again with "
                     "an empty one."
                 ) from fallback
-            self._note(fallback, "The rest of this call is computed by the model itself")
+            self._note(call, fallback, "The rest of this call is computed by the model itself")
             return None
 
     def _step(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
+        return self._step_of(call, selection_of(call))
+
+    def _step_of(self, call: Call, selection: Selection | None) -> DecodeStep:
         call.cache.reserve()  # a new step is tried at the next position
         steps = self._steps.setdefault(call.cache, {})
-        selection = selection_of(call)
         # First: the device computes the prompt meanwhile.
         state = None if call.must_assume else call.state
         has_hooks = call.has_hooks
@@ -250,12 +380,12 @@ class GraphDecoder:
         key = what, state or call.state
         known = steps.pop(key, None)
         if known is None:
-            self._evict(steps)
+            self._evict(steps, _MAX_STEPS_OF_ROWS if call.is_in_rows else _MAX_STEPS)
         step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
         steps[key] = step  # the newest now
         if isinstance(step, _Failed):
             raise step.fallback
-        if isinstance(step, SelectingStep) and selection is not None:
+        if isinstance(step, SelectingStep) and selection is not None and not call.is_in_rows:
             step.set_numbers(selection.numbers)
         age = "known" if step is known else "new"
         kind = "a captured graph" if step.graph else "without a graph"
@@ -283,6 +413,8 @@ class GraphDecoder:
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
             if _sums(call.cache) != sums:
+                if call.is_in_rows:
+                    raise RuntimeError("The trial of a step has overwritten rows.") from error
                 call.is_overwritten = True
                 call.outputs = None  # the prompt is computed again
             first_line = next(iter(str(error).splitlines()), "")
@@ -319,7 +451,8 @@ class GraphDecoder:
             step = DecodeStep(*what)
         else:
             kinds, bans, ngram = selection.kind
-            step = SelectingStep(*what, kinds=kinds, bans=bans, ngram=ngram)
+            kind = RowsStep if call.is_in_rows else SelectingStep
+            step = kind(*what, kinds=kinds, bans=bans, ngram=ngram)
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
@@ -340,17 +473,17 @@ class GraphDecoder:
                 verify(step, call)
         return step
 
-    def _evict(self, steps: dict[Any, DecodeStep | _Failed]) -> None:
+    def _evict(self, steps: dict[Any, DecodeStep | _Failed], most: int) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
         graphs take memory.
         """
         for key, step in list(steps.items()):
             if isinstance(step, DecodeStep) and step.is_orphan:
                 del steps[key]
-        while len(steps) >= _MAX_STEPS:
+        while len(steps) >= most:
             del steps[next(iter(steps))]  # the oldest
             self._warn_once(
-                f"one cache has more than {_MAX_STEPS} kinds of steps, so old ones are captured "
+                f"one cache has more than {most} kinds of steps, so old ones are captured "
                 "again. Weights that move from call to call, or a number that a module changes, "
                 "may be the reason"
             )
@@ -393,11 +526,12 @@ class GraphDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph belongs to one process.
-        return {**self.__dict__, "_steps": None, "pool": None, "prompts": None}
+        return {**self.__dict__, "_steps": None, "_loops": None, "pool": None, "prompts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._steps = WeakKeyDictionary()
+        self._loops = WeakKeyDictionary()
         self.pool = CachePool()
         self.prompts = Prompts(self.without)
 
@@ -406,6 +540,11 @@ class GraphDecoder:
             self._warned.add(message)
             level = logging.WARNING if self.warns else logging.DEBUG
             logger.log(level, "GraphDecoder: %s.", message)
+
+
+def turns_of(model: PreTrainedModel) -> Turns:
+    """Who may use the model now."""
+    return _TURNS.setdefault(model, Turns())
 
 
 def _sums(cache: StaticContiguousCache) -> list[int]:
@@ -425,57 +564,6 @@ def _assumed_state(steps: dict[Any, DecodeStep | _Failed], wanted: Any) -> State
         if what == wanted and isinstance(step, DecodeStep):
             return state if step.is_in_place else None
     return None
-
-
-def _run(step: DecodeStep, tokens: Tokens, call: Call) -> None:
-    """From the newest token to the last one, or until the cache is full."""
-    step.set_position(call.cache.seq_len, call.seq_start, call.position_ids(call.cache.seq_len))
-    with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
-        if isinstance(step, SelectingStep):
-            _run_on_device(step, tokens, call)
-        else:
-            _run_on_host(step, tokens, call)
-
-
-def _run_on_host(step: DecodeStep, tokens: Tokens, call: Call) -> None:
-    is_over = False
-    room = 0
-    while not is_over:
-        room = _room(step, call, room)
-        logits = step.run(tokens.last_tokens)
-        _mark_written(call)
-        call.confirm()  # while the device computes
-        is_over = tokens.append(logits)
-
-
-def _run_model(tokens: Tokens, call: Call) -> None:
-    """As `_run`, by ordinary passes."""
-    is_over = False
-    while not is_over:
-        is_over = tokens.append(call.next_logits(tokens.sequences))
-
-
-def _run_on_device(step: SelectingStep, tokens: Tokens, call: Call) -> None:
-    """The tokens of a call in which the step itself selects: the host only counts."""
-    start = tokens.length  # where the next token goes in `ids`
-    position = call.cache.seq_len + 1  # and in `sequences`
-    eos = next(iter(call.ends), None)
-    step.set_state(tokens.ids[:, :start], position, tokens.unfinished, eos, tokens.pad)
-    is_over = False
-    room = 0
-    while not is_over:
-        room = _room(step, call, room)
-        tokens.before_draw()
-        flag = step.replay()
-        _mark_written(call)
-        num_selected = tokens.length - start + 1
-        tokens.finished.is_busy = call.is_assuming and tokens.may_be_ahead(num_selected)
-        if not tokens.finished.is_busy:
-            call.confirm()  # while the device computes
-        is_over = tokens.count_token(flag, step.token)
-    selected = step.state.sequences[:, position : call.cache.seq_len + 1]
-    tokens.ids[:, start : tokens.length] = selected
-    tokens.unfinished = step.state.unfinished[:, 0].to(tokens.unfinished)
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:

@@ -17,7 +17,7 @@ from hf_static_kv import compat
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.request import cache_is_full
-from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.call import Call, random_state
 from hf_static_kv.patching import TRACED_ATTENTION_NAME
 
 MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
@@ -32,6 +32,7 @@ class Tokens:
         # Its type asks for a class of tensors that no tensor has.
         self.processors: Any = call.processors
         batch_size, self.length = call.input_ids.shape
+        self._prompt_length = self.length
         self.ids = call.input_ids.clone()
         self.set_limit(*call.limits)
         # The loop counts the length itself; the other criteria look at the tokens.
@@ -56,10 +57,34 @@ class Tokens:
         self.drawn: deque[int] = deque(maxlen=MAX_AHEAD + 1)
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+        self._newest = self.unfinished  # tokens [B]
+        self._own_generator: torch.Generator | None = None  # None: torch's
+        # Whether code of the caller sees tokens.
+        self.is_watched = is_watched or not is_known
+
+    def join_others(self, is_first: bool) -> None:
+        """Others decode with this call: from now on its random numbers are its own.
+
+        The first one draws what it would have drawn alone. Others have a seed, drawn from torch's
+        generator.
+        """
+        self.finished.is_deferred = False
+        self.set_limit(self._asked, self._asked)
+        device = self.ids.device
+        if not self.config.do_sample:
+            return
+        self._own_generator = torch.Generator(device)
+        if is_first or self.length > self._prompt_length:
+            state = random_state(device)
+            self._own_generator.set_state(state[0] if state[1] is None else state[1])
+        else:
+            self._own_generator.manual_seed(int(torch.randint(1 << 62, ())))
 
     @property
     def generator(self) -> torch.Generator:
-        """The one that `torch.multinomial` draws from, on a GPU."""
+        """The one that tokens are drawn from, on a GPU."""
+        if self._own_generator is not None:
+            return self._own_generator
         index = self.ids.device.index
         return torch.cuda.default_generators[
             torch.cuda.current_device() if index is None else index
@@ -67,6 +92,7 @@ class Tokens:
 
     def set_limit(self, asked: int, fitting: int) -> None:
         """How long the sequences may become: what the call asks for, what fits into the cache."""
+        self._asked = asked
         self.max_length = min(asked, fitting)
         self.fits = asked <= fitting
         free = self.ids.new_zeros(len(self.ids), self.max_length - self.length)
@@ -82,6 +108,10 @@ class Tokens:
 
     def append(self, logits: Tensor) -> bool:
         """Select and append one token for each batch row; whether the call is over."""
+        self.select(logits)
+        return self.deliver()
+
+    def select(self, logits: Tensor) -> None:
         logits = logits.to(self.ids.device)
         scores = self.processors(self.sequences, logits) if self.processors else logits
         if self.config.return_dict_in_generate and self.config.output_scores:
@@ -90,15 +120,20 @@ class Tokens:
             self.logits.append(logits.clone())
         if self.config.do_sample:
             self.before_draw()
-            tokens = torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            drawn = torch.multinomial(scores.softmax(dim=-1), 1, generator=self._own_generator)
+            tokens = drawn.squeeze(1)
         else:
             tokens = scores.argmax(dim=-1)
         if self.pad is not None:
             tokens = tokens * self.unfinished + self.pad * (1 - self.unfinished)
         self.ids[:, self.length] = tokens
         self.length += 1
+        self._newest = tokens
+
+    def deliver(self) -> bool:
+        """Show the selected tokens to those who watch; whether the call is over."""
         if self.streamer is not None:
-            self.streamer.put(tokens.cpu())
+            self.streamer.put(self._newest.cpu())
         if not self.criteria:
             return self.length >= self.max_length
         self.unfinished = self.unfinished & ~self.criteria(
@@ -106,9 +141,18 @@ class Tokens:
         )
         return self._is_over(self.unfinished.max() == 0)
 
+    def stream(self, token: int) -> None:
+        self.streamer.put(torch.tensor([token]))
+
+    def extend(self, tokens: list[int]) -> None:
+        """Append tokens of the one batch row."""
+        end = self.length + len(tokens)
+        self.ids[0, self.length : end] = torch.tensor(tokens)
+        self.length = end
+
     def before_draw(self) -> None:
         """Note where the generator stands: tokens that are drawn too many are undone."""
-        if self.config.do_sample and self.ids.is_cuda:
+        if self.config.do_sample and self.ids.is_cuda and self._own_generator is None:
             self.drawn.append(self.generator.get_offset())
 
     def may_be_ahead(self, num_tokens: int) -> bool:

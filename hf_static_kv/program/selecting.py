@@ -143,12 +143,13 @@ class RowsStep(SelectingStep):
         """End all rows."""
         self.state.unfinished.zero_()
         self.positions.counts.zero_()
+        if self._noise is not None:
+            self._noise.fill_(1)
 
     def take_over(self, other: "RowsStep") -> None:
         """Go on where another step stands, with as many of its rows as there are; further ones are
         idle.
         """
-        self.clear()
         pairs = zip(self._tensors_of_rows, other._tensors_of_rows, strict=False)
         for own, theirs in pairs:
             common = tuple(slice(min(sizes)) for sizes in zip(own.shape, theirs.shape, strict=True))
@@ -156,33 +157,28 @@ class RowsStep(SelectingStep):
         if self.sampling is not None and other.sampling is None:
             self.set_numbers(GREEDY)
 
-    def move(self, row: int, to: int) -> None:
-        for tensor in self._tensors_of_rows:
-            tensor[to].copy_(tensor[row])
-        self.end(row)
-
     def end(self, row: int) -> None:
         self.state.unfinished[row] = False
         self.positions.counts[row] = 0
 
-    def seat(
-        self, row: int, ids: Tensor, length: int, seq_start: Tensor, position_id: Tensor, last: int
-    ) -> None:
-        """Row `row` goes on with the tokens `ids` [n], of which the newest goes to `length`.
-
-        The model is told that its position is `position_id` []; the last token is at `last`.
+    def seat(self, row: int, length: int, seq_start: Tensor, position_id: Tensor) -> None:
+        """The next token of a row that is idle goes to `length`, and its sequence begins at
+        `seq_start` []. The model is told that its position is `position_id` [].
         """
+        self.end(row)
         places = self.positions
-        end = length + 1
         places.lengths[row] = length
         places.seq_start[row].copy_(seq_start)
-        places.shift[row].copy_(position_id - (length - places.seq_start[row]))
-        self.state.sequences[row, end - len(ids) : end].copy_(ids)
-        self.resume(row, ids[-1], last)
+        places.shift[row].copy_(position_id - (length - seq_start))
+        if self._noise is not None:
+            self._noise[row].fill_(1)
 
-    def resume(self, row: int, token: Tensor, last: int) -> None:
-        """The next token of the row is this one, and its last token is at the position `last`."""
-        self.token[row].copy_(token)
+    def resume(self, row: int, ids: Tensor, length: int, last: int) -> None:
+        """The row goes on with the tokens `ids` [n], of which the newest goes to `length`; its last
+        token is at the position `last`.
+        """
+        self.state.sequences[row, length + 1 - len(ids) : length + 1].copy_(ids)
+        self.token[row].copy_(ids[-1:])
         self.state.last[row] = last
         self.state.unfinished[row] = True
         self.positions.counts[row] = 1
@@ -197,11 +193,12 @@ class RowsStep(SelectingStep):
         for name, number in {**dict(NEUTRAL), **dict(numbers)}.items():
             getattr(self.sampling, name)[row] = number
 
-    def draw(self, row: int, generator: torch.Generator | None) -> None:
-        """The noise of the row in the next pass; None: it takes the most likely token."""
-        if self._noise is None:
-            return
-        if generator is None:
-            self._noise[row].fill_(1)
-        else:
+    def draw(self, row: int, generator: torch.Generator) -> None:
+        """The noise of the row in the next pass."""
+        if self._noise is not None:
             self._noise[row].exponential_(1, generator=generator)
+
+    def replay_rows(self) -> tuple[Tensor, Tensor]:
+        """Append the selected tokens and select the next ones; `report`, and the logits [B, V]."""
+        logits = self._replay_or_forward()
+        return self.report, logits

@@ -1,0 +1,443 @@
+"""Calls of several threads, decoded together: each is a row of one cache, and one pass serves all.
+
+    row 0   [ A's tokens ............ ]      a pass appends a token to each row, at its own length
+    row 1   [ B's .... ]
+    row 2   (free)                           the next call takes it
+
+A call computes its prompt as if it were alone, in a cache of the pool. Its states are then copied to
+a row, and the cache is free for the next call. What a call has of its own (a streamer, processors and
+criteria of the caller) runs in its own thread, and no other call waits for it: a row whose tokens are
+selected there takes no part in passes meanwhile.
+
+The loop has a thread as long as there are calls. It is one pass ahead of what it has read.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.cache import debug
+from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.request import Fallback
+from hf_static_kv.cache.rows import put_row, take_row
+from hf_static_kv.cache.storage import is_out_of_memory
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.selection import Selection
+from hf_static_kv.decoding.tokens import Tokens
+from hf_static_kv.decoding.turns import Turns
+from hf_static_kv.kernels.sample import Processors
+from hf_static_kv.patching import TRACED_ATTENTION_NAME
+from hf_static_kv.program.selecting import GREEDY, RowsStep
+
+MAX_ROWS = 64
+_FIRST_ROWS = 8  # of the storage, until there are more calls
+# Positions beyond those that calls need. A step is tried where no row has a token, and the device
+# may be two passes ahead of what the host knows.
+_SPARE = 8
+_MIN_CAPACITY = 256
+_AHEAD = 2
+_SAMPLES = Selection(Processors(*[True] * len(Processors._fields)))
+_TAKES_THE_LARGEST = Selection()
+
+
+class Request:
+    """A call in a row. `selection` None: its own thread selects the tokens."""
+
+    def __init__(self, call: Call, tokens: Tokens, selection: Selection | None) -> None:
+        self.call = call
+        self.tokens = tokens
+        # Passes know no n-grams of their rows.
+        self.selection = None if selection is not None and selection.ngram else selection
+        self.samples = self.selection is not None and self.selection.kinds is not None
+        self.length = int(call.cache.seq_len)  # tokens in the row
+        self.row = -1
+        self.is_running = False  # it takes part in passes
+        self.selected: list[int] = []
+        self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
+
+    @property
+    def last(self) -> int:
+        """The position of its last token; of the next one, if its thread selects."""
+        following = self.length + 1
+        if self.selection is None:
+            return following
+        return following + self.tokens.max_length - self.tokens.length - 1
+
+    def received(self) -> Any:
+        message = self.inbox.get()
+        if isinstance(message, BaseException):
+            raise message
+        return message
+
+
+class _Pass(NamedTuple):
+    """A pass that was launched: its requests by row, and what it gives when it has run."""
+
+    requests: dict[int, Request]
+    report: Tensor  # [B], on the host
+    logits: dict[int, Tensor]  # [1, V], of the rows whose threads select
+    event: Any  # None: it has run
+
+    @property
+    def has_run(self) -> bool:
+        return self.event is None or bool(self.event.query())
+
+    def wait(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+
+class Loop:
+    """The rows of one model.
+
+    Args:
+        step_for: gives the step for a call in rows and a selection. Raises `Fallback`.
+        bound: how many bytes the storage may take on a device.
+    """
+
+    def __init__(
+        self,
+        turns: Turns,
+        step_for: Callable[[Call, Selection], RowsStep],
+        bound: Callable[[torch.device], int],
+        max_rows: int,
+    ) -> None:
+        self.max_rows = max_rows
+        self.num_tokens = 0  # that passes have selected
+        self._turns = turns
+        turns.has_room = lambda: not self.is_full
+        self._step_for = step_for
+        self._bound = bound
+        self._cache: StaticContiguousCache | None = None
+        self._step: RowsStep | None = None
+        self._seated: dict[int, Request] = {}  # by row
+        self._launched: deque[_Pass] = deque()
+        self._asked: deque[tuple[Request, Tensor | None]] = deque()  # see `_obey`
+        self._wake = Event()
+        self._thread: Thread | None = None
+        self._stream: Any = None
+        self._pinned: list[Tensor] = []  # reports on the host, in turn
+
+    @property
+    def num_rows(self) -> int:
+        """Calls that have a row."""
+        return len(self._seated)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._seated) >= self.max_rows
+
+    @property
+    def memory_bytes(self) -> int:
+        return 0 if self._cache is None else self._cache.memory_bytes
+
+    # --- in the thread of a call
+
+    def run(self, request: Request, logits: Tensor | None = None) -> bool:
+        """The rest of a call, after the prompt's `logits` [1, V] or after its newest token.
+
+        The thread has the turn, and gives it up. False: nothing is done, the call must stay alone.
+        """
+        tokens = request.tokens
+        try:
+            step, cache = self._fitting(request)
+        except Fallback as fallback:
+            debug.logger.debug("A call stays alone: %s", fallback)
+            return False
+        tokens.join_others(is_first=not self._seated)
+        if request.selection is not None and logits is not None:
+            tokens.select(logits)
+        self._seat(request, step, cache)
+        if not request.call.keeps_cache:
+            request.call.give_back_cache()
+        self._turns.release()
+        try:
+            if request.selection is None:
+                self._select_all(request, logits)
+            else:
+                self._receive_all(request, logits is not None and tokens.deliver())
+            if request.call.keeps_cache:
+                self._take_back(request)
+            return True
+        finally:
+            self._ask(request, None)
+
+    def _receive_all(self, request: Request, is_over: bool) -> None:
+        while not is_over:
+            message = request.received()
+            if isinstance(message, list):
+                request.tokens.extend(message)
+                return
+            request.tokens.stream(message)
+
+    def _select_all(self, request: Request, logits: Tensor | None) -> None:
+        tokens = request.tokens
+        is_over = logits is not None and tokens.append(logits)
+        while not is_over:
+            self._ask(request, tokens.last_tokens.to(request.call.device))
+            is_over = tokens.append(request.received())
+
+    def _ask(self, request: Request, token: Tensor | None) -> None:
+        self._asked.append((request, token))
+        self._wake.set()
+
+    def _take_back(self, request: Request) -> None:
+        """The cache of the call gets its sequence."""
+        with self._turns.turn(needs_room=False):
+            assert self._cache is not None
+            take_row(self._cache, request.row, request.length, request.call.cache)
+
+    # --- rows; the thread has the turn
+
+    def _seat(self, request: Request, step: RowsStep, cache: StaticContiguousCache) -> None:
+        call = request.call
+        put_row(call.cache, cache, request.row)
+        self._cache = cache
+        self._use(step)
+        self._sit_down(request)
+        self._seated[request.row] = request
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(call.device))
+        if self._thread is None:
+            self._thread = Thread(target=self._drive, name="hf_static_kv loop", daemon=True)
+            self._thread.start()
+        self._wake.set()
+
+    def _follow(self, device: torch.device) -> None:
+        """What this thread launches comes after what the loop has launched."""
+        if device.type != "cuda":
+            return
+        current = torch.cuda.current_stream(device)
+        if not self._seated:
+            self._stream = current
+        current.wait_stream(self._stream)
+
+    def _fitting(self, request: Request) -> tuple[RowsStep, StaticContiguousCache]:
+        """A step and storage with a row for this request, as long as it needs."""
+        call = request.call
+        self._follow(call.device)
+        request.row = next(row for row in range(self.max_rows) if row not in self._seated)
+        rows = 1 << max(request.row, *self._seated, 0).bit_length()
+        cache = self._storage(call, rows)
+        requests = [*self._seated.values(), request]
+        longest = max(own.length for own in requests) + _AHEAD
+        is_sampled = any(own.samples for own in requests)
+        in_rows = call.in_rows(cache, rows, longest)
+        return self._step_for(in_rows, _SAMPLES if is_sampled else _TAKES_THE_LARGEST), cache
+
+    def _storage(self, call: Call, rows: int) -> StaticContiguousCache:
+        """The storage, or a larger one with the same sequences."""
+        before = self._cache
+        needed = max(_MIN_CAPACITY, 1 << (call.request.max_positions - 1).bit_length())
+        wanted = _FIRST_ROWS if rows <= _FIRST_ROWS else self.max_rows
+        if before is not None and self._seated:
+            needed = max(needed, before.max_cache_len - _SPARE)
+            wanted = max(wanted, _num_rows(before))
+        capacity = needed + _SPARE
+        if before is not None and not self._seated and not before.is_like(call.cache):
+            before = None
+        if before is not None and before.max_cache_len >= capacity and _num_rows(before) >= rows:
+            return before
+        if not self._seated:
+            before = self._cache = self._step = None  # frees its memory first
+        cache = _allocated(call.cache, capacity, (wanted, rows), self._bound(call.device))
+        if before is not None:
+            _copy_all(before, cache)
+        return cache
+
+    def _use(self, step: RowsStep) -> None:
+        if step is not self._step:
+            step.clear()
+            if self._seated and self._step is not None:
+                step.take_over(self._step)
+            self._step = step
+
+    def _sit_down(self, request: Request) -> None:
+        call, tokens, step = request.call, request.tokens, self._step
+        assert step is not None
+        start = call.seq_start[0].to(call.device)
+        position_id = call.position_ids(request.length)[0, 0]
+        step.seat(request.row, request.length, start, position_id)
+        if request.selection is None:
+            return
+        numbers = request.selection.numbers if request.samples else GREEDY
+        step.set_ends(request.row, next(iter(call.ends), None), numbers)
+        ids = tokens.ids[0, : tokens.length].to(call.device)
+        step.resume(request.row, ids, request.length, request.last)
+        request.is_running = True
+
+    # --- the thread of the loop
+
+    def _drive(self) -> None:
+        try:
+            with torch.no_grad(), torch.cuda.stream(self._stream):
+                while self._advance():
+                    if len(self._launched) > 1 or (self._launched and not self._running):
+                        self._launched[0].wait()
+                    elif not self._launched:
+                        self._wake.wait()
+        except BaseException as error:
+            self._fail(error)
+
+    def _advance(self) -> bool:
+        """Read what has been computed and launch a pass; whether there are calls."""
+        self._wake.clear()
+        self._turns.take(is_loop=True)
+        try:
+            while self._launched and (len(self._launched) > 1 or self._launched[0].has_run):
+                self._launched[0].wait()
+                self._collect(self._launched.popleft())
+            self._obey()
+            if self._running:
+                self._launched.append(self._launch())
+            if not self._seated and not self._launched:
+                self._thread = None
+            return self._thread is not None
+        finally:
+            self._turns.release()
+
+    @property
+    def _running(self) -> dict[int, Request]:
+        return {row: own for row, own in self._seated.items() if own.is_running}
+
+    def _obey(self) -> None:
+        """What threads of calls have asked for: to go on with a token, or to leave."""
+        while self._asked:
+            request, token = self._asked.popleft()
+            if self._seated.get(request.row) is not request:
+                continue
+            assert self._step is not None
+            if token is None:
+                self._step.end(request.row)
+                del self._seated[request.row]
+            else:
+                self._step.resume(request.row, token, request.length, request.last)
+                request.is_running = True
+
+    def _launch(self) -> _Pass:
+        step = self._step
+        assert step is not None
+        requests = self._running
+        for row, request in requests.items():
+            if request.samples:
+                step.draw(row, request.tokens.generator)
+        report, logits = step.replay_rows()
+        own = {
+            row: logits[row : row + 1].float().clone()
+            for row, request in requests.items()
+            if request.selection is None
+        }
+        for row in own:
+            requests[row].is_running = False
+        return _Pass(requests, self._to_host(report), own, self._event(report))
+
+    def _to_host(self, report: Tensor) -> Tensor:
+        if not report.is_cuda:
+            return report.clone()
+        if not self._pinned:
+            pinned = torch.zeros(_AHEAD + 2, self.max_rows, dtype=report.dtype, pin_memory=True)
+            self._pinned = list(pinned.unbind())
+        self._pinned.append(self._pinned.pop(0))
+        self._pinned[-1][: len(report)].copy_(report, non_blocking=True)
+        return self._pinned[-1]
+
+    def _event(self, report: Tensor) -> Any:
+        if not report.is_cuda:
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def _collect(self, done: _Pass) -> None:
+        """Give the requests of a pass what it has computed."""
+        tokens = done.report.tolist()
+        now = time.time()
+        for row, request in done.requests.items():
+            if self._seated.get(request.row) is not request:
+                continue  # it has left
+            if request.selection is None:
+                request.length += 1
+                request.inbox.put(done.logits[row])
+            elif request.is_running:
+                request.length += 1
+                self._receive(request, tokens[row], now)
+
+    def _receive(self, request: Request, token: int, now: float) -> None:
+        is_last = token < 0
+        token = ~token if is_last else token
+        request.selected.append(token)
+        self.num_tokens += 1
+        if request.tokens.streamer is not None:
+            request.inbox.put(token)
+        if not is_last and now <= request.tokens.deadline:
+            return
+        assert self._step is not None
+        self._step.end(request.row)  # of a deadline the device knows nothing
+        request.is_running = False
+        if not request.call.keeps_cache:
+            del self._seated[request.row]
+        request.inbox.put(request.selected)
+
+    def _fail(self, error: BaseException) -> None:
+        """All calls end with this error."""
+        self._turns.take(is_loop=True)
+        try:
+            for request in self._seated.values():
+                request.inbox.put(error)
+            self._seated.clear()
+            self._launched.clear()
+            self._thread = self._step = self._cache = None
+        finally:
+            self._turns.release()
+
+
+def refusal(call: Call) -> str | None:
+    """Why a call has no row among others; None: it may have one."""
+    if call.entry is None:
+        return "it brings its own cache"
+    if len(call.input_ids) != 1 or len(call.seq_start) != 1:
+        return "it has several rows"
+    if call.cache.stateful_layers or call.cache.index_layers:
+        return "a layer keeps more than keys and values"
+    if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
+        return "the model is watched"
+    if torch.is_autocast_enabled(call.device.type):
+        return "autocast belongs to one thread"
+    inputs = call.step_inputs
+    if inputs.tensors or inputs.position_ids.ndim != 2 or not call.has_usual_positions:
+        return "its steps are given more than tokens"
+    return None
+
+
+def _num_rows(cache: StaticContiguousCache) -> int:
+    return int(cache.kv_layers[0].max_batch_size)
+
+
+def _allocated(
+    like: StaticContiguousCache, max_cache_len: int, rows: Sequence[int], bound: int
+) -> StaticContiguousCache:
+    """Storage for as many of `rows` as fit."""
+    for number in rows:
+        if like.bytes_of_rows(max_cache_len, number) <= bound:
+            try:
+                return like.for_rows(max_cache_len, number)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+    raise Fallback(
+        f"{min(rows)} rows of {max_cache_len} tokens for calls of several threads do not fit into "
+        f"{bound:,} bytes"
+    )
+
+
+def _copy_all(source: StaticContiguousCache, target: StaticContiguousCache) -> None:
+    for theirs, own in zip(source.storage_groups, target.storage_groups, strict=True):
+        _, rows, _, slots, _ = theirs.keys.shape
+        own.keys[:, :rows, :, :slots] = theirs.keys
+        own.values[:, :rows, :, :slots] = theirs.values

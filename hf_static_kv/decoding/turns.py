@@ -1,0 +1,124 @@
+"""Who may use a model now: one thread at a time, first come, first served.
+
+    call A      prompt | A decodes, alone, until somebody waits
+    call B              ------ waits | prompt |
+    the loop                                  | pass of A and B | pass | ...
+    call C                                       --- waits      | prompt |
+
+The loop, which decodes for all, has a turn after each call that computes its prompt. A thread is
+given the turn directly: nobody else wakes up.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Event, Lock, get_ident
+
+
+class _Ticket:
+    """A thread that waits for its turn."""
+
+    def __init__(self, is_loop: bool, needs_room: bool) -> None:
+        self.thread = get_ident()
+        self.is_loop = is_loop
+        self.needs_room = needs_room
+        self.is_called = Event()
+
+
+class Turns:
+    """The turns of one model. `has_room` tells whether one more call may begin."""
+
+    def __init__(self) -> None:
+        self.has_room: Callable[[], bool] = lambda: True
+        self._lock = Lock()
+        self._waiting: deque[_Ticket] = deque()
+        self._owner: int | None = None
+        self._was_loop = False  # the last one
+
+    @property
+    def num_waiting(self) -> int:
+        """Calls that wait."""
+        with self._lock:
+            return sum(not ticket.is_loop for ticket in self._waiting)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a thread waits that may have the next turn."""
+        if not self._waiting:  # almost always
+            return False
+        with self._lock:
+            return self._next() is not None
+
+    @property
+    def is_mine(self) -> bool:
+        return self._owner == get_ident()
+
+    def take(self, is_loop: bool = False, needs_room: bool = False) -> None:
+        with self._lock:
+            if self._owner is None and not self._waiting and (self.has_room() or not needs_room):
+                self._owner = get_ident()
+                self._was_loop = is_loop
+                return
+            ticket = _Ticket(is_loop, needs_room)
+            self._waiting.append(ticket)
+            self._call_next()
+        try:
+            ticket.is_called.wait()
+        except BaseException:  # an interrupt
+            with self._lock:
+                if ticket in self._waiting:
+                    self._waiting.remove(ticket)
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Give the turn to the next one, if this thread has it."""
+        with self._lock:
+            if self._owner == get_ident():
+                self._owner = None
+            self._call_next()
+
+    def give_way(self) -> None:
+        """Let all those who wait go first."""
+        self.release()
+        self.take()
+
+    @contextmanager
+    def turn(self, needs_room: bool = True) -> Iterator[None]:
+        """A block in which this thread has the turn, or a part of it: `release` may end it before.
+
+        Inside a turn: the same one.
+        """
+        if self.is_mine:
+            yield
+            return
+        self.take(needs_room=needs_room)
+        try:
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """A block in which others may have the turn."""
+        self.release()
+        try:
+            yield
+        finally:
+            self.take()
+
+    def _next(self) -> _Ticket | None:
+        loop = next((ticket for ticket in self._waiting if ticket.is_loop), None)
+        if loop is not None and not self._was_loop:
+            return loop
+        has_room = self.has_room()
+        able = (t for t in self._waiting if not t.is_loop and (has_room or not t.needs_room))
+        return next(able, loop)
+
+    def _call_next(self) -> None:
+        if self._owner is not None or (ticket := self._next()) is None:
+            return
+        self._waiting.remove(ticket)
+        self._owner = ticket.thread
+        self._was_loop = ticket.is_loop
+        ticket.is_called.set()
