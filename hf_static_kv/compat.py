@@ -215,6 +215,25 @@ def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:
     return getattr(model, "_optimize_model_for_decode", nullcontext)()
 
 
+def has_own_positions(names: dict[str, Any]) -> bool:
+    """Whether the caller of `generate`, with these local variables, gives positions. Without it:
+    they are looked at, which waits for the device.
+    """
+    return bool(names.get("kwargs_has_position_ids", True))
+
+
+def has_common_positions(model: Any) -> bool:
+    """Whether `generate` makes positions from the mask, and gives them to the model. Without it: as
+    above.
+    """
+    common = ("prepare_inputs_for_generation", "_prepare_position_ids_for_generation")
+    return all(
+        name not in model.__dict__
+        and getattr(type(model), name, None) is getattr(GenerationMixin, name, model)
+        for name in common
+    )
+
+
 def can_set_attention(model: Any) -> bool:
     """Whether attention is set by name. Without it: GraphDecoder falls back, exact refuses."""
     is_able = getattr(model, "_can_set_attn_implementation", lambda: False)

@@ -14,22 +14,24 @@ READING_ORDER = {
     "cache": [
         "debug", "storage", "ranks", "values", "layout", "request", "slots", "layer", "indexed", "states",
         "passes", "allocation", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
-        "cache", "prefixes", "pool",
+        "cache", "rows", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
         "select_greedy_triton", "select_greedy", "ban_tokens_triton", "ban_tokens", "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "decode_attention", "norm_triton", "norm",
-        "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear", "linear",
+        "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear",
+        "joint_linear_triton", "linear",
         "experts_triton", "experts",
     ],
     ".": ["patching", "attention"],
     "program": [
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
-        "positions", "step",
+        "positions", "step", "selecting",
     ],
     "decoding": [
-        "prepared", "call", "eligibility", "selection", "tokens", "verification", "prompts", "decoder",
+        "turns", "prepared", "call", "eligibility", "selection", "tokens", "verification", "prompts", "loop",
+        "decoder",
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],

@@ -87,6 +87,7 @@ class Request:
     custom_generate: Any = None
     stopping_criteria: Sequence[Any] = ()  # the caller's own
     has_own_limit: bool = True  # False: only the model's defaults limit the length
+    has_own_positions: bool = True  # False: `generate` has made them
 
     def __post_init__(self) -> None:
         self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n]
@@ -138,6 +139,7 @@ def running_request() -> Request | None:
             names["custom_generate"],
             tuple(names["stopping_criteria"] or ()),
             _has_own_limit(names),
+            compat.has_own_positions(names),
         )
     except KeyError:  # a version of transformers with other variable names
         return None

@@ -281,8 +281,10 @@ class Call:
     def has_usual_positions(self) -> bool:
         """Whether a table of angles as long as the cache has all positions of this call.
 
-        Waits for the prompt.
+        Waits for the prompt, if the caller gives them.
         """
+        if not self.request.has_own_positions and compat.has_common_positions(self.model):
+            return True
         positions = self.step_inputs.position_ids
         length = self.request.prompt_length
         return bool(((positions >= 0) & (positions <= length)).all())

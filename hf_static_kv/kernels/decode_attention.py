@@ -22,6 +22,7 @@ from torch import Tensor
 
 MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
+_SHORT_SPAN = 2048
 
 
 def decode_attention(
@@ -62,19 +63,30 @@ def attend(
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`."""
-    if query.shape[2] > MAX_TOKENS and query.is_cuda:
+    is_long = query.shape[2] > MAX_TOKENS
+    if query.is_cuda and (is_long or (not in_order and _fills_device(query, keys, max_span))):
         _check(query, keys, values, spans)
         from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
         how = spans, scale, softcap, sinks, in_order
         return prompt_attention_triton(query, keys, values, *how)
-    if query.shape[2] > MAX_TOKENS:
+    if is_long:
         return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
         spans_ready=True,
         in_order=in_order,
     )  # fmt: skip
+
+
+def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
+    """Whether there are so many batch rows that spans need not be split to keep a GPU busy."""
+    if query.element_size() != 2 or query.shape[2] * query.shape[1] > 16 * keys.shape[1]:
+        return False
+    pairs = len(keys) * keys.shape[1]  # of a batch row and a KV head
+    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    span = min(max_span, keys.shape[2])
+    return 2 * pairs > 3 * processors or (span <= _SHORT_SPAN and 2 * pairs >= processors)
 
 
 @attend.register_fake

@@ -4,6 +4,8 @@ token                       = argmax(logits), or pad in a batch row that has fin
 sequences[b, positions[b] + 1] = token         unless that is beyond the end
 unfinished                  = unfinished and token not in eos and positions[b] + 1 < last[b]
 is_over                     = no batch row is unfinished
+counts                      = 1 if unfinished, else 0
+report                      = token, or its bitwise complement if the row has finished
 
 logits: [B, V]   positions: [B], int64, of the newest token of each row
 """
@@ -26,6 +28,8 @@ class GreedyState(NamedTuple):
     pad: Tensor  # [B]
     is_over: Tensor  # [], bool
     last: Tensor  # [B], the position of a sequence's last token
+    counts: Tensor  # [B]
+    report: Tensor  # [B]
 
 
 def select_greedy(logits: Tensor, positions: Tensor, state: GreedyState) -> None:
@@ -52,3 +56,5 @@ def select_plain(tokens: Tensor, positions: Tensor, state: GreedyState) -> None:
     state.unfinished.logical_and_(~is_last)
     state.is_over.copy_(~state.unfinished.any())
     state.token.copy_(tokens)
+    state.counts.copy_(state.unfinished[:, 0])
+    state.report.copy_(torch.where(state.unfinished, tokens, ~tokens)[:, 0])

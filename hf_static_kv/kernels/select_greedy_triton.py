@@ -30,7 +30,7 @@ def argmax_chunks(
 
 @triton.jit
 def select_token(
-    maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over, last,
+    maxima, tokens, positions, sequences, token, unfinished, eos, pad, is_over, last, counts, report,
     positions_b, sequences_b, B, S, V,
     TILE_B: tl.constexpr, NUM_CHUNKS: tl.constexpr, NUM_EOS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -56,6 +56,8 @@ def select_token(
     tl.store(sequences + at, selected, mask=mask & (position < S))
     tl.store(token + b, selected, mask=mask)
     tl.store(unfinished + b, running, mask=mask)
+    tl.store(counts + b, running.to(tl.int64), mask=mask)
+    tl.store(report + b, tl.where(running, selected, -1 - selected), mask=mask)
     tl.store(is_over, tl.max(running.to(tl.int32), 0) == 0)
 
 

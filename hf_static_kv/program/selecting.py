@@ -48,6 +48,8 @@ class SelectingStep(DecodeStep):
             pad=self.token.new_zeros(rows),
             is_over=self.token.new_zeros((), dtype=torch.bool),
             last=self.token.new_full((rows,), NEVER),
+            counts=self.token.new_zeros(rows),  # nobody asks
+            report=self.token.new_zeros(rows),
         )
         real, whole = (
             self.token.new_zeros(rows, dtype=dtype) for dtype in (torch.float64, torch.int64)
@@ -110,13 +112,14 @@ class RowsStep(SelectingStep):
     """A selecting step whose rows have nothing in common but the pass.
 
     Each has numbers, ends, and noise of its own. A row that has ended takes no part: it writes
-    nothing and its length stays. `report` [B] is the token that a row has selected, or its bitwise
-    complement where that was the last one.
+    nothing and its length stays.
     """
 
     def __init__(self, *what: Any, **how: Any) -> None:
         super().__init__(*what, **how)
-        self.report = torch.zeros_like(self.state.pad)
+        self.state = self.state._replace(counts=self.positions.counts)
+        if self.sampling is not None:
+            self.sampling = self.sampling._replace(selection=self.state)
         self._noise: Tensor | None = None
 
     def _noise_for(self, scores: Tensor) -> Tensor:
@@ -124,20 +127,12 @@ class RowsStep(SelectingStep):
             self._noise = torch.ones_like(scores, dtype=torch.float32)
         return self._noise
 
-    def _forward(self) -> Tensor:
-        logits = super()._forward()
-        goes_on = self.state.unfinished[:, 0]
-        token = self.token[:, 0]
-        self.report.copy_(torch.where(goes_on, token, ~token))
-        self.positions.counts.copy_(goes_on)
-        return logits
-
     @property
     def _tensors_of_rows(self) -> list[Tensor]:
         places = self.positions
         numbers = [] if self.sampling is None else self.sampling[2:]
         state = [tensor for tensor in self.state if tensor.ndim]
-        return [places.lengths, places.seq_start, places.counts, places.shift, *state, *numbers]
+        return [places.lengths, places.seq_start, places.shift, *state, *numbers]
 
     def clear(self) -> None:
         """End all rows."""
@@ -199,6 +194,8 @@ class RowsStep(SelectingStep):
             self._noise[row].exponential_(1, generator=generator)
 
     def replay_rows(self) -> tuple[Tensor, Tensor]:
-        """Append the selected tokens and select the next ones; `report`, and the logits [B, V]."""
+        """Append the selected tokens and select the next ones; `state.report`, and the logits
+        [B, V].
+        """
         logits = self._replay_or_forward()
-        return self.report, logits
+        return self.state.report, logits

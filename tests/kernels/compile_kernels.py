@@ -18,6 +18,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     experts_triton,
     invariant_linear_triton,
+    joint_linear_triton,
     linear_triton,
     norm_triton,
     positions_triton,
@@ -88,6 +89,9 @@ def launch_linears(dtype):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
+    for tokens in (x.expand(32, -1), x.expand(64, -1)):
+        joint_linear_triton.joint_linears_triton(tokens, [gate, up], [bias, bias])
+        joint_linear_triton.joint_linears_triton(tokens, [gate, up], [], "silu")
 
 
 def launch_experts(dtype, k):
@@ -147,7 +151,7 @@ def launch_small(dtype):
     place(row, row.clone(), row.clone(), number, layers, layers, column, spans, *for_ids, True)
     place(row, row.clone(), row.clone(), number, layers, layers, column, spans, None, None, False)
     ends = torch.zeros(2, 16).long()
-    state = column, column, column.bool(), ends, row, torch.tensor(False), row
+    state = column, column, column.bool(), ends, row, torch.tensor(False), row, row, row
     select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
     ban_tokens_triton.ban_tokens_triton(
         torch.empty(2, 9000, dtype=dtype), row, column, ends, row, 3

@@ -21,7 +21,7 @@ def state_of(ids, capacity, eos):
     ends = torch.full((len(ids), 16), -1)
     ends[:, : len(eos)] = torch.tensor(eos)
     others = [torch.zeros(1)] * 2
-    return GreedyState(*(t.to(DEVICE) for t in (sequences, *others, ends, *others, others[0])))
+    return GreedyState(*(t.to(DEVICE) for t in (sequences, *others, ends, *others * 2, others[0])))
 
 
 def kernel(logits, positions, state, min_length, ngram):

@@ -40,6 +40,8 @@ def make_state(batch, kinds, **numbers):
         pad=torch.tensor([9], device=DEVICE).repeat(batch),
         is_over=torch.tensor(False, device=DEVICE),
         last=torch.tensor([LENGTH], device=DEVICE).repeat(batch),
+        counts=torch.zeros(batch, dtype=torch.int64, device=DEVICE),
+        report=torch.zeros(batch, dtype=torch.int64, device=DEVICE),
     )
     tensors = {
         name: torch.tensor(

@@ -261,6 +261,8 @@ class TestGreedy:
                 pad=torch.tensor([3, 4, 5, 6, 7], device=DEVICE)[:batch],
                 is_over=torch.tensor(False, device=DEVICE),
                 last=torch.tensor(last, device=DEVICE)[:batch],
+                counts=torch.zeros(batch, dtype=torch.int64, device=DEVICE),
+                report=torch.zeros(batch, dtype=torch.int64, device=DEVICE),
             )
             select(logits, torch.tensor(at, device=DEVICE)[:batch], state)
             states.append([tensor.tolist() for tensor in state])
@@ -278,6 +280,10 @@ class TestGreedy:
             for b, (t, (running,)) in enumerate(zip(tokens, unfinished, strict=True))
         ]
         assert states[0][5] == (not any(running for (running,) in states[0][2]))
+        assert states[0][7] == [int(running) for (running,) in states[0][2]]
+        assert states[0][8] == [
+            t if running else ~t for t, (running,) in zip(tokens, states[0][2], strict=True)
+        ]
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
