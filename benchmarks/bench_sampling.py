@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def selects_on_device(decoder: GraphDecoder) -> bool:
     """Whether every step of this decoder selects its tokens itself: its inside says so."""
-    steps = [step for kinds in decoder._steps.values() for step in kinds.values()]
+    steps = [step for kinds in decoder.steps.by_cache.values() for step in kinds.values()]
     return all(isinstance(step, SelectingStep) for step in steps)
 
 

@@ -67,7 +67,7 @@ def noted_list() -> Iterator[list[str]]:
 
 def replay_of(decoder: GraphDecoder, workload: Workload) -> Callable[[int], None]:
     """A function that replays the decoder's only captured step a number of times."""
-    ((step,),) = (list(kinds.values()) for kinds in decoder._steps.values())
+    ((step,),) = (list(kinds.values()) for kinds in decoder.steps.by_cache.values())
     seq_start = torch.zeros(workload.batch_size, dtype=torch.int64, device=workload.device)
 
     @torch.no_grad()

@@ -119,6 +119,9 @@ class _Served:
     caches: ExitStack  # gives them back
     cache: StaticContiguousCache | None = None
     is_in_loop: bool = False
+    # The attention mask and whether it hides more than padding, if that was looked at.
+    mask: Tensor | None = None
+    has_holes: bool = False
 
 
 class Attachment:
@@ -258,8 +261,7 @@ class Attachment:
         try:
             self._check(request, made)
             if self._decodes(request):
-                # Before a cache is taken: calls that wait need none.
-                call.caches.enter_context(turns_of(model).turn())
+                self._take_turn(call, request)
             identity = self._identity(request)
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
         except (Fallback, ValueError) as reason:
@@ -270,6 +272,14 @@ class Attachment:
         model_kwargs["past_key_values"] = cache
         if request.mode not in _ONE_SEQUENCE_A_ROW:
             self._note(f"the mode is {request.mode.value}")
+
+    def _take_turn(self, call: _Served, request: Request) -> None:
+        """Before a cache is taken: calls that wait need none."""
+        turns = turns_of(request.model)
+        if not turns.is_free:  # what waits for the device is done meanwhile
+            call.mask = request.mask
+            call.has_holes = request.has_holes
+        call.caches.enter_context(turns.turn())
 
     def _check(self, request: Request, made: type) -> None:
         """Raise `Fallback` if the call keeps the cache that `generate` makes for it."""
@@ -294,11 +304,13 @@ class Attachment:
         if self.fallbacks.total() == 1:
             logger.info("attach: a call falls back: %s. `attachment(model)` counts them.", reason)
 
-    def run_loop(self, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
+    def run_loop(self, served: _Served, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
         """The decoder on a GPU, else transformers' loop."""
         device = compute_device(model).type
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
         call = Call.of(model, *args, **given)
+        if served.mask is not None and served.mask is call.request.mask:
+            call.has_holes = served.has_holes
         if device in _DECODER_DEVICES:
             output = self.decoder.run(call)
             if call.fallback_reason is not None:
@@ -404,7 +416,7 @@ class _Hooks:
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
         entry = call.attachment.pool.entry_of(cache)
-        output = call.attachment.run_loop(model, args, kwargs)
+        output = call.attachment.run_loop(call, model, args, kwargs)
         if entry is not None and entry.identity is not None:
             call.attachment._state = entry.identity
         if cache.is_unfinished:  # the loop has gone on with another

@@ -213,7 +213,7 @@ import hf_static_kv
 
 
 def test_a_failed_capture_is_logged_with_its_traceback(caplog, monkeypatch):
-    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: 1 / 0)
+    monkeypatch.setattr("hf_static_kv.decoding.steps.verify", lambda step, call: 1 / 0)
     with caplog.at_level(logging.DEBUG, logger="hf_static_kv"):
         _, reason = decode(toy_model("llama"))
     assert "ZeroDivisionError" in reason

@@ -30,7 +30,8 @@ READING_ORDER = {
         "positions", "step", "selecting",
     ],
     "decoding": [
-        "turns", "prepared", "call", "eligibility", "selection", "tokens", "verification", "prompts", "loop",
+        "turns", "prepared", "call", "eligibility", "selection", "tokens", "verification", "steps", "prompts",
+        "loop",
         "decoder",
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],

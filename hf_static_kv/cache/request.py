@@ -106,6 +106,11 @@ class Request:
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
 
     @property
+    def has_holes(self) -> bool:
+        """Whether the attention mask hides more than the padding at the left. Waits for the device."""
+        return self.mask is not None and bool((self.mask[:, 1:] < self.mask[:, :-1]).any())
+
+    @property
     def max_new_tokens(self) -> int:
         rules = [rule for rule in self.stopping_criteria if type(rule) is MaxLengthCriteria]
         longest = min([int(self.config.max_length), *(rule.max_length for rule in rules)])

@@ -225,9 +225,7 @@ class Call:
 
     @cached_property
     def has_holes(self) -> bool:
-        """Whether the attention mask hides more than the padding at the left."""
-        mask = self.request.mask
-        return mask is not None and bool((mask[:, 1:] < mask[:, :-1]).any())
+        return self.request.has_holes
 
     def has_own_prefix(self) -> bool:
         """Whether what the cache held before is of the model as it is; confirmed from here on."""

@@ -9,10 +9,9 @@ warning that says why.
 import logging
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
@@ -27,7 +26,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from hf_static_kv import compat
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.request import Fallback
 from hf_static_kv.decoding.call import (
@@ -41,31 +39,20 @@ from hf_static_kv.decoding.eligibility import check_mask, check_model, check_req
 from hf_static_kv.decoding.loop import MAX_ROWS, Loop, Request, refusal
 from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import Selection, selection_of
+from hf_static_kv.decoding.steps import Steps
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import Turns
-from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
-from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, SharedContext
+from hf_static_kv.patching import SharedContext
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
-_MAX_STEPS = 8  # captured for one cache
-_MAX_STEPS_OF_ROWS = 16  # greedy and sampling ones for 1, 2, 4, ... 64 rows
-_MAX_ATTEMPTS = 2  # to capture one step: the first failure may be temporary
 _TURNS: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
 # What `generate` does to a model while it decodes.
 _DECODING: WeakKeyDictionary[PreTrainedModel, SharedContext] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
-
-
-class _Failed(NamedTuple):
-    """A step that could not be captured."""
-
-    fallback: Fallback
-    attempts: int  # how often that was tried
-    given: frozenset[str]  # the keywords of the call
 
 
 class GraphDecoder:
@@ -103,9 +90,7 @@ class GraphDecoder:
         self.prompts = Prompts(self.without)
         self.warns = True  # False: what would be a warning is a debug message
         self.fallback_reason: str | None = None
-        self._steps: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
-            WeakKeyDictionary()
-        )
+        self.steps = Steps(self.without, self._warn_once)
         self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
         self.max_rows = MAX_ROWS  # calls that decode together
         self._warned: set[str] = set()
@@ -148,7 +133,7 @@ class GraphDecoder:
             )
         if isinstance(call.cache, StaticContiguousCache):
             call.begin()
-        if call.device.type == "cuda" and not self._steps:
+        if call.device.type == "cuda" and not self.steps.by_cache:
             load(TRITON)
         if call.streamer is None and self.streamer is not None:
             # `generate` gives the prompt to a streamer of its own only.
@@ -162,7 +147,7 @@ class GraphDecoder:
             if not self.prompts.begin(call):
                 check_model(call)
             check_mask(call)
-            self._check_failures(call)
+            self.steps.check_failures(call)
             call.prompts = self.prompts
             return self._decode(call)
         except Fallback as fallback:
@@ -209,7 +194,7 @@ class GraphDecoder:
                 tokens = Tokens(call)
                 if (output := self._in_company(call, tokens, logits)) is not None:
                     return output
-            step = self._step(call) if needs_step else None
+            step = self.steps.get(call) if needs_step else None
             call.outputs = None  # from here on there is no way back to the prompt
             tokens = Tokens(call)
             if step is None or not tokens.may_be_ahead(0):
@@ -280,7 +265,7 @@ class GraphDecoder:
         return turns_of(call.model).released() if tokens.is_watched else nullcontext()
 
     def _rows_step(self, call: Call, selection: Selection) -> RowsStep:
-        step = self._step_of(call, selection)
+        step = self.steps.get_for(call, selection)
         assert isinstance(step, RowsStep)
         return step
 
@@ -353,7 +338,7 @@ class GraphDecoder:
         drawn and streamed.
         """
         try:
-            return self._step(call)
+            return self.steps.get(call)
         except Fallback as fallback:
             if call.is_overwritten:
                 raise RuntimeError(
@@ -363,156 +348,10 @@ class GraphDecoder:
             self._note(call, fallback, "The rest of this call is computed by the model itself")
             return None
 
-    def _step(self, call: Call) -> DecodeStep:
-        """The step for this call, captured at its first use."""
-        return self._step_of(call, selection_of(call))
-
-    def _step_of(self, call: Call, selection: Selection | None) -> DecodeStep:
-        call.cache.reserve()  # a new step is tried at the next position
-        steps = self._steps.setdefault(call.cache, {})
-        # First: the device computes the prompt meanwhile.
-        state = None if call.must_assume else call.state
-        has_hooks = call.has_hooks
-        selects = selection and selection.kind
-        what = selects, call.step_kind, has_hooks, call.fingerprint
-        if state is None:
-            state = call.assumed = _assumed_state(steps, what)
-        key = what, state or call.state
-        known = steps.pop(key, None)
-        if known is None:
-            self._evict(steps, _MAX_STEPS_OF_ROWS if call.is_in_rows else _MAX_STEPS)
-        step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
-        steps[key] = step  # the newest now
-        if isinstance(step, _Failed):
-            raise step.fallback
-        if isinstance(step, SelectingStep) and selection is not None and not call.is_in_rows:
-            step.set_numbers(selection.numbers)
-        age = "known" if step is known else "new"
-        kind = "a captured graph" if step.graph else "without a graph"
-        debug.logger.debug("a %s step for %d rows: %s", age, len(call.seq_start), kind)
-        return step
-
-    def _new_step(
-        self, call: Call, selection: Selection | None, failed: _Failed | None
-    ) -> DecodeStep | _Failed:
-        """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed`
-        counted in.
-        """
-        devices = [call.device] if call.device.type == "cuda" else []
-        sums = _sums(call.cache)
-        try:
-            # Tensors made in inference mode cannot be written outside of it, and a step outlives
-            # such blocks.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                # A step that samples draws in each of its first runs.
-                torch.random.fork_rng(devices),
-            ):
-                return self._recorded_step(call, selection) or self._verified_step(call, selection)
-        except Exception as error:  # whatever a model does that a fixed step cannot do
-            debug.logger.debug("A step could not be captured.", exc_info=True)
-            if _sums(call.cache) != sums:
-                if call.is_in_rows:
-                    raise RuntimeError("The trial of a step has overwritten rows.") from error
-                call.is_overwritten = True
-                call.outputs = None  # the prompt is computed again
-            first_line = next(iter(str(error).splitlines()), "")
-            reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
-            if isinstance(error, torch.OutOfMemoryError):
-                raise Fallback(reason) from error  # always tried again
-            attempts = failed.attempts + 1 if failed else 1
-            return _Failed(Fallback(reason), attempts, frozenset(call.given))
-
-    def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
-        """A step that runs a program; None where the model itself must run."""
-        # A trace records weights in Python, and hooks are called.
-        if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
-            return None
-        try:
-            return self._verified_step(call, selection, is_recorded=True)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # such as a kernel that torch does not see
-            debug.logger.debug(
-                "A pass could not be recorded, so the step runs the model itself.", exc_info=True
-            )
-            return None
-
-    def _verified_step(
-        self, call: Call, selection: Selection | None, is_recorded: bool = False
-    ) -> DecodeStep:
-        length = call.cache.seq_len
-        inputs = call.step_inputs
-        parts = inputs.position_ids.shape[:-2]
-        what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
-        at = length, call.seq_start.to(call.device), call.position_ids(length)
-        if selection is None:
-            step = DecodeStep(*what)
-        else:
-            kinds, bans, ngram = selection.kind
-            kind = RowsStep if call.is_in_rows else SelectingStep
-            step = kind(*what, kinds=kinds, bans=bans, ngram=ngram)
-        before = call.cache.snapshot()
-        with step.on_shadow(call.own_attention) as shadow:
-            try:
-                with without_side_effects(shadow):
-                    if is_recorded:
-                        skipped = set() if call.has_usual_positions else {"angles_from_table"}
-                        step.record(
-                            *at[:2],
-                            *unverified_inputs(call),
-                            is_exact=call.own_attention == EXACT_ATTENTION_NAME,
-                            without=self.without | skipped,
-                        )
-                    if call.device.type == "cuda" and call.own_attention != TRACED_ATTENTION_NAME:
-                        step.capture(*at)
-            finally:  # passes without kernels leave anything in a recurrent state, nan too
-                call.cache.restore(before)
-            with without_side_effects(shadow):
-                verify(step, call)
-        return step
-
-    def _evict(self, steps: dict[Any, DecodeStep | _Failed], most: int) -> None:
-        """Drop steps whose model or storage is gone, and the oldest where there are too many:
-        graphs take memory.
-        """
-        for key, step in list(steps.items()):
-            if isinstance(step, DecodeStep) and step.is_orphan:
-                del steps[key]
-        while len(steps) >= most:
-            del steps[next(iter(steps))]  # the oldest
-            self._warn_once(
-                f"one cache has more than {most} kinds of steps, so old ones are captured "
-                "again. Weights that move from call to call, or a number that a module changes, "
-                "may be the reason"
-            )
-
-    def _check_failures(self, call: Call) -> None:
-        """Raise `Fallback` if a call like this one could not be captured before.
-
-        It may have been for either kind of step: what keeps one from being captured keeps the
-        other, and fingerprints follow the kind.
-        """
-        failed = [
-            (step, what[-1], state)
-            for (what, state), step in self._steps.get(call.cache, {}).items()
-            if isinstance(step, _Failed) and step.attempts >= _MAX_ATTEMPTS
-        ]
-        given = frozenset(call.given)
-        for step, fingerprint, state in failed:
-            if (step.given, fingerprint, state) == (given, call.fingerprint, call.state):
-                raise step.fallback
-
-    @property
-    def _captured(self) -> list[DecodeStep]:
-        kept = [step for steps in self._steps.values() for step in steps.values()]
-        return [step for step in kept if isinstance(step, DecodeStep)]
-
     @property
     def num_steps(self) -> int:
         """Captured steps that are kept."""
-        return len(self._captured)
+        return len(self.steps.captured)
 
     @property
     def memory_bytes(self) -> int:
@@ -520,17 +359,17 @@ class GraphDecoder:
 
         Torch counts memory that graphs compute in as reserved.
         """
-        steps = self._captured + self.prompts.steps
+        steps = self.steps.captured + self.prompts.steps
         buffers = [buffer for step in steps for buffer in step.buffers]
         return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph belongs to one process.
-        return {**self.__dict__, "_steps": None, "_loops": None, "pool": None, "prompts": None}
+        return {**self.__dict__, "steps": None, "_loops": None, "pool": None, "prompts": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._steps = WeakKeyDictionary()
+        self.steps = Steps(self.without, self._warn_once)
         self._loops = WeakKeyDictionary()
         self.pool = CachePool()
         self.prompts = Prompts(self.without)
@@ -545,25 +384,6 @@ class GraphDecoder:
 def turns_of(model: PreTrainedModel) -> Turns:
     """Who may use the model now."""
     return _TURNS.setdefault(model, Turns())
-
-
-def _sums(cache: StaticContiguousCache) -> list[int]:
-    """Of the bits that the cache holds, one for keys and one for values of each layer."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    both = [own for layer in cache.kv_layers for own in (layer.keys, layer.values)]
-    states = [own for own in both if own is not None]
-    sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
-    return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
-
-
-def _assumed_state(steps: dict[Any, DecodeStep | _Failed], wanted: Any) -> State | None:
-    """The state of the model in the newest step of this kind, if all memory that the step reads is
-    still there.
-    """
-    for (what, state), step in reversed(steps.items()):
-        if what == wanted and isinstance(step, DecodeStep):
-            return state if step.is_in_place else None
-    return None
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:

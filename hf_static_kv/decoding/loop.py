@@ -109,6 +109,7 @@ class Loop:
         max_rows: int,
     ) -> None:
         self.max_rows = max_rows
+        self._most = _power_of_two(max_rows)  # of a step and of the storage
         self.num_tokens = 0  # that passes have selected
         self._turns = turns
         turns.has_room = lambda: not self.is_full
@@ -223,7 +224,7 @@ class Loop:
         call = request.call
         self._follow(call.device)
         request.row = next(row for row in range(self.max_rows) if row not in self._seated)
-        rows = 1 << max(request.row, *self._seated, 0).bit_length()
+        rows = _power_of_two(max(request.row, *self._seated, 0) + 1)
         cache = self._storage(call, rows)
         requests = [*self._seated.values(), request]
         longest = max(own.length for own in requests) + _AHEAD
@@ -234,8 +235,8 @@ class Loop:
     def _storage(self, call: Call, rows: int) -> StaticContiguousCache:
         """The storage, or a larger one with the same sequences."""
         before = self._cache
-        needed = max(_MIN_CAPACITY, 1 << (call.request.max_positions - 1).bit_length())
-        wanted = _FIRST_ROWS if rows <= _FIRST_ROWS else self.max_rows
+        needed = max(_MIN_CAPACITY, _power_of_two(call.request.max_positions))
+        wanted = min(_FIRST_ROWS, self._most) if rows <= _FIRST_ROWS else self._most
         if before is not None and self._seated:
             needed = max(needed, before.max_cache_len - _SPARE)
             wanted = max(wanted, _num_rows(before))
@@ -341,7 +342,7 @@ class Loop:
         if not report.is_cuda:
             return report.clone()
         if not self._pinned:
-            pinned = torch.zeros(_AHEAD + 2, self.max_rows, dtype=report.dtype, pin_memory=True)
+            pinned = torch.zeros(_AHEAD + 2, self._most, dtype=report.dtype, pin_memory=True)
             self._pinned = list(pinned.unbind())
         self._pinned.append(self._pinned.pop(0))
         self._pinned[-1][: len(report)].copy_(report, non_blocking=True)
@@ -413,6 +414,11 @@ def refusal(call: Call) -> str | None:
     if inputs.tensors or inputs.position_ids.ndim != 2 or not call.has_usual_positions:
         return "its steps are given more than tokens"
     return None
+
+
+def _power_of_two(number: int) -> int:
+    """That is at least this number."""
+    return 1 << (number - 1).bit_length()
 
 
 def _num_rows(cache: StaticContiguousCache) -> int:

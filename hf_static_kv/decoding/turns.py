@@ -50,6 +50,10 @@ class Turns:
             return self._next() is not None
 
     @property
+    def is_free(self) -> bool:
+        return self._owner is None and not self._waiting
+
+    @property
     def is_mine(self) -> bool:
         return self._owner == get_ident()
 

@@ -86,7 +86,7 @@ def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
     pairs = len(keys) * keys.shape[1]  # of a batch row and a KV head
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count
     span = min(max_span, keys.shape[2])
-    return 2 * pairs > 3 * processors or (span <= _SHORT_SPAN and 2 * pairs >= processors)
+    return 2 * pairs > 3 * processors or (span <= _SHORT_SPAN and 3 * pairs >= processors)
 
 
 @attend.register_fake

@@ -263,7 +263,7 @@ def test_a_call_that_falls_back_after_a_long_prompt_begins_where_it_was(monkeypa
     cache = compact(model)
     tokens = generate(model, PROMPT, cache)
     longer = torch.cat([tokens, LONG], dim=1)
-    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda *_: 1 / 0)
+    monkeypatch.setattr("hf_static_kv.decoding.steps.verify", lambda *_: 1 / 0)
     got = generate(model, longer, cache, custom_generate=decoder)
     assert "ZeroDivisionError" in decoder.fallback_reason
     assert torch.equal(got, generate(model, longer))

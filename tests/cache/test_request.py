@@ -163,7 +163,7 @@ class TestOtherTexts:
 
     def test_a_call_that_fell_back_is_remembered(self, model, monkeypatch):
         cache, decoder = StaticContiguousCache(model.config, 64), GraphDecoder()
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: 1 / 0)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.verify", lambda step, call: 1 / 0)
         tokens = generate(model, cache, custom_generate=decoder)
         assert "ZeroDivisionError" in decoder.fallback_reason
         for position in (2, 15):

@@ -120,7 +120,7 @@ def captured(model: PreTrainedModel, expected: list[Output]) -> str:
             return first_clause(decoder.fallback_reason)
         if not same(got, output):
             return "other tokens"
-        if not all(step.is_recorded for step in decoder._steps[cache].values()):
+        if not all(step.is_recorded for step in decoder.steps.by_cache[cache].values()):
             return MODEL_ITSELF
     return YES
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache, StoppingCriteria
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StepRecorder, attached, cache_bytes
 from hf_static_kv.cache.passes import UnfinishedPass
-from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.decoding import prompts
+from hf_static_kv.decoding import steps as steps_module
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import (
@@ -151,7 +151,7 @@ class TestStops:
         ):
             cache.reset()
             run(model, decoder=decoder, cache=cache, **kwargs)
-            steps = list(decoder._steps[cache].values())
+            steps = list(decoder.steps.by_cache[cache].values())
             kinds.append((len(steps), type(steps[-1]).__name__))
         on_device, on_host = "SelectingStep", "DecodeStep"
         assert kinds == [
@@ -255,7 +255,7 @@ class TestVectors:
             assert torch.equal(got, expected)
             assert decoder.fallback_reason is None
             assert cache.seq_len == PROMPT.shape[1] + got.shape[1] - 1
-        assert len(decoder._steps[cache]) == 1
+        assert len(decoder.steps.by_cache[cache]) == 1
 
     def test_rows_of_unlike_length(self, model):
         padding, decoder = padded(), GraphDecoder()
@@ -309,7 +309,7 @@ class TestReuse:
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         first = run(model, decoder=decoder, cache=cache)
         # A new one could not be made.
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.SelectingStep", int)
         cache.reset()
         assert torch.equal(run(model, decoder=decoder, cache=cache), first)
 
@@ -349,7 +349,7 @@ class TestReuse:
             True,
         )
         run(model, decoder=decoder, cache=cache)
-        assert len(decoder._steps[cache]) == 2
+        assert len(decoder.steps.by_cache[cache]) == 2
 
     def test_other_parts_and_settings_are_another_step(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
@@ -357,7 +357,7 @@ class TestReuse:
         def steps():
             cache.reset()
             run(model, decoder=decoder, cache=cache)
-            return len(decoder._steps[cache])
+            return len(decoder.steps.by_cache[cache])
 
         assert (steps(), steps()) == (1, 1)
         model.model.layers[1].mlp.act_fn = torch.nn.GELU()
@@ -377,7 +377,7 @@ class TestReuse:
             setattr(module, name, state)
             cache.reset()
             run(model, decoder=decoder, cache=cache)
-        assert len(decoder._steps[cache]) == 2
+        assert len(decoder.steps.by_cache[cache]) == 2
 
     @pytest.mark.parametrize("what", ["a forward", "a buffer", "a setting"])
     def test_what_is_changed_behind_a_replay_is_another_step(self, what):
@@ -398,7 +398,7 @@ class TestReuse:
         for _ in range(2):
             cache.reset()
             assert torch.equal(run(model, decoder=decoder, cache=cache), run(model))
-        assert len(decoder._steps[cache]) == 2
+        assert len(decoder.steps.by_cache[cache]) == 2
 
     def test_steps_of_one_cache_are_eight_at_most(self, model, caplog):
         cache, decoder = StaticContiguousCache.from_model(model, CAPACITY), GraphDecoder()
@@ -406,13 +406,13 @@ class TestReuse:
             model.eps_of_today = float(n)
             cache.reset()
             run(model, decoder=decoder, cache=cache, max_new_tokens=3)
-        assert len(decoder._steps[cache]) == 8
+        assert len(decoder.steps.by_cache[cache]) == 8
         assert caplog.text.count("has more than 8 kinds of steps") == 1
-        oldest = next(iter(decoder._steps[cache]))
+        oldest = next(iter(decoder.steps.by_cache[cache]))
         model.eps_of_today = 4.0
         cache.reset()
         run(model, decoder=decoder, cache=cache, max_new_tokens=3)
-        assert list(decoder._steps[cache])[-1] == oldest  # known, and the newest now
+        assert list(decoder.steps.by_cache[cache])[-1] == oldest  # known, and the newest now
 
     @pytest.mark.parametrize("first", [40, -20])
     def test_positions_of_ones_own(self, first):
@@ -463,13 +463,13 @@ class TestReuse:
     def test_the_step_goes_with_its_cache(self, model):
         decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, CAPACITY)
         run(model, decoder=decoder, cache=cache)
-        (step,) = decoder._steps[cache].values()
+        (step,) = decoder.steps.by_cache[cache].values()
         step, storage = weakref.ref(step), weakref.ref(cache.storage_groups[0])
         del cache
         gc.collect()
         assert step() is None
         assert storage() is None
-        assert len(decoder._steps) == 0
+        assert len(decoder.steps.by_cache) == 0
 
 
 class TestComparison:
@@ -575,7 +575,7 @@ class TestFallback:
     @pytest.mark.skipif(DEVICE == "cuda", reason="a graph calls no hooks")
     @pytest.mark.parametrize("mode", [*MODES, "streamed", "returned", "attached"])
     def test_the_prompt_is_computed_once(self, noisy, mode, monkeypatch):
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", self.fail)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.verify", self.fail)
         monkeypatch.setattr("hf_static_kv.attaching._DECODER_DEVICES", (DEVICE,))
         monkeypatch.setattr("hf_static_kv.attaching._MIN_PROMPT_ON_CPU", 0)
         how = {"seed": 1, **MODES.get(mode, {}), "return_dict_in_generate": mode == "returned"}
@@ -625,7 +625,7 @@ class TestFallback:
             assert "Layers [1] of 2 did not run" in decoder.fallback_reason
 
     def test_a_loop_of_its_own_begins_with_the_prompt(self, monkeypatch):
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", self.fail)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.verify", self.fail)
         model, decoder = toy_model("llama"), GraphDecoder()
 
         class Own(type(model)):
@@ -640,7 +640,7 @@ class TestFallback:
 
 class TestPrograms:
     def steps(self, decoder):
-        return [step for steps in decoder._steps.values() for step in steps.values()]
+        return [step for steps in decoder.steps.by_cache.values() for step in steps.values()]
 
     @pytest.mark.parametrize("name", ARCHITECTURES)
     def test_the_pass_of_a_model_is_recorded(self, name):
@@ -793,7 +793,7 @@ class TestACacheOfItsOwn:
         expected = model.generate(BATCH, **how)
         decoder, stream = GraphDecoder(), Collect()
         decoder.pool.max_bytes = 30 * cache_bytes(model.config, 2)
-        verify, capacities = decoder_module.verify, set()
+        verify, capacities = steps_module.verify, set()
 
         def verify_the_first(step, call):
             capacities.add(call.cache.max_cache_len)
@@ -802,7 +802,7 @@ class TestACacheOfItsOwn:
             verify(step, call)
 
         if not is_captured_again:
-            monkeypatch.setattr(decoder_module, "verify", verify_the_first)
+            monkeypatch.setattr(steps_module, "verify", verify_the_first)
         torch.manual_seed(1)
         got = model.generate(BATCH, custom_generate=decoder, streamer=stream, **how)
         assert torch.equal(got, expected)

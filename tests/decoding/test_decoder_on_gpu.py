@@ -126,7 +126,7 @@ def test_ids_on_the_cpu(mode):
         assert got.device.type == "cpu"
         assert torch.equal(got, expected)
         assert decoder.fallback_reason is None
-    assert next(iter(decoder._steps[cache].values())).graph is not None
+    assert next(iter(decoder.steps.by_cache[cache].values())).graph is not None
 
 
 def test_steps_share_their_tables():
@@ -138,7 +138,7 @@ def test_steps_share_their_tables():
         run(model, cache, decoder, PROMPT.cuda(), **mode)
         assert decoder.fallback_reason is None
         sizes.append(decoder.memory_bytes)
-    (table, *_), *others = [step._tables for step in decoder._steps[cache].values()]
+    (table, *_), *others = [step._tables for step in decoder.steps.by_cache[cache].values()]
     assert others
     assert all(tables[0] is table for tables in others)
     assert table.nbytes == 32768 * 2 * config.head_dim * 2

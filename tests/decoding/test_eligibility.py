@@ -197,7 +197,7 @@ class TestRefusals:
         assert falls_back()
         assert falls_back()
         # It is not tried a third time.
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.SelectingStep", int)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.SelectingStep", int)
         assert falls_back()
 
     def test_what_fails_once_is_tried_again(self, model, monkeypatch):
@@ -209,7 +209,7 @@ class TestRefusals:
                 raise RuntimeError("this passes")
             verify(*args)
 
-        monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", fail_once)
+        monkeypatch.setattr("hf_static_kv.decoding.steps.verify", fail_once)
         reasons = []
         for _ in range(2):
             cache.reset()
@@ -228,7 +228,7 @@ class TestRefusals:
             raise torch.OutOfMemoryError("no memory\nfor a graph")
 
         with monkeypatch.context() as patches:
-            patches.setattr("hf_static_kv.decoding.decoder.verify", fail)
+            patches.setattr("hf_static_kv.decoding.steps.verify", fail)
             assert torch.equal(run(model, decoder=decoder, cache=cache), expected)
         assert (
             decoder.fallback_reason == "the step cannot be captured (OutOfMemoryError: no memory)"

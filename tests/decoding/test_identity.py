@@ -20,7 +20,7 @@ from hf_static_kv.cache.identity import content_state, pass_state
 from hf_static_kv.cache.values import unwrapped
 from hf_static_kv.compat import has_hooks
 from hf_static_kv.decoding import call as call_module
-from hf_static_kv.decoding import decoder as decoder_module
+from hf_static_kv.decoding import steps as steps_module
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import type_without_address
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
@@ -43,7 +43,7 @@ class Decoding:
     def steps(self):
         self.steps_or_fallback()
         assert self.decoder.fallback_reason is None
-        return len(self.decoder._steps[self.cache])
+        return len(self.decoder.steps.by_cache[self.cache])
 
     def steps_or_fallback(self):
         self.cache.reset()
@@ -210,7 +210,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
     del decoding
     gc.collect()
     assert model() is None
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     assert step.is_orphan
     assert not step.is_in_place  # a call on a GPU asks before it runs ahead
     del step
@@ -222,7 +222,7 @@ def test_a_model_goes_when_it_is_deleted_though_cache_and_decoder_stay():
 def test_a_pickled_decoder_captures_anew(decoding):
     assert decoding.steps() == 1
     decoding.decoder = pickle.loads(pickle.dumps(decoding.decoder))
-    assert len(decoding.decoder._steps) == 0
+    assert len(decoding.decoder.steps.by_cache) == 0
     assert decoding.steps() == 1
 
 
@@ -411,7 +411,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
         decoding.cache.reset()
         if how == "streamer":
             keywords["streamer"].values.clear()
-        monkeypatch.setattr(decoder_module, "verify", fail)
+        monkeypatch.setattr(steps_module, "verify", fail)
         assert torch.equal(generate(decoding.model, **cache, **keywords), expected)
         assert torch.equal(torch.rand(1, device=DEVICE), after)
         assert (
@@ -460,7 +460,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
     def test_memory_that_has_moved(self, decoding):
         """A graph would read memory that is free."""
         decoding.steps()
-        (step,) = decoding.decoder._steps[decoding.cache].values()
+        (step,) = decoding.decoder.steps.by_cache[decoding.cache].values()
         assert step.is_in_place
         weight = decoding.model.model.layers[0].mlp.up_proj.weight
         weight.data = weight.data.clone()

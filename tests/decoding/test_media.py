@@ -50,7 +50,7 @@ def test_the_tokens_are_those_of_generate(name, lengths, how):
         assert torch.equal(got, tokens(model, prompt, **how))
         assert decoder.fallback_reason is None
     assert decoder.num_steps == 1
-    assert all(step.is_recorded for step in decoder._steps[cache].values())
+    assert all(step.is_recorded for step in decoder.steps.by_cache[cache].values())
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -42,7 +42,7 @@ def random_state():
 
 
 def kinds_of_step(decoder, cache):
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     return step.sampling.kinds if isinstance(step, SelectingStep) else type(step)
 
 
@@ -65,7 +65,7 @@ def test_tokens_and_random_state(name, prompt):
         )
         assert torch.equal(random_state(), state)
     assert decoder.fallback_reason is None
-    assert len(decoder._steps[cache]) == 1
+    assert len(decoder.steps.by_cache[cache]) == 1
 
 
 BANS = {
@@ -96,7 +96,7 @@ def test_greedily_without_tokens_that_may_not_come_next(name, prompt, is_exact):
             cache.reset()
             got = run(model, decoder=decoder, cache=cache, **prompt, **how)
             assert torch.equal(got, expected)
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     assert isinstance(step, SelectingStep)
     plain = {key: how[key] for key in how if key in ("eos_token_id", "pad_token_id")}
     if name not in ("n-gram", "three"):  # this model does not repeat these
@@ -112,7 +112,7 @@ def test_a_least_length_is_that_of_its_own_call():
         cache.reset()
         got = run(model, decoder=decoder, cache=cache, **ends, **how)
         assert torch.equal(got, run(model, **ends, **how))
-    assert len(decoder._steps[cache]) == 1
+    assert len(decoder.steps.by_cache[cache]) == 1
 
 
 def test_a_call_ends_in_time(monkeypatch):
@@ -121,7 +121,7 @@ def test_a_call_ends_in_time(monkeypatch):
     cache = StaticContiguousCache(model.config, CAPACITY)
     whole = run(model, decoder=decoder, cache=cache, max_time=1000.0)
     assert torch.equal(whole, run(model))
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     assert isinstance(step, SelectingStep)
     replays = 0
     clock = time.time
@@ -239,7 +239,7 @@ def test_inside_exact_the_step_selects_greedily():
     cache = StaticContiguousCache(model.config, CAPACITY)
     with exact(model):
         run(model, decoder=decoder, cache=cache)
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     assert isinstance(step, SelectingStep)
 
 

@@ -88,7 +88,7 @@ def decoded(model, sliding="full", **how):
     return (
         tokens,
         decoder.fallback_reason,
-        [step for steps in decoder._steps.values() for step in steps.values()],
+        [step for steps in decoder.steps.by_cache.values() for step in steps.values()],
     )
 
 

@@ -318,5 +318,7 @@ def test_a_planted_fault_reaches_no_token(name, fault):
         PLANTED[fault](patch)
         got = model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
     assert torch.equal(got, expected)
-    steps = [step for step in decoder._steps[cache].values() if isinstance(step, DecodeStep)]
+    steps = [
+        step for step in decoder.steps.by_cache[cache].values() if isinstance(step, DecodeStep)
+    ]
     assert decoder.fallback_reason is not None or not any(step.is_recorded for step in steps)

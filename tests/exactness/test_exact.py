@@ -771,7 +771,7 @@ def test_an_exact_step_is_not_used_outside():
     cache.reset()
     with exact(model):
         model.generate(ids, **common)
-    assert len(decoder._steps[cache]) == 2
+    assert len(decoder.steps.by_cache[cache]) == 2
 
 
 @pytest.mark.gpu
@@ -786,7 +786,7 @@ def test_a_captured_step_reads_its_angles_from_tables_too():
     with exact(model):
         model.generate(ids, past_key_values=cache, custom_generate=decoder, max_new_tokens=4)
     assert decoder.fallback_reason is None
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     assert len(step._tables) == 2  # of layers with a window, and of those without
 
 

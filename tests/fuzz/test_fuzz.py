@@ -229,7 +229,7 @@ def begin_the_sequence_of_a_step_one_position_late(monkeypatch):
 
     monkeypatch.setattr(DecodeStep, "set_position", broken)
     # It would refuse the step.
-    monkeypatch.setattr("hf_static_kv.decoding.decoder.verify", lambda step, call: None)
+    monkeypatch.setattr("hf_static_kv.decoding.steps.verify", lambda step, call: None)
 
 
 def forget_the_streamer(monkeypatch):

@@ -204,7 +204,7 @@ class TestNothingElseChanges:
             generate(model, inputs, **keywords)
         cache.reset()
         generate(model, inputs, **keywords)
-        assert len(decoder._steps[cache]) == 2
+        assert len(decoder.steps.by_cache[cache]) == 2
 
 
 @pytest.mark.parametrize("has_compiled_code", [False, True])

@@ -246,7 +246,7 @@ def test_no_step_keeps_a_shadow(patch, monkeypatch):
         patch(model)
     decoder, cache = GraphDecoder(), StaticContiguousCache(model.config, 64)
     run(model, decoder=decoder, cache=cache)
-    (step,) = decoder._steps[cache].values()
+    (step,) = decoder.steps.by_cache[cache].values()
     gc.collect()
     assert step.is_recorded
     assert len(shadows) == 1
@@ -264,6 +264,6 @@ def test_steps_share_the_tables_of_a_model():
         run(model, decoder=decoder, cache=cache, **mode)
         assert decoder.fallback_reason is None
         cache.reset()
-    first, second = (step._tables for step in decoder._steps[cache].values())
+    first, second = (step._tables for step in decoder.steps.by_cache[cache].values())
     assert first
     assert all(one is other for one, other in zip(first, second, strict=True))
