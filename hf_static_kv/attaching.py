@@ -140,7 +140,8 @@ class Attachment:
         self.fallbacks: Counter[str] = Counter()
         self.decoder = GraphDecoder()
         self.decoder.max_rows = settings.max_rows
-        self.decoder.warns = False  # nobody has asked for a captured step; `fallback_reason` tells
+        # Nobody has asked for a captured step; `fallback_reason` tells.
+        self.decoder.show_no_warnings()
         self.pool = self.decoder.pool = CachePool(
             settings.max_cache_len, settings.max_bytes, settings.store
         )
@@ -171,6 +172,21 @@ class Attachment:
         return self.pool.num_bytes + self.decoder.memory_bytes
 
     @property
+    def rows(self) -> int:
+        """Calls of several threads that decode together now."""
+        return sum(loop.num_rows for loop in self.decoder.loops)
+
+    @property
+    def queue(self) -> int:
+        """Calls that wait for others to compute their prompts, or for a row."""
+        return sum(loop.num_waiting for loop in self.decoder.loops)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows together, in the last second in which there were several."""
+        return max([0.0, *(loop.tokens_per_second for loop in self.decoder.loops)])
+
+    @property
     def captured_steps(self) -> int:
         return self.decoder.num_steps
 
@@ -192,7 +208,8 @@ class Attachment:
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reasons = f", fallbacks={dict(self.fallbacks)}" if self.fallbacks else ""
         captured = f"captured_steps={self.captured_steps}, captured_prompts={self.captured_prompts}"
-        return f"Attachment({figures}, {captured}{reasons})"
+        together = f"rows={self.rows}, queue={self.queue}"
+        return f"Attachment({figures}, {captured}, {together}{reasons})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
         """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes
@@ -240,6 +257,8 @@ class Attachment:
                 raise  # the other ranks are amid the call, and would not begin it again
             call.cache = None
             self.pool.clear()
+            for loop in self.decoder.loops:
+                loop.free_memory()
             if kwargs.get("streamer") is not None:  # it has been given tokens already
                 raise
             self._warn_of_memory()

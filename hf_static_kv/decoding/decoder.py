@@ -38,14 +38,14 @@ from hf_static_kv.decoding.call import (
 from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
 from hf_static_kv.decoding.loop import MAX_ROWS, Loop, Request, refusal
 from hf_static_kv.decoding.prompts import Prompts
-from hf_static_kv.decoding.selection import Selection, selection_of
+from hf_static_kv.decoding.selection import selection_of
 from hf_static_kv.decoding.steps import Steps
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import Turns
 from hf_static_kv.patching import SharedContext
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
-from hf_static_kv.program.selecting import RowsStep, SelectingStep
+from hf_static_kv.program.selecting import SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,20 @@ _TURNS: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
 # What `generate` does to a model while it decodes.
 _DECODING: WeakKeyDictionary[PreTrainedModel, SharedContext] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
+
+
+class Warnings:
+    """Logs each message once. `are_shown` False: as a debug message."""
+
+    def __init__(self) -> None:
+        self.are_shown = True
+        self._known: set[str] = set()
+
+    def __call__(self, message: str) -> None:
+        if message not in self._known:
+            self._known.add(message)
+            level = logging.WARNING if self.are_shown else logging.DEBUG
+            logger.log(level, "GraphDecoder: %s.", message)
 
 
 class GraphDecoder:
@@ -88,12 +102,11 @@ class GraphDecoder:
         self.without = frozenset(without)
         self.pool = CachePool()  # for calls that bring no cache
         self.prompts = Prompts(self.without)
-        self.warns = True  # False: what would be a warning is a debug message
+        self._warn = Warnings()
         self.fallback_reason: str | None = None
-        self.steps = Steps(self.without, self._warn_once)
+        self.steps = Steps(self.without, self._warn)
         self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
         self.max_rows = MAX_ROWS  # calls that decode together
-        self._warned: set[str] = set()
 
     def __call__(
         self,
@@ -161,7 +174,7 @@ class GraphDecoder:
 
     def _note(self, call: Call, fallback: Fallback, consequence: str) -> None:
         call.fallback_reason = fallback.reason
-        self._warn_once(f"{fallback.reason}. {consequence}")
+        self._warn(f"{fallback.reason}. {consequence}")
 
     def _decode(self, call: Call) -> _Output:
         """The whole generation.
@@ -227,11 +240,18 @@ class GraphDecoder:
         call.remember(tokens.ids)
         return tokens.result(call.cache)
 
+    def show_no_warnings(self) -> None:
+        self._warn.are_shown = False
+
     # --- among calls of other threads
+
+    @property
+    def loops(self) -> list[Loop]:
+        return list(self._loops.values())
 
     def loop_of(self, model: PreTrainedModel) -> Loop:
         if (loop := self._loops.get(model)) is None:
-            how = self._rows_step, self.pool.free_bound, self.max_rows
+            how = self.steps.get_for_rows, self.pool.free_bound, self.max_rows
             loop = self._loops[model] = Loop(turns_of(model), *how)
         return loop
 
@@ -263,11 +283,6 @@ class GraphDecoder:
     def _watched(self, tokens: Tokens, call: Call) -> AbstractContextManager[None]:
         """Code of the caller runs inside: others need not wait for it."""
         return turns_of(call.model).released() if tokens.is_watched else nullcontext()
-
-    def _rows_step(self, call: Call, selection: Selection) -> RowsStep:
-        step = self.steps.get_for(call, selection)
-        assert isinstance(step, RowsStep)
-        return step
 
     # --- a call alone
 
@@ -355,13 +370,14 @@ class GraphDecoder:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of rotary tables and inputs of all steps.
+        """Bytes of rotary tables and inputs of all steps, and of the rows of several calls.
 
         Torch counts memory that graphs compute in as reserved.
         """
         steps = self.steps.captured + self.prompts.steps
         buffers = [buffer for step in steps for buffer in step.buffers]
-        return sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
+        of_steps = sum({buffer.data_ptr(): buffer.nbytes for buffer in buffers}.values())
+        return of_steps + sum(loop.memory_bytes for loop in self.loops)
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph belongs to one process.
@@ -369,16 +385,10 @@ class GraphDecoder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps = Steps(self.without, self._warn_once)
+        self.steps = Steps(self.without, self._warn)
         self._loops = WeakKeyDictionary()
         self.pool = CachePool()
         self.prompts = Prompts(self.without)
-
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
-            level = logging.WARNING if self.warns else logging.DEBUG
-            logger.log(level, "GraphDecoder: %s.", message)
 
 
 def turns_of(model: PreTrainedModel) -> Turns:

@@ -13,6 +13,7 @@ The loop has a thread as long as there are calls. It is one pass ahead of what i
 """
 
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -111,8 +112,11 @@ class Loop:
         self.max_rows = max_rows
         self._most = _power_of_two(max_rows)  # of a step and of the storage
         self.num_tokens = 0  # that passes have selected
+        self.tokens_per_second = 0.0
+        self._counted = time.monotonic(), 0  # when, and how many tokens there were
         self._turns = turns
-        turns.has_room = lambda: not self.is_full
+        own = weakref.ref(self)  # turns are those of the model, which may outlive this
+        turns.has_room = lambda: (loop := own()) is None or not loop.is_full
         self._step_for = step_for
         self._bound = bound
         self._cache: StaticContiguousCache | None = None
@@ -131,12 +135,23 @@ class Loop:
         return len(self._seated)
 
     @property
+    def num_waiting(self) -> int:
+        """Calls that wait for their turn."""
+        return self._turns.num_waiting
+
+    @property
     def is_full(self) -> bool:
         return len(self._seated) >= self.max_rows
 
     @property
     def memory_bytes(self) -> int:
         return 0 if self._cache is None else self._cache.memory_bytes
+
+    def free_memory(self) -> None:
+        """Give up the storage, unless there are calls."""
+        with self._turns.turn(needs_room=False):
+            if not self._seated:
+                self._cache = self._step = None
 
     # --- in the thread of a call
 
@@ -152,13 +167,13 @@ class Loop:
             debug.logger.debug("A call stays alone: %s", fallback)
             return False
         tokens.join_others(is_first=not self._seated)
-        if request.selection is not None and logits is not None:
-            tokens.select(logits)
-        self._seat(request, step, cache)
-        if not request.call.keeps_cache:
-            request.call.give_back_cache()
-        self._turns.release()
         try:
+            if request.selection is not None and logits is not None:
+                tokens.select(logits)
+            self._seat(request, step, cache)
+            if not request.call.keeps_cache:
+                request.call.give_back_cache()
+            self._turns.release()
             if request.selection is None:
                 self._select_all(request, logits)
             else:
@@ -168,6 +183,7 @@ class Loop:
             return True
         finally:
             self._ask(request, None)
+            tokens.leave_others()
 
     def _receive_all(self, request: Request, is_over: bool) -> None:
         while not is_over:
@@ -202,12 +218,13 @@ class Loop:
         self._cache = cache
         self._use(step)
         self._sit_down(request)
-        self._seated[request.row] = request
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(call.device))
         if self._thread is None:
-            self._thread = Thread(target=self._drive, name="hf_static_kv loop", daemon=True)
-            self._thread.start()
+            thread = Thread(target=self._drive, name="hf_static_kv loop", daemon=True)
+            thread.start()  # it waits for its turn
+            self._thread = thread
+        self._seated[request.row] = request
         self._wake.set()
 
     def _follow(self, device: torch.device) -> None:
@@ -359,6 +376,7 @@ class Loop:
         """Give the requests of a pass what it has computed."""
         tokens = done.report.tolist()
         now = time.time()
+        self._count()
         for row, request in done.requests.items():
             if self._seated.get(request.row) is not request:
                 continue  # it has left
@@ -368,6 +386,13 @@ class Loop:
             elif request.is_running:
                 request.length += 1
                 self._receive(request, tokens[row], now)
+
+    def _count(self) -> None:
+        now = time.monotonic()
+        since, before = self._counted
+        if now - since >= 1:
+            self.tokens_per_second = (self.num_tokens - before) / (now - since)
+            self._counted = now, self.num_tokens
 
     def _receive(self, request: Request, token: int, now: float) -> None:
         is_last = token < 0

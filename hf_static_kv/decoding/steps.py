@@ -56,6 +56,12 @@ class Steps:
         """The step for this call, captured at its first use."""
         return self.get_for(call, selection_of(call))
 
+    def get_for_rows(self, call: Call, selection: Selection) -> RowsStep:
+        """Of a call in rows."""
+        step = self.get_for(call, selection)
+        assert isinstance(step, RowsStep)
+        return step
+
     def get_for(self, call: Call, selection: Selection | None) -> DecodeStep:
         """The step that selects in this way; None: the host selects. Raises `Fallback`."""
         call.cache.reserve()  # a new step is tried at the next position

@@ -59,26 +59,37 @@ class Tokens:
         self.logits: list[Tensor] = []
         self._newest = self.unfinished  # tokens [B]
         self._own_generator: torch.Generator | None = None  # None: torch's
+        self._began_alone = True
         # Whether code of the caller sees tokens.
         self.is_watched = is_watched or not is_known
 
     def join_others(self, is_first: bool) -> None:
         """Others decode with this call: from now on its random numbers are its own.
 
-        The first one draws what it would have drawn alone. Others have a seed, drawn from torch's
-        generator.
+        A call that began alone draws what it would have drawn. Others have a seed, which is drawn
+        from torch's generator.
         """
         self.finished.is_deferred = False
         self.set_limit(self._asked, self._asked)
-        device = self.ids.device
         if not self.config.do_sample:
             return
-        self._own_generator = torch.Generator(device)
-        if is_first or self.length > self._prompt_length:
-            state = random_state(device)
-            self._own_generator.set_state(state[0] if state[1] is None else state[1])
+        self._own_generator = torch.Generator(self.ids.device)
+        self._began_alone = is_first or self.length > self._prompt_length
+        if self._began_alone:
+            of_host, of_device = random_state(self.ids.device)
+            self._own_generator.set_state(of_host if of_device is None else of_device)
         else:
             self._own_generator.manual_seed(int(torch.randint(1 << 62, ())))
+
+    def leave_others(self) -> None:
+        """Torch's generator goes on behind the numbers of a call that began alone."""
+        if self._own_generator is None or not self._began_alone:
+            return
+        state = self._own_generator.get_state()
+        if self.ids.is_cuda:
+            torch.cuda.set_rng_state(state, self.ids.device)
+        else:
+            torch.set_rng_state(state)
 
     @property
     def generator(self) -> torch.Generator:

@@ -75,7 +75,7 @@ def test_generate_neither_compiles_nor_prepares_masks(family, models):
 def test_a_captured_step_moves_the_states(family, models):
     model, decoder = models(family), GraphDecoder()
     cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=2)
-    decoder.warns = False
+    decoder.show_no_warnings()
     for how in (MODES["greedy"], MODES["sampled"], MODES["padded"], {"inputs": PROMPT + 1}):
         cache.reset()
         assert torch.equal(

@@ -107,7 +107,7 @@ def reference(model: PreTrainedModel, got: list[Output]) -> str | None:
 def captured(model: PreTrainedModel, expected: list[Output]) -> str:
     """On a CPU the rewritten list of a step runs, without a graph."""
     decoder = GraphDecoder()
-    decoder.warns = False
+    decoder.show_no_warnings()
     for call, output in zip(CALLS, expected, strict=True):
         cache = new_cache(model)
         try:
@@ -131,7 +131,7 @@ def captured_prompts(model: PreTrainedModel, expected: list[Output]) -> str:
     """As `captured`. The second call records the pass of a size, and the third one runs it."""
     for call, output in zip(CALLS, expected, strict=True):
         decoder = GraphDecoder()
-        decoder.warns = False
+        decoder.show_no_warnings()
         cache = new_cache(model)
         for _ in range(3):
             cache.reset()

@@ -1,0 +1,381 @@
+"""Calls of several threads decode together, and each gives what it would have given alone."""
+
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv.decoding.loop import Loop
+from hf_static_kv.decoding.tokens import Tokens
+from hf_static_kv.decoding.turns import Turns
+from tests.conftest import Collect
+from tests.decoding.conftest import DEVICE, toy_model
+from tests.fuzz import company
+
+SECONDS = 60
+
+
+@pytest.fixture(autouse=True)
+def _decodes_on_any_device(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+
+
+def prompt(number, length=6):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randint(3, 120, (1, length), generator=generator).to(DEVICE)
+
+
+def call(model, number=0, length=6, new=30, **how):
+    ids = prompt(number, length)
+    how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": new} | how
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+
+
+class Threads:
+    """Runs functions in threads; their results, or errors, in order."""
+
+    def __init__(self):
+        self.threads = []
+        self.results = []
+
+    def start(self, function, *args, **kwargs):
+        place = len(self.results)
+        self.results.append(None)
+
+        def run():
+            try:
+                self.results[place] = function(*args, **kwargs)
+            except BaseException as error:
+                self.results[place] = error
+
+        self.threads.append(threading.Thread(target=run, daemon=True))
+        self.threads[-1].start()
+
+    def join(self):
+        for thread in self.threads:
+            thread.join(SECONDS)
+        assert not any(thread.is_alive() for thread in self.threads)
+        return self.results
+
+
+class Gate(Collect):
+    """A streamer that waits after some tokens, until it is opened."""
+
+    def __init__(self, after=3):
+        super().__init__()
+        self.after = after
+        self.is_waiting = threading.Event()
+        self.is_open = threading.Event()
+
+    def put(self, value):
+        super().put(value)
+        if len(self.values) > self.after and not self.is_open.is_set():
+            self.is_waiting.set()
+            assert self.is_open.wait(SECONDS)
+
+    def end(self):
+        pass
+
+
+def loop_of(model):
+    return attachment(model).decoder.loop_of(model)
+
+
+@pytest.fixture
+def model():
+    model = toy_model("gemma3")
+    attach(model)
+    yield model
+    detach(model)
+
+
+class Waits:
+    """A criterion that waits at some length until it is opened: its call has a row meanwhile."""
+
+    def __init__(self, length=9):
+        self.length = length
+        self.is_waiting = threading.Event()
+        self.is_open = threading.Event()
+
+    def __call__(self, ids, scores, **kwargs):
+        if ids.shape[1] >= self.length:
+            self.is_waiting.set()
+            assert self.is_open.wait(SECONDS)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+
+def in_company(model, *calls, new=60):
+    """The results of these functions while another call has a row."""
+    plain = toy_model("gemma3")
+    waits, threads = Waits(), Threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)  # no call goes on by itself
+        threads.start(call, model, 99, new=new, stopping_criteria=[waits])
+        assert waits.is_waiting.wait(SECONDS)
+        for function in calls:
+            threads.start(function)
+        for thread in threads.threads[1:]:
+            thread.join(SECONDS)
+        waits.is_open.set()
+        first, *others = threads.join()
+    assert torch.equal(first, call(plain, 99, new=new))
+    deadline = time.monotonic() + SECONDS
+    while loop_of(model).num_rows and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert loop_of(model).num_rows == 0
+    return others
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
+def test_tokens_are_those_of_each_call_alone(name):
+    plain, model = toy_model(name), toy_model(name)
+    attach(model)
+    threads = Threads()
+    for number in range(12):
+        threads.start(call, model, number, 3 + 5 * number, 20 + 3 * number)
+    results = threads.join()
+    for number, got in enumerate(results):
+        assert torch.equal(got, call(plain, number, 3 + 5 * number, 20 + 3 * number))
+    assert loop_of(model).num_tokens > 0
+    assert attachment(model).rows == attachment(model).queue == 0
+
+
+def test_a_stuck_streamer_keeps_nobody_waiting(model):
+    plain = toy_model("gemma3")
+    gate, threads = Gate(), Threads()
+    threads.start(call, model, 0, streamer=gate)
+    assert gate.is_waiting.wait(SECONDS)
+    for number in (1, 2, 3):
+        threads.start(call, model, number)
+    for thread in threads.threads[1:]:
+        thread.join(SECONDS)
+    assert threads.threads[0].is_alive()
+    gate.is_open.set()
+    results = threads.join()
+    assert all(torch.equal(got, call(plain, n)) for n, got in enumerate(results))
+    assert gate.tokens == results[0][0].tolist()
+
+
+def test_a_stuck_criterion_keeps_nobody_waiting(model):
+    plain = toy_model("gemma3")
+    is_waiting, is_open = threading.Event(), threading.Event()
+
+    def waits(ids, scores, **kwargs):
+        if ids.shape[1] == 12:
+            is_waiting.set()
+            assert is_open.wait(SECONDS)
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    threads = Threads()
+    threads.start(call, model, 0, stopping_criteria=[waits])
+    assert is_waiting.wait(SECONDS)
+    assert torch.equal(call(model, 1), call(plain, 1))
+    is_open.set()
+    assert torch.equal(threads.join()[0], call(plain, 0))
+
+
+def test_an_error_ends_its_own_call_only(model):
+    def fails(ids, scores, **kwargs):
+        if ids.shape[1] > 20:
+            raise ZeroDivisionError
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    plain = toy_model("gemma3")
+    first, second = in_company(
+        model, lambda: call(model, 0, stopping_criteria=[fails]), lambda: call(model, 1)
+    )
+    assert isinstance(first, ZeroDivisionError)
+    assert torch.equal(second, call(plain, 1))
+    assert loop_of(model).num_rows == 0
+
+
+def test_a_streamer_that_goes_away_frees_its_row(model):
+    class GoesAway(Collect):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) > 5:
+                raise BrokenPipeError
+
+    (first,) = in_company(model, lambda: call(model, 0, new=200, streamer=GoesAway()))
+    assert isinstance(first, BrokenPipeError)
+    assert not attachment(model).pool.in_use
+
+
+def test_a_pass_that_fails_ends_all_calls_and_the_next_ones_run(model, monkeypatch):
+    def fails(self, done):
+        raise ZeroDivisionError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)
+        patch.setattr(Loop, "_collect", fails)
+        threads = Threads()
+        for number in range(3):
+            threads.start(call, model, number)
+        assert all(isinstance(got, ZeroDivisionError) for got in threads.join())
+    assert loop_of(model).num_rows == 0
+    plain = toy_model("gemma3")
+    (got,) = in_company(model, lambda: call(model, 1))
+    assert torch.equal(got, call(plain, 1))
+
+
+def test_calls_beyond_max_rows_wait_for_a_row():
+    plain, model = toy_model("llama"), toy_model("llama")
+    attach(model, max_rows=2)
+    most = 0
+    seat = Loop._seat
+
+    def noting(self, *args):
+        nonlocal most
+        seat(self, *args)
+        most = max(most, self.num_rows)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_seat", noting)
+        threads = Threads()
+        for number in range(8):
+            threads.start(call, model, number, new=25)
+        results = threads.join()
+    assert all(torch.equal(got, call(plain, n, new=25)) for n, got in enumerate(results))
+    assert most == 2
+
+
+def test_the_storage_grows_while_calls_run(model):
+    plain = toy_model("gemma3")
+    lengths = (6, 200, 300, *range(5, 25))
+    others = in_company(
+        model, *(lambda n=n, length=length: call(model, n, length, 40) for n, length in enumerate(lengths)),
+        new=150,
+    )  # fmt: skip
+    for n, (length, got) in enumerate(zip(lengths, others, strict=True)):
+        assert torch.equal(got, call(plain, n, length, 40))
+    assert loop_of(model)._cache.max_cache_len >= 340
+
+
+class TestSampling:
+    def test_company_does_not_change_the_numbers_of_a_call(self, model, monkeypatch):
+        """A seed is drawn at its start, and with that seed the call alone gives the same tokens."""
+        seeds = []
+        join = Tokens.join_others
+
+        def noting(self, is_first):
+            join(self, is_first)
+            if self.config.do_sample:
+                seeds.append(self.generator.initial_seed())
+
+        monkeypatch.setattr(Tokens, "join_others", noting)
+        how = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9}
+        (got,) = in_company(model, lambda: call(model, 1, **how), new=100)
+        plain = toy_model("gemma3")
+        torch.manual_seed(seeds[0])
+        assert torch.equal(got, call(plain, 1, **how))
+
+    @pytest.mark.parametrize("how", [{}, {"renormalize_logits": True}], ids=["device", "host"])
+    def test_a_call_that_began_alone_has_the_tokens_of_its_seed(self, how, model, monkeypatch):
+        plain = toy_model("gemma3")
+        how = {"do_sample": True, "top_k": 50, **how}
+        torch.manual_seed(5)
+        expected = call(plain, 0, **how)
+        count, seen = 0, loop_of(model)
+
+        def after_some(self):
+            nonlocal count
+            count += 1
+            return count > 8
+
+        torch.manual_seed(5)
+        monkeypatch.setattr(Turns, "is_wanted", property(after_some))
+        assert torch.equal(call(model, 0, **how), expected)
+        assert seen.num_tokens > 0 or "renormalize_logits" in how
+
+    def test_later_calls_draw_other_numbers(self, model, monkeypatch):
+        """What a call has drawn in company is not drawn again."""
+        monkeypatch.setattr(Turns, "is_wanted", True)
+        how = {"do_sample": True, "top_k": 0}
+        torch.manual_seed(5)
+        threads = Threads()
+        for _ in range(3):
+            threads.start(call, model, 0, **how)
+        results = [*threads.join(), call(model, 0, **how), call(model, 0, **how)]
+        assert len({tuple(got[0].tolist()) for got in results}) == len(results)
+
+
+def test_a_returned_cache_holds_the_sequence(model):
+    plain = toy_model("gemma3")
+    (got,) = in_company(model, lambda: call(model, 0, return_dict_in_generate=True))
+    cache = got.past_key_values
+    assert torch.equal(got.sequences, call(plain, 0))
+    assert cache.get_seq_length() == got.sequences.shape[1] - 1
+    more = torch.cat([got.sequences, prompt(3)], dim=1)
+    how = {"attention_mask": torch.ones_like(more), "max_new_tokens": 5, "do_sample": False}
+    how |= {"eos_token_id": None, "pad_token_id": 0}
+    continued = model.generate(more, past_key_values=cache, **how)
+    assert torch.equal(continued, plain.generate(more, **how))
+
+
+def test_a_prefix_is_kept_of_a_call_in_company():
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    info = attach(model, reuse_prefix=True)
+    (text,) = in_company(model, lambda: call(model, 0))
+    more = torch.cat([text, prompt(3)], dim=1)
+    how = {"attention_mask": torch.ones_like(more), "max_new_tokens": 5, "do_sample": False}
+    how |= {"eos_token_id": None, "pad_token_id": 0}
+    before = info.reused_tokens
+    assert torch.equal(model.generate(more, **how), plain.generate(more, **how))
+    assert info.reused_tokens - before == text.shape[1] - 1
+
+
+def test_exact_calls_decode_together():
+    plain, model = toy_model("llama").bfloat16(), toy_model("llama").bfloat16()
+    attach(model, exact=True)
+    threads = Threads()
+    for number in range(4):
+        threads.start(call, model, number, new=12)
+    results = threads.join()
+    attach(plain, exact=True)
+    assert all(torch.equal(got, call(plain, n, new=12)) for n, got in enumerate(results))
+
+
+def test_no_memory_for_rows_leaves_each_call_by_itself(model, monkeypatch):
+    plain = toy_model("gemma3")
+    monkeypatch.setattr(type(loop_of(model)), "_storage", lambda *args: no_memory())
+    results = in_company(model, *(lambda n=n: call(model, n) for n in range(3)))
+    assert all(torch.equal(got, call(plain, n)) for n, got in enumerate(results))
+    assert loop_of(model).num_tokens == 0
+
+
+def no_memory():
+    from hf_static_kv.cache.request import Fallback
+
+    raise Fallback("there is no memory")
+
+
+def test_nothing_is_left_of_a_detached_model():
+    model = toy_model("llama")
+    attach(model)
+    threads = Threads()
+    for number in range(4):
+        threads.start(call, model, number)
+    threads.join()
+    loop = weakref.ref(loop_of(model))
+    while loop()._thread is not None:
+        time.sleep(0.001)
+    storage = weakref.ref(loop()._cache.storage_groups[0])
+    gc.disable()
+    try:
+        detach(model)
+        assert storage() is None
+    finally:
+        gc.enable()
+    assert loop() is None
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories(seed, monkeypatch):
+    monkeypatch.setattr(Tokens, "join_others", company.note_generators(Tokens.join_others))
+    wrong, _ = company.run_history(seed)
+    assert wrong == []
