@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
+from inspect import signature
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -30,6 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 
 from hf_static_kv import compat
+from hf_static_kv.batching import BatchManager, refusal
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
@@ -339,6 +341,22 @@ class Attachment:
         call.entry = self.pool.entry_of(call.cache)
         return call.run_eagerly()
 
+    def batch_manager(
+        self, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any
+    ) -> Any:
+        """Of `generate_batch`: ours, or transformers' own if it cannot serve these requests."""
+        given = signature(original).bind(*args, **kwargs).arguments
+        config = given.get("generation_config") or model.generation_config
+        how = config, given.get("continuous_batching_config")
+        device = compute_device(model).type
+        reason = _unserved(model) or refusal(model, *how)
+        if reason is None and device not in _DECODER_DEVICES:
+            reason = f"there are no graphs on {device}"
+        if reason is None:
+            return BatchManager(model, *how, self.decoder)
+        self._note(f"generate_batch: {reason}")
+        return original(*args, **kwargs)
+
     def _decodes(self, request: Request) -> bool:
         is_served = request.mode in _ONE_SEQUENCE_A_ROW and compat.has_common_loop(request.model)
         return is_served and compute_device(request.model).type in _DECODER_DEVICES
@@ -403,6 +421,13 @@ class _Hooks:
         if attachment is None:
             return original(*args, **kwargs)
         return attachment.generate(model, original, args, kwargs)
+
+    @staticmethod
+    def batching(model: PreTrainedModel, original: _Function, args: Any, kwargs: Any) -> Any:
+        attachment = _ATTACHMENTS.get(model)
+        if attachment is None:
+            return original(*args, **kwargs)
+        return attachment.batch_manager(model, original, args, kwargs)
 
     @staticmethod
     def config(model: PreTrainedModel, original: _Function, kwargs: dict[str, Any]) -> Any:

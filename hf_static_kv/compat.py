@@ -17,7 +17,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from itertools import chain
 from operator import itemgetter
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
 
     `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in place of `generate`
-    and of its loop for greedy decoding and sampling, `hooks.config(model, original, kwargs)` in place
+    and of its loop for greedy decoding and sampling, `hooks.batching(...)` in place of
+    `init_continuous_batching`, `hooks.config(model, original, kwargs)` in place
     of preparing a config that the call does not bring. `hooks.cache(model, model_kwargs, kind)` runs
     when `generate` has made a cache of this kind for a call that brings none; or, if
     `hooks.knows_cache(model)`, in the place of making a `DynamicCache`. Without these private
@@ -157,6 +158,10 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
                 hooks.cache(self, model_kwargs, type(model_kwargs.get("past_key_values")))
             return result
 
+        def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+            original = partial(base.init_continuous_batching, self)
+            return hooks.batching(self, original, args, kwargs)
+
         def _sample(self, *args: Any, **kwargs: Any) -> Any:
             own_loop = partial(base._sample, self)
             if _is_common(base, "_sample"):
@@ -170,6 +175,23 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(HookedModel, name, getattr(base, name))
     return HookedModel
+
+
+@cache
+def continuous_batching() -> Any:
+    """The results of `generate_batch`, and where they go. Without it: transformers serves it."""
+    try:
+        from transformers.generation.continuous_batching import continuous_api, requests
+    except ImportError:
+        return None
+    names = {
+        "OutputRouter": continuous_api,
+        "GenerationOutput": requests,
+        "RequestStatus": requests,
+    }
+    if not all(hasattr(module, name) for name, module in names.items()):
+        return None
+    return SimpleNamespace(**{name: getattr(module, name) for name, module in names.items()})
 
 
 def _is_common(kind: type[Any], name: str) -> bool:

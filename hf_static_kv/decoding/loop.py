@@ -17,7 +17,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,7 @@ class Request:
         self.is_running = False  # it takes part in passes
         self.selected: list[int] = []
         self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
+        self.thread = get_ident()
 
     @property
     def last(self) -> int:
@@ -152,6 +153,12 @@ class Loop:
         with self._turns.turn(needs_room=False):
             if not self._seated:
                 self._cache = self._step = None
+
+    def interrupt(self, thread: int, error: BaseException) -> None:
+        """The call of this thread ends with an error, if it has a row."""
+        for request in list(self._seated.values()):
+            if request.thread == thread:
+                request.inbox.put(error)
 
     # --- in the thread of a call
 

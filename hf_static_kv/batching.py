@@ -1,0 +1,312 @@
+"""`generate_batch` of an attached model: each request is a call of `generate`, in a thread of its own,
+and calls of several threads decode together.
+
+    model.generate_batch(prompts, generation_config)       # transformers' own method and results
+    manager = model.init_continuous_batching(generation_config)
+
+transformers decodes such requests with a paged cache of its own. Of an attached model they have the
+rows, captured steps and prompts of all other calls.
+"""
+
+import asyncio
+import copy
+import queue
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock, get_ident
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from hf_static_kv import compat
+from hf_static_kv.decoding.decoder import GraphDecoder, turns_of
+
+_WAITING = 4  # calls beside those that have a row: prepared when one is free
+
+
+class Cancelled(Exception):
+    """A request was cancelled."""
+
+
+@dataclass(eq=False)
+class _Request:
+    request_id: str
+    prompt: list[int]
+    how: dict[str, Any]  # keywords of `generate`
+    is_streamed: bool
+    timestamps: list[float] | None
+    created: float = field(default_factory=time.perf_counter)
+    begun: float = -1
+    tokens: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
+    thread: int | None = None  # that runs it
+
+
+class _Watch(BaseStreamer):
+    """Tells of each token of a request."""
+
+    def __init__(self, manager: "BatchManager", request: _Request) -> None:
+        self._manager = manager
+        self._request = request
+        self._is_prompt = True
+
+    def put(self, value: torch.Tensor) -> None:
+        request = self._request
+        if request.is_cancelled:
+            raise Cancelled
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        request.tokens += value.tolist()
+        if request.timestamps is not None:
+            request.timestamps.append(time.perf_counter())
+        if request.is_streamed:
+            self._manager.deliver(request, "DECODING")
+
+    def end(self) -> None:
+        pass
+
+
+class BatchManager:
+    """Has the methods of transformers' `ContinuousBatchingManager`."""
+
+    def __init__(
+        self, model: Any, config: GenerationConfig, batching_config: Any, decoder: GraphDecoder
+    ) -> None:
+        self.model = model
+        self.generation_config = config
+        self.continuous_batching_config = batching_config
+        self.num_return_sequences = config.num_return_sequences or 1
+        self.background_thread_status = SimpleNamespace(fatal_error=None)
+        self.warmed_up = True  # the first requests capture what they need
+        self._parts = compat.continuous_batching()
+        self.output_router = self._parts.OutputRouter()
+        self._decoder = decoder
+        self._config = _config_of_calls(config)
+        self._requests: dict[str, _Request] = {}  # that have not ended
+        self._counter = 0
+        self._lock = Lock()
+        self._threads: ThreadPoolExecutor | None = None
+
+    # --- control
+
+    def warmup(self) -> None:
+        pass
+
+    def is_running(self) -> bool:
+        return self._threads is not None
+
+    def start(self) -> None:
+        if self._threads is None:
+            name = "hf_static_kv batch"
+            self._threads = ThreadPoolExecutor(self._decoder.max_rows + _WAITING, name)
+
+    def stop(
+        self,
+        block: bool = True,
+        timeout: float | None = None,
+        keep_for_next_session: bool = False,
+        hard_stop: bool = False,
+    ) -> None:
+        """Take no more requests. Those that are there end as usual; with `hard_stop` they are
+        cancelled.
+        """
+        threads, self._threads = self._threads, None
+        if threads is None:
+            return
+        if hard_stop:
+            for request_id in list(self._requests):
+                self.cancel_request(request_id)
+        threads.shutdown(wait=False, cancel_futures=hard_stop)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while block and self._requests and (deadline is None or time.monotonic() < deadline):
+            time.sleep(0.001)
+
+    def join(self, stop_trigger_time: float, timeout: float | None = None) -> None:
+        self.stop(timeout=timeout)
+
+    def destroy(self) -> None:
+        self.stop(hard_stop=True)
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """A block in which no pass begins: the model can be changed in place."""
+        if not self.is_running():
+            raise RuntimeError("The manager is not running, so it cannot be paused: call start().")
+        with turns_of(self.model).turn(needs_room=False):
+            yield
+
+    # --- requests
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: int | list[int] | None = None,
+        **logit_processor_kwargs: Any,
+    ) -> str:
+        """Begin a request as soon as there is a row; its id. Keywords such as `temperature` are its
+        own.
+        """
+        if self._threads is None:
+            raise RuntimeError("The manager is not running: call start() before add_request().")
+        if request_id is None:
+            with self._lock:
+                request_id = f"req_{self._counter}"
+                self._counter += 1
+        how = dict(logit_processor_kwargs)
+        how["max_new_tokens"] = self._limit(input_ids, max_new_tokens)
+        if (ends := _ends(eos_token_id)) is not None:
+            how["eos_token_id"] = ends
+        children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
+        for own_id in (*children, request_id):
+            times: list[float] | None = [] if record_timestamps else None
+            request = _Request(own_id, list(input_ids), how, streaming, times)
+            self._requests[own_id] = request
+            self._threads.submit(self._run, request)
+        return request_id
+
+    def add_requests(
+        self,
+        inputs: list[list[int]],
+        max_new_tokens: int | None = None,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        **logit_processor_kwargs: Any,
+    ) -> list[str]:
+        how: dict[str, Any] = {"streaming": streaming, "record_timestamps": record_timestamps}
+        how |= {"max_new_tokens": max_new_tokens, **logit_processor_kwargs}
+        return [self.add_request(ids, **how) for ids in inputs]
+
+    def _limit(self, input_ids: list[int], max_new_tokens: int | None) -> int:
+        asked = max_new_tokens or self.generation_config.max_new_tokens
+        if asked is not None:
+            return asked
+        config = self.model.config.get_text_config(decoder=True)
+        return max(1, int(config.max_position_embeddings) - len(input_ids))
+
+    def cancel_request(self, request_id: str) -> None:
+        """End a request; nothing more is told of it."""
+        if (request := self._requests.get(request_id)) is None:
+            return
+        request.is_cancelled = True
+        if request.thread is not None:
+            for loop in self._decoder.loops:
+                loop.interrupt(request.thread, Cancelled())
+
+    def _run(self, request: _Request) -> None:
+        request.begun = time.perf_counter()
+        request.thread = get_ident()
+        try:
+            if not request.is_cancelled:
+                self._generate(request)
+        except Cancelled:
+            pass
+        except Exception as error:
+            self.deliver(request, "FAILED", str(error))
+        finally:
+            self._requests.pop(request.request_id, None)
+
+    def _generate(self, request: _Request) -> None:
+        ids = torch.tensor([request.prompt], device=self.model.device)
+        how = dict(request.how)
+        if request.is_streamed or request.timestamps is not None:
+            how["streamer"] = _Watch(self, request)
+        config = self._config
+        mask = torch.ones_like(ids)
+        output = self.model.generate(ids, attention_mask=mask, generation_config=config, **how)
+        if request.is_cancelled:
+            return
+        request.tokens = output[0, len(request.prompt) :].tolist()
+        self.deliver(request, "FINISHED")
+
+    # --- results
+
+    def deliver(self, request: _Request, status: str, error: str | None = None) -> None:
+        end = time.perf_counter() if status == "FINISHED" else -1
+        times = request.timestamps
+        self.output_router.deliver(
+            self._parts.GenerationOutput(
+                request_id=request.request_id,
+                prompt_ids=request.prompt,
+                generated_tokens=list(request.tokens),
+                error=error,
+                status=self._parts.RequestStatus[status],
+                created_time=request.created,
+                lifespan=(request.begun, end),
+                timestamps=None if times is None else list(times),
+            )
+        )
+
+    def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
+        """The next result, or None: there is none, or it is of another request."""
+        results = self.output_router.output_queue
+        if results.empty() and not self._requests:
+            return None
+        try:
+            result = results.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if request_id is not None and result.request_id != request_id:
+            results.put(result)
+            return None
+        return result
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._requests or not self.output_router.output_queue.empty():
+            if (result := self.get_result(timeout=0.1)) is not None:
+                yield result
+
+    def request_id_iter(self, request_id: str) -> Iterator[Any]:
+        while self._requests or not self.output_router.output_queue.empty():
+            result = self.get_result(request_id, timeout=0.1)
+            if result is not None:
+                yield result
+                if result.is_finished():
+                    return
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Call this in the running event loop with each result of a request."""
+        router = self.output_router
+
+        def call_and_forget(result: Any) -> None:
+            callback(result)
+            if result.is_finished():
+                router.result_handlers.pop(request_id, None)
+
+        router.result_handlers[request_id] = call_and_forget, asyncio.get_running_loop()
+
+
+def _config_of_calls(config: GenerationConfig) -> GenerationConfig:
+    """For calls of one sequence each."""
+    config = copy.deepcopy(config)
+    config.num_return_sequences = 1
+    config.eos_token_id = _ends(config.eos_token_id)
+    if config.pad_token_id is None:
+        config.pad_token_id = 0  # of one row: never used
+    return config
+
+
+def _ends(eos_token_id: Any) -> Any:
+    """In continuous batching -1 is no end token."""
+    return None if eos_token_id in (-1, [-1]) else eos_token_id
+
+
+def refusal(model: Any, config: GenerationConfig, batching_config: Any) -> str | None:
+    """Why transformers' own manager serves these requests; None: ours does."""
+    if compat.continuous_batching() is None:
+        return "this version of transformers has no continuous batching that is known"
+    if getattr(batching_config, "return_logprobs", False):
+        return "log probabilities are asked for"
+    if (config.num_beams or 1) > 1:
+        return "beams are asked for"
+    return None

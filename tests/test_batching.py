@@ -1,0 +1,175 @@
+"""`generate_batch` and its manager of an attached model: the tokens of `generate`, in transformers'
+own result objects.
+"""
+
+import asyncio
+import time
+
+import pytest
+import torch
+from transformers import ContinuousBatchingConfig, GenerationConfig
+
+from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv.batching import BatchManager
+from tests.decoding.conftest import DEVICE, toy_model
+
+GREEDY = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
+SECONDS = 60
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    model = toy_model("llama")
+    attach(model, max_rows=8)
+    yield model
+    detach(model)
+
+
+@pytest.fixture
+def manager(model):
+    manager = model.init_continuous_batching(GREEDY)
+    assert isinstance(manager, BatchManager)
+    manager.start()
+    yield manager
+    manager.destroy()
+
+
+def prompts(number):
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(2, 40, (number,), generator=generator).tolist()
+    return [torch.randint(3, 120, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(ids, config=GREEDY, **how):
+    ids = torch.tensor([ids], device=DEVICE)
+    mask = torch.ones_like(ids)
+    model = toy_model("llama")
+    output = model.generate(ids, attention_mask=mask, generation_config=config, **how)
+    return output[0, ids.shape[1] :].tolist()
+
+
+def ended(manager, request_id):
+    return next(out for out in manager.request_id_iter(request_id) if out.is_finished())
+
+
+@pytest.mark.parametrize("eos", [None, [5, 6, 7, 8, 9, 10, 11]])
+def test_the_tokens_of_generate(model, eos):
+    config = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=eos, pad_token_id=0)
+    inputs = prompts(30)
+    results = model.generate_batch(inputs, config)
+    assert list(results) == [f"req_{i}" for i in range(30)]
+    for ids, result in zip(inputs, results.values(), strict=True):
+        assert result.prompt_ids == ids
+        assert result.generated_tokens == alone(ids, config)
+        assert result.is_finished()
+        assert result.error is None
+    assert attachment(model).calls == 30
+    assert attachment(model).rows == 0
+
+
+def test_several_sequences_of_a_prompt(model):
+    config = GenerationConfig(
+        do_sample=True, top_k=0, max_new_tokens=20, num_return_sequences=3, eos_token_id=None
+    )
+    results = {}
+    with model.continuous_batching_context_manager(config) as manager:
+        manager.add_request(prompts(1)[0])
+        deadline = time.monotonic() + SECONDS
+        while len(results) < 3 and time.monotonic() < deadline:
+            if (result := manager.get_result(timeout=1)) is not None:
+                results[result.request_id] = result.generated_tokens
+    assert set(results) == {"req_0", "req_0__child#0", "req_0__child#1"}
+    assert len(set(map(tuple, results.values()))) == 3
+
+
+def test_a_request_has_keywords_of_its_own(manager):
+    ids = prompts(1)[0]
+    short = manager.add_request(ids, max_new_tokens=3)
+    assert ended(manager, short).generated_tokens == alone(ids)[:3]
+    end = alone(ids)[4]
+    stopped = manager.add_request(ids, eos_token_id=end)
+    assert ended(manager, stopped).generated_tokens == alone(ids, eos_token_id=end)
+    sharp = manager.add_request(ids, do_sample=True, top_k=1)
+    assert ended(manager, sharp).generated_tokens == alone(ids)
+
+
+def test_streaming_and_times(manager):
+    ids = prompts(1)[0]
+    name = manager.add_request(ids, request_id="mine", streaming=True, record_timestamps=True)
+    assert name == "mine"
+    outputs = list(manager.request_id_iter("mine"))
+    assert [len(output.generated_tokens) for output in outputs] == [*range(1, 21), 20]
+    assert [output.is_finished() for output in outputs] == [False] * 20 + [True]
+    assert outputs[-1].generated_tokens == alone(ids)
+    assert outputs[-1].timestamps == sorted(outputs[-1].timestamps)
+    assert len(outputs[-1].timestamps) == 20
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="a token that is none ends the CUDA context")
+def test_a_request_that_fails_is_told(manager):
+    fails, works = manager.add_request([1000]), manager.add_request([5, 6, 7])
+    outputs = {}
+    for output in manager:
+        outputs[output.request_id] = output
+    assert outputs[works].generated_tokens == alone([5, 6, 7])
+    assert "index out of range" in outputs[fails].error
+
+
+def test_a_cancelled_request_is_not_heard_of_again(model):
+    config = GenerationConfig(do_sample=False, max_new_tokens=400, eos_token_id=None)
+    inputs = prompts(12)
+    with model.continuous_batching_context_manager(config) as manager:
+        names = [manager.add_request(ids, streaming=n == 0) for n, ids in enumerate(inputs)]
+        for name in names[:6]:
+            manager.cancel_request(name)
+        ends = [output.request_id for output in manager if output.is_finished()]
+    # Some may have ended before.
+    assert set(names[6:]) <= set(ends) <= set(names)
+    assert attachment(model).rows == 0
+
+
+def test_results_in_an_event_loop(manager):
+    inputs = prompts(5)
+
+    async def answers():
+        loop = asyncio.get_running_loop()
+        futures = []
+        for n, ids in enumerate(inputs):
+            futures.append(loop.create_future())
+            manager.register_result_handler(f"request {n}", futures[-1].set_result)
+            manager.add_request(ids, request_id=f"request {n}")
+        return await asyncio.wait_for(asyncio.gather(*futures), SECONDS)
+
+    results = asyncio.run(answers())
+    assert [result.generated_tokens for result in results] == [alone(ids) for ids in inputs]
+
+
+def test_a_pause_lets_no_pass_begin(manager):
+    ids = prompts(1)[0]
+    with manager.pause():
+        name = manager.add_request(ids)
+        assert manager.get_result(timeout=0.2) is None
+    assert ended(manager, name).generated_tokens == alone(ids)
+
+
+def test_what_is_not_served_is_left_to_transformers(model, monkeypatch):
+    asked = ContinuousBatchingConfig(return_logprobs=True)
+    manager = model.init_continuous_batching(GREEDY, continuous_batching_config=asked)
+    assert not isinstance(manager, BatchManager)
+    reason = "generate_batch: log probabilities are asked for"
+    assert attachment(model).fallback_reason == reason
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ())
+    assert not isinstance(model.init_continuous_batching(GREEDY), BatchManager)
+    detach(model)
+    assert not isinstance(model.init_continuous_batching(GREEDY), BatchManager)
+
+
+def test_a_manager_that_does_not_run(model):
+    manager = model.init_continuous_batching(GREEDY)
+    with pytest.raises(RuntimeError, match=r"call start\(\) before add_request\(\)"):
+        manager.add_request([5])
+    with pytest.raises(RuntimeError, match=r"call start\(\)"), manager.pause():
+        pass
+    manager.stop()
