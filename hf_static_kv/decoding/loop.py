@@ -41,7 +41,7 @@ _FIRST_ROWS = 8  # of the storage, until there are more calls
 # Positions beyond those that calls need. A step is tried where no row has a token, and the device
 # may be two passes ahead of what the host knows.
 _SPARE = 8
-_MIN_CAPACITY = 256
+_CAPACITY = 2048  # if there is memory: longer storage is another storage, with other steps
 _AHEAD = 2
 _SAMPLES = Selection(Processors(*[True] * len(Processors._fields)))
 _TAKES_THE_LARGEST = Selection()
@@ -259,19 +259,24 @@ class Loop:
     def _storage(self, call: Call, rows: int) -> StaticContiguousCache:
         """The storage, or a larger one with the same sequences."""
         before = self._cache
-        needed = max(_MIN_CAPACITY, _power_of_two(call.request.max_positions))
+        needed = _power_of_two(call.request.max_positions)
         wanted = min(_FIRST_ROWS, self._most) if rows <= _FIRST_ROWS else self._most
         if before is not None and self._seated:
             needed = max(needed, before.max_cache_len - _SPARE)
             wanted = max(wanted, _num_rows(before))
-        capacity = needed + _SPARE
         if before is not None and not self._seated and not before.is_like(call.cache):
             before = None
-        if before is not None and before.max_cache_len >= capacity and _num_rows(before) >= rows:
+        is_long = before is not None and before.max_cache_len >= needed + _SPARE
+        if before is not None and is_long and _num_rows(before) >= rows:
             return before
         if not self._seated:
             before = self._cache = self._step = None  # frees its memory first
-        cache = _allocated(call.cache, capacity, (wanted, rows), self._bound(call.device))
+        sizes = [
+            (capacity + _SPARE, number)
+            for number in (wanted, rows)
+            for capacity in (max(needed, _CAPACITY), needed)
+        ]
+        cache = _allocated(call.cache, sizes, self._bound(call.device))
         if before is not None:
             _copy_all(before, cache)
         return cache
@@ -458,19 +463,20 @@ def _num_rows(cache: StaticContiguousCache) -> int:
 
 
 def _allocated(
-    like: StaticContiguousCache, max_cache_len: int, rows: Sequence[int], bound: int
+    like: StaticContiguousCache, sizes: Sequence[tuple[int, int]], bound: int
 ) -> StaticContiguousCache:
-    """Storage for as many of `rows` as fit."""
-    for number in rows:
-        if like.bytes_of_rows(max_cache_len, number) <= bound:
+    """Storage of the first of these sizes (max_cache_len, rows) that fits."""
+    for max_cache_len, rows in sizes:
+        if like.bytes_of_rows(max_cache_len, rows) <= bound:
             try:
-                return like.for_rows(max_cache_len, number)
+                return like.for_rows(max_cache_len, rows)
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
+    length, rows = sizes[-1]
     raise Fallback(
-        f"{min(rows)} rows of {max_cache_len} tokens for calls of several threads do not fit into "
-        f"{bound:,} bytes"
+        f"{rows} rows of {length} tokens, for calls of several threads, do not fit into {bound:,} "
+        "bytes"
     )
 
 

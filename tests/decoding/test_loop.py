@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding.loop import Loop
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import Turns
@@ -244,8 +245,9 @@ def test_calls_beyond_max_rows_wait_for_a_row():
     assert most == 2
 
 
-def test_the_storage_grows_while_calls_run(model):
+def test_the_storage_grows_while_calls_run(model, monkeypatch):
     plain = toy_model("gemma3")
+    monkeypatch.setattr(loop_module, "_CAPACITY", 16)
     lengths = (6, 200, 300, *range(5, 25))
     others = in_company(
         model, *(lambda n=n, length=length: call(model, n, length, 40) for n, length in enumerate(lengths)),
