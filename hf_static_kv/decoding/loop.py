@@ -55,7 +55,9 @@ class Request:
         self.tokens = tokens
         # Passes know no n-grams of their rows.
         self.selection = None if selection is not None and selection.ngram else selection
-        self.samples = self.selection is not None and self.selection.kinds is not None
+        # By the kernels of sampling, which also know a least length.
+        self.is_sampled = self.selection is not None and self.selection != _TAKES_THE_LARGEST
+        self.draws = self.is_sampled and bool(tokens.config.do_sample)
         self.length = int(call.cache.seq_len)  # tokens in the row
         self.row = -1
         self.is_running = False  # it takes part in passes
@@ -208,8 +210,9 @@ class Loop:
             is_over = tokens.append(request.received())
 
     def _ask(self, request: Request, token: Tensor | None) -> None:
-        self._asked.append((request, token))
-        self._wake.set()
+        if self._seated.get(request.row) is request:
+            self._asked.append((request, token))
+            self._wake.set()
 
     def _take_back(self, request: Request) -> None:
         """The cache of the call gets its sequence."""
@@ -239,7 +242,7 @@ class Loop:
         if device.type != "cuda":
             return
         current = torch.cuda.current_stream(device)
-        if not self._seated:
+        if self._thread is None:
             self._stream = current
         current.wait_stream(self._stream)
 
@@ -252,7 +255,7 @@ class Loop:
         cache = self._storage(call, rows)
         requests = [*self._seated.values(), request]
         longest = max(own.length for own in requests) + _AHEAD
-        is_sampled = any(own.samples for own in requests)
+        is_sampled = any(own.is_sampled for own in requests)
         in_rows = call.in_rows(cache, rows, longest)
         return self._step_for(in_rows, _SAMPLES if is_sampled else _TAKES_THE_LARGEST), cache
 
@@ -296,7 +299,7 @@ class Loop:
         step.seat(request.row, request.length, start, position_id)
         if request.selection is None:
             return
-        numbers = request.selection.numbers if request.samples else GREEDY
+        numbers = (*(() if request.draws else GREEDY), *request.selection.numbers)
         step.set_ends(request.row, next(iter(call.ends), None), numbers)
         ids = tokens.ids[0, : tokens.length].to(call.device)
         step.resume(request.row, ids, request.length, request.last)
@@ -328,6 +331,7 @@ class Loop:
                 self._launched.append(self._launch())
             if not self._seated and not self._launched:
                 self._thread = None
+                self._asked.clear()  # they hold the model
             return self._thread is not None
         finally:
             self._turns.release()
@@ -355,7 +359,7 @@ class Loop:
         assert step is not None
         requests = self._running
         for row, request in requests.items():
-            if request.samples:
+            if request.draws:
                 step.draw(row, request.tokens.generator)
         report, logits = step.replay_rows()
         own = {

@@ -258,6 +258,26 @@ def test_the_storage_grows_while_calls_run(model, monkeypatch):
     assert loop_of(model)._cache.max_cache_len >= 340
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"min_new_tokens": 12, "eos_token_id": ...},
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"eos_token_id": ...},
+        {"max_time": 30.0},
+    ],
+    ids=["least", "penalty", "ngram", "ends", "time"],
+)
+def test_what_selects_and_ends_a_call_is_its_own(model, how):
+    plain = toy_model("gemma3")
+    if "eos_token_id" in how:  # what would come
+        how = {**how, "eos_token_id": call(plain, 0)[0, 9:25].unique().tolist()}
+    others = in_company(model, lambda: call(model, 0, **how), lambda: call(model, 1))
+    assert torch.equal(others[0], call(plain, 0, **how))
+    assert torch.equal(others[1], call(plain, 1))
+
+
 class TestSampling:
     def test_company_does_not_change_the_numbers_of_a_call(self, model, monkeypatch):
         """A seed is drawn at its start, and with that seed the call alone gives the same tokens."""
@@ -374,6 +394,21 @@ def test_nothing_is_left_of_a_detached_model():
     finally:
         gc.enable()
     assert loop() is None
+
+
+def test_a_model_is_freed():
+    model = toy_model("llama")
+    attach(model)
+    in_threads = Threads()
+    for number in range(4):
+        in_threads.start(call, model, number)
+    in_threads.join()
+    while loop_of(model)._thread is not None:
+        time.sleep(0.001)
+    gone = weakref.ref(model)
+    del model, in_threads
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize("seed", range(6))

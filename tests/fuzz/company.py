@@ -132,7 +132,7 @@ def draw(rng: random.Random, names: tuple[str, ...]) -> Caller:
         "max_new_tokens": 1 if kind == "one token" else rng.choice([2, 6, 15, 40]),
         "do_sample": kind == "sampled",
         "pad_token_id": 0,
-        "eos_token_id": list(range(3, 20)) if kind == "ended" or rng.random() < 0.2 else None,
+        "eos_token_id": list(range(100, 116)) if kind == "ended" or rng.random() < 0.2 else None,
     }
     if length > 2 and rng.random() < 0.2:
         mask = torch.ones_like(ids)
@@ -147,7 +147,7 @@ def draw(rng: random.Random, names: tuple[str, ...]) -> Caller:
     more = {
         "kept": {"return_dict_in_generate": True},
         "ngram": {"no_repeat_ngram_size": 2},
-        "least": {"eos_token_id": list(range(3, 60)), "min_new_tokens": 4},
+        "least": {"eos_token_id": list(range(100, 116)), "min_new_tokens": 6},
         "beams": {"num_beams": 2},
     }
     delay = rng.choice([0.0, 0.0, 0.002, 0.01, 0.03])
