@@ -48,9 +48,10 @@ from hf_static_kv.decoding.call import (
     repeatable_state,
     set_random_state,
 )
-from hf_static_kv.decoding.decoder import GraphDecoder, turns_of
+from hf_static_kv.decoding.decoder import GraphDecoder
 from hf_static_kv.decoding.loop import MAX_ROWS
 from hf_static_kv.decoding.prepared import PreparedConfigs
+from hf_static_kv.decoding.turns import turns_of
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import (
     EXACT_ATTENTION_NAME,

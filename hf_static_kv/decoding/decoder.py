@@ -41,7 +41,7 @@ from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import selection_of
 from hf_static_kv.decoding.steps import Steps
 from hf_static_kv.decoding.tokens import Tokens
-from hf_static_kv.decoding.turns import Turns
+from hf_static_kv.decoding.turns import turns_of
 from hf_static_kv.patching import SharedContext
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
@@ -49,7 +49,6 @@ from hf_static_kv.program.selecting import SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
-_TURNS: WeakKeyDictionary[PreTrainedModel, Turns] = WeakKeyDictionary()
 # What `generate` does to a model while it decodes.
 _DECODING: WeakKeyDictionary[PreTrainedModel, SharedContext] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
@@ -389,11 +388,6 @@ class GraphDecoder:
         self._loops = WeakKeyDictionary()
         self.pool = CachePool()
         self.prompts = Prompts(self.without)
-
-
-def turns_of(model: PreTrainedModel) -> Turns:
-    """Who may use the model now."""
-    return _TURNS.setdefault(model, Turns())
 
 
 def _room(step: DecodeStep, call: Call, room: int) -> int:

@@ -22,6 +22,7 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.turns import turns_of
 from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
 from hf_static_kv.program.step import DecodeStep, side_stream
@@ -261,7 +262,10 @@ def _parts(call: Call) -> list[Tensor]:
 
 def _append(call: Call, parts: list[Tensor], known: list[_Captured]) -> Tensor:
     """Run the passes; the logits [B, V] after the last token."""
-    for part, (step, _) in zip(parts, known, strict=True):
+    turns = turns_of(call.model)
+    for number, (part, (step, _)) in enumerate(zip(parts, known, strict=True)):
+        if number and turns.is_wanted:
+            turns.give_way()  # calls that decode wait for one part, not for all
         logits = append_prompt(step, call, part, _position_ids(call, part))
     return logits
 

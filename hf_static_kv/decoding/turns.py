@@ -13,6 +13,16 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Event, Lock, get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+# By model.
+_TURNS: WeakKeyDictionary[Any, "Turns"] = WeakKeyDictionary()
+
+
+def turns_of(model: Any) -> "Turns":
+    """Who may use the model now."""
+    return _TURNS.setdefault(model, Turns())
 
 
 class _Ticket:
@@ -83,9 +93,10 @@ class Turns:
             self._call_next()
 
     def give_way(self) -> None:
-        """Let all those who wait go first."""
-        self.release()
-        self.take()
+        """Let all those who wait go first, if this thread has the turn."""
+        if self.is_mine:
+            self.release()
+            self.take()
 
     @contextmanager
     def turn(self, needs_room: bool = True) -> Iterator[None]:

@@ -295,7 +295,7 @@ TINY = {
     "files": "--tokens 20 --question-tokens 3 --trials 2",
     "sampling": "--prompt-len 8 --new-tokens 4 --plain-tokens 3 --trials 2",
     "step": "--prompt-len 8 --new-tokens 8",
-    "threads": "--threads 1 2 --baseline-threads 1 --baseline-tokens 3 --prompt-len 8 --new-tokens 4 --stream 40 --trials 1",
+    "threads": "--threads 1 2 --baseline-threads 1 --prompt-len 8 --new-tokens 4 --stream 40 --trials 1",
     "training": "--batch-size 2 --prompt-len 8 --new-tokens 3 --train-len 9",
 }
 

@@ -10,6 +10,7 @@ import torch
 
 from hf_static_kv import attach, attaching, attachment, detach
 from hf_static_kv.decoding import loop as loop_module
+from hf_static_kv.decoding import prompts
 from hf_static_kv.decoding.loop import Loop
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import Turns
@@ -256,6 +257,36 @@ def test_the_storage_grows_while_calls_run(model, monkeypatch):
     for n, (length, got) in enumerate(zip(lengths, others, strict=True)):
         assert torch.equal(got, call(plain, n, length, 40))
     assert loop_of(model)._cache.max_cache_len >= 340
+
+
+def test_a_long_prompt_lets_others_decode_between_its_parts(model, monkeypatch):
+    monkeypatch.setattr(prompts, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(prompts, "SIZES", (16,))
+    plain = toy_model("gemma3")
+    for _ in range(3):
+        call(model, 0, 100)
+    seen = loop_of(model).num_tokens
+    numbers = []
+    append = prompts.append_prompt
+
+    def noting(*args):
+        numbers.append(loop_of(model).num_tokens)
+        time.sleep(0.02)
+        return append(*args)
+
+    monkeypatch.setattr(prompts, "append_prompt", noting)
+    threads = Threads()
+    with monkeypatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)
+        threads.start(call, model, 1, new=150)
+        while loop_of(model).num_tokens == seen:
+            time.sleep(0.001)
+        threads.start(call, model, 0, 100)
+        results = threads.join()
+    assert torch.equal(results[0], call(plain, 1, new=150))
+    assert torch.equal(results[1], call(plain, 0, 100))
+    assert len(numbers) >= 7
+    assert numbers[-1] - numbers[-7] >= 5
 
 
 @pytest.mark.parametrize(

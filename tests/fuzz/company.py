@@ -24,8 +24,8 @@ from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import attach, attaching, detach
-from hf_static_kv.decoding.decoder import turns_of
 from hf_static_kv.decoding.tokens import Tokens
+from hf_static_kv.decoding.turns import turns_of
 from tests.conftest import shared_toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
