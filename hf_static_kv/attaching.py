@@ -211,8 +211,8 @@ class Attachment:
         figures = f"{counts}, caches=[{caches}], {self.memory_bytes:,} bytes"
         reasons = f", fallbacks={dict(self.fallbacks)}" if self.fallbacks else ""
         captured = f"captured_steps={self.captured_steps}, captured_prompts={self.captured_prompts}"
-        together = f"rows={self.rows}, queue={self.queue}"
-        return f"Attachment({figures}, {captured}, {together}{reasons})"
+        together = f", rows={self.rows}, queue={self.queue}" if self.rows or self.queue else ""
+        return f"Attachment({figures}, {captured}{together}{reasons})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
         """Save a prefix to the folder of `reuse_prefix`: later calls find it, in other processes

@@ -75,8 +75,8 @@ class TestCheck:
     def test_other_tokens(self, dtype, reason, capsys, monkeypatch):
         run_loop = attaching.Attachment.run_loop
 
-        def wrong_loop(self, model, args, kwargs):
-            output = run_loop(self, model, args, kwargs)
+        def wrong_loop(self, *args):
+            output = run_loop(self, *args)
             output[:, 18:] = 7
             return output
 

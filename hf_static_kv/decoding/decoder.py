@@ -81,6 +81,7 @@ class GraphDecoder:
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
 
+    >>> import torch
     >>> from hf_static_kv import StaticContiguousCache
     >>> from hf_static_kv.testing import random_model, tiny_config
     >>> model = random_model(tiny_config("llama"))

@@ -194,7 +194,7 @@ class CompactMachine(CacheMachine):
         for layer in self.cache.layers:
             slot = layer.length - layer.offset
             for stored, states in ((layer.group.keys, keys), (layer.group.values, values)):
-                stored[layer._index, : self.batch, :, slot] = states[:, :, 0]
+                stored[layer.index, : self.batch, :, slot] = states[:, :, 0]
         self.cache.mark_written(1)
         self.text = [[*text, (keys[:, :, 0], values[:, :, 0])] for text in self.text]
 

@@ -1,12 +1,12 @@
 """Turns: one at a time, in the order of arrival, the loop between two calls."""
 
-import _thread
 import threading
 import time
 from contextlib import suppress
 
 import pytest
 
+from hf_static_kv.decoding import turns as turns_module
 from hf_static_kv.decoding.turns import Turns
 
 
@@ -113,28 +113,33 @@ def test_an_error_gives_the_turn_back():
         assert turns.is_mine
 
 
-def test_an_interrupt_while_waiting_leaves_the_queue():
-    turns = Turns()
-    done = threading.Event()
+def test_an_interrupt_while_waiting_leaves_the_queue(monkeypatch):
+    turns, order = Turns(), []
+    is_held, done = threading.Event(), threading.Event()
 
     def hold():
         turns.take()
-        waiting(turns, 1)
-        _thread.interrupt_main()
-        done.wait(10)
+        is_held.set()
+        assert done.wait(10)
         turns.release()
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            raise KeyboardInterrupt
 
     holder = threading.Thread(target=hold)
     holder.start()
-    while turns._owner is None:
-        time.sleep(0.001)
-    with pytest.raises(KeyboardInterrupt):
-        turns.take()
+    assert is_held.wait(10)
+    with monkeypatch.context() as patch:
+        patch.setattr(turns_module, "Event", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            turns.take()
     assert turns.num_waiting == 0
+    next_one = start(turns, "next", order)
     done.set()
     holder.join(10)
-    with turns.turn():
-        assert turns.is_mine
+    next_one.join(10)
+    assert order == ["next"]
 
 
 def test_only_one_at_a_time():
