@@ -54,10 +54,10 @@ class Side:
         self.next_keywords = next_keywords
         self.attachment = attachment
 
-    def generate(self, ids: torch.Tensor, new_tokens: int) -> torch.Tensor:
+    def generate(self, ids: torch.Tensor, new_tokens: int, **more: Any) -> torch.Tensor:
         """The prompt and its new tokens. A cache is reset here, as its user would do."""
         prompt = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        how = {"do_sample": False, "max_new_tokens": new_tokens, **self.next_keywords()}
+        how = {"do_sample": False, "max_new_tokens": new_tokens, **self.next_keywords(), **more}
         tokens: torch.Tensor = self.model.generate(**prompt, **how)
         return tokens
 

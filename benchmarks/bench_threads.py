@@ -105,7 +105,7 @@ def beside(side: Side, args: argparse.Namespace) -> Record:
         ids = prompt(side.model, args.prompt_len)
 
         def run(ids: torch.Tensor = ids, stream: Clock = stream) -> None:
-            side.model.generate(ids, max_new_tokens=args.stream, do_sample=False, streamer=stream)
+            side.generate(ids, args.stream, streamer=stream)
 
         thread = threading.Thread(target=run)
         thread.start()
@@ -113,7 +113,7 @@ def beside(side: Side, args: argparse.Namespace) -> Record:
             time.sleep(0.001)
         ids = prompt(side.model, args.prompt_len)
         begin = time.perf_counter()
-        side.model.generate(ids, max_new_tokens=8, do_sample=False, streamer=other)
+        side.generate(ids, 8, streamer=other)
         thread.join()
         if trial >= _WARM_UP:
             first.append((other.times[1] - begin) * 1e3)

@@ -145,9 +145,8 @@ class Attachment:
         self.decoder.max_rows = settings.max_rows
         # Nobody has asked for a captured step; `fallback_reason` tells.
         self.decoder.show_no_warnings()
-        self.pool = self.decoder.pool = CachePool(
-            settings.max_cache_len, settings.max_bytes, settings.store
-        )
+        self.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
+        self.decoder.use_pool(self.pool)
         # Exact changes the model.
         self._exact = SharedContext(_exact if settings.exact else nullcontext)
         self.configs = PreparedConfigs()
@@ -350,7 +349,9 @@ class Attachment:
         config = given.get("generation_config") or model.generation_config
         how = config, given.get("continuous_batching_config")
         device = compute_device(model).type
-        reason = _unserved(model) or refusal(model, *how)
+        reason = _unserved(model) or refusal(*how)
+        if num_ranks(model) > 1:
+            reason = "the model is split over processes"
         if reason is None and device not in _DECODER_DEVICES:
             reason = f"there are no graphs on {device}"
         if reason is None:
@@ -464,7 +465,9 @@ class _Hooks:
         output = call.attachment.run_loop(call, model, args, kwargs)
         if entry is not None and entry.identity is not None:
             call.attachment._state = entry.identity
-        if cache.is_unfinished:  # the loop has gone on with another
+        # Not if it is back in the pool, where another call may use it.
+        is_own = entry is not None and call.attachment.pool.entry_of(cache) is entry
+        if is_own and cache.is_unfinished:  # the loop has gone on with another
             call.attachment.remember_skipping(str(cache.unfinished_pass()))
         return output
 

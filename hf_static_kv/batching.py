@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Lock, get_ident
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,13 +26,10 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import compat
 from hf_static_kv.decoding.decoder import GraphDecoder
+from hf_static_kv.decoding.loop import OWNER, Cancelled
 from hf_static_kv.decoding.turns import turns_of
 
 _WAITING = 4  # calls beside those that have a row: prepared when one is free
-
-
-class Cancelled(Exception):
-    """A request was cancelled."""
 
 
 @dataclass(eq=False)
@@ -46,7 +43,6 @@ class _Request:
     begun: float = -1
     tokens: list[int] = field(default_factory=list)
     is_cancelled: bool = False
-    thread: int | None = None  # that runs it
 
 
 class _Watch(BaseStreamer):
@@ -118,13 +114,14 @@ class BatchManager:
         """Take no more requests. Those that are there end as usual; with `hard_stop` they are
         cancelled.
         """
-        threads, self._threads = self._threads, None
+        with self._lock:
+            threads, self._threads = self._threads, None
         if threads is None:
             return
         if hard_stop:
             for request_id in list(self._requests):
                 self.cancel_request(request_id)
-        threads.shutdown(wait=False, cancel_futures=hard_stop)
+        threads.shutdown(wait=False)
         deadline = None if timeout is None else time.monotonic() + timeout
         while block and self._requests and (deadline is None or time.monotonic() < deadline):
             time.sleep(0.001)
@@ -158,22 +155,22 @@ class BatchManager:
         """Begin a request as soon as there is a row; its id. Keywords such as `temperature` are its
         own.
         """
-        if self._threads is None:
-            raise RuntimeError("The manager is not running: call start() before add_request().")
-        if request_id is None:
-            with self._lock:
-                request_id = f"req_{self._counter}"
-                self._counter += 1
         how = dict(logit_processor_kwargs)
         how["max_new_tokens"] = self._limit(input_ids, max_new_tokens)
-        if (ends := _ends(eos_token_id)) is not None:
-            how["eos_token_id"] = ends
-        children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
-        for own_id in (*children, request_id):
-            times: list[float] | None = [] if record_timestamps else None
-            request = _Request(own_id, list(input_ids), how, streaming, times)
-            self._requests[own_id] = request
-            self._threads.submit(self._run, request)
+        if eos_token_id is not None:
+            how["eos_token_id"] = eos_token_id
+        with self._lock:
+            if self._threads is None:
+                raise RuntimeError("The manager is not running: call start() before add_request().")
+            if request_id is None:
+                request_id = f"req_{self._counter}"
+                self._counter += 1
+            children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
+            for own_id in (*children, request_id):
+                times: list[float] | None = [] if record_timestamps else None
+                request = _Request(own_id, list(input_ids), how, streaming, times)
+                self._requests[own_id] = request
+                self._threads.submit(self._run, request)
         return request_id
 
     def add_requests(
@@ -200,13 +197,12 @@ class BatchManager:
         if (request := self._requests.get(request_id)) is None:
             return
         request.is_cancelled = True
-        if request.thread is not None:
-            for loop in self._decoder.loops:
-                loop.interrupt(request.thread, Cancelled())
+        for loop in self._decoder.loops:
+            loop.cancel(request)
 
     def _run(self, request: _Request) -> None:
         request.begun = time.perf_counter()
-        request.thread = get_ident()
+        owner = OWNER.set(request)
         try:
             if not request.is_cancelled:
                 self._generate(request)
@@ -215,6 +211,7 @@ class BatchManager:
         except Exception as error:
             self.deliver(request, "FAILED", str(error))
         finally:
+            OWNER.reset(owner)
             self._requests.pop(request.request_id, None)
 
     def _generate(self, request: _Request) -> None:
@@ -291,18 +288,14 @@ def _config_of_calls(config: GenerationConfig) -> GenerationConfig:
     """For calls of one sequence each."""
     config = copy.deepcopy(config)
     config.num_return_sequences = 1
-    config.eos_token_id = _ends(config.eos_token_id)
+    if config.eos_token_id is None:
+        config.eos_token_id = -1  # no end, as in transformers; None: that of the model
     if config.pad_token_id is None:
         config.pad_token_id = 0  # of one row: never used
     return config
 
 
-def _ends(eos_token_id: Any) -> Any:
-    """In continuous batching -1 is no end token."""
-    return None if eos_token_id in (-1, [-1]) else eos_token_id
-
-
-def refusal(model: Any, config: GenerationConfig, batching_config: Any) -> str | None:
+def refusal(config: GenerationConfig, batching_config: Any) -> str | None:
     """Why transformers' own manager serves these requests; None: ours does."""
     if compat.continuous_batching() is None:
         return "this version of transformers has no continuous batching that is known"

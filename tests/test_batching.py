@@ -130,6 +130,29 @@ def test_a_cancelled_request_is_not_heard_of_again(model):
     assert attachment(model).rows == 0
 
 
+def test_no_end_token(model):
+    """-1, as in transformers; the model has one."""
+    ids = prompts(1)[0]
+    model.generation_config.eos_token_id = alone(ids)[2]
+    for ends in (-1, None):
+        config = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=ends)
+        (result,) = model.generate_batch([ids], config).values()
+        assert result.generated_tokens == alone(ids)
+
+
+def test_requests_that_wait_end_with_the_manager(model):
+    attach(model, max_rows=2)
+    manager = model.init_continuous_batching(GREEDY)
+    manager.start()
+    for ids in prompts(30):
+        manager.add_request(ids, max_new_tokens=200)
+    begin = time.monotonic()
+    manager.destroy()
+    assert time.monotonic() - begin < SECONDS
+    assert not manager._requests
+    assert attachment(model).rows == 0
+
+
 def test_results_in_an_event_loop(manager):
     inputs = prompts(5)
 

@@ -4,7 +4,7 @@ import os
 import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -106,6 +106,8 @@ class CachePool:
         self.hits = 0
         self.reused_tokens = 0
         self.last: weakref.ref[Entry] | None = None  # what the last call has kept
+        # That `max_bytes` counts, too: of rows of several calls.
+        self.bytes_beside: Callable[[], int] = lambda: 0
         self._lock = Lock()
         self._complete: list[Any] = []  # the modules of a model that lacks no layer, by `id`
 
@@ -375,7 +377,7 @@ class CachePool:
 
     def _bound(self, device: torch.device) -> int:
         if self.max_bytes is not None:
-            return self.max_bytes
+            return max(0, self.max_bytes - self.bytes_beside())
         if device.type != "cuda":
             return int(_SHARE_OF_HOST * host_bytes())
         return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))

@@ -173,7 +173,8 @@ class Call:
         call.request.prompt_length = length
         call.cache = cache
         call.is_in_rows = True
-        call.input_ids = self.input_ids[:, -1:].expand(rows, 1)
+        # Any token: the prompt may have none.
+        call.input_ids = torch.zeros(rows, 1, dtype=torch.long, device=self.device)
         positions = torch.full((rows, 1), length, device=self.device)
         call.seq_start = torch.zeros_like(positions[:, 0])
         call.step_inputs = StepInputs(positions, self.step_inputs.settings, {})

@@ -7,6 +7,7 @@ warning that says why.
 """
 
 import logging
+import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -100,12 +101,12 @@ class GraphDecoder:
             )
         self.streamer = streamer
         self.without = frozenset(without)
-        self.pool = CachePool()  # for calls that bring no cache
+        self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
+        self.use_pool(CachePool())
         self.prompts = Prompts(self.without)
         self._warn = Warnings()
         self.fallback_reason: str | None = None
         self.steps = Steps(self.without, self._warn)
-        self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
         self.max_rows = MAX_ROWS  # calls that decode together
 
     def __call__(
@@ -126,6 +127,7 @@ class GraphDecoder:
         in transformers' loop.
         """
         with turns_of(call.model).turn(), ExitStack() as own_cache:
+            self.loop_of(call.model).follow(call.device)
             refused = None
             if call.brings_no_cache:
                 try:
@@ -239,6 +241,12 @@ class GraphDecoder:
         cache.crop(-tokens.overrun)
         call.remember(tokens.ids)
         return tokens.result(call.cache)
+
+    def use_pool(self, pool: CachePool) -> None:
+        """For calls that bring no cache. Its bound is that of the rows, too."""
+        self.pool = pool
+        loops = weakref.ref(self._loops)
+        pool.bytes_beside = lambda: sum(loop.memory_bytes for loop in (loops() or {}).values())
 
     def show_no_warnings(self) -> None:
         self._warn.are_shown = False
@@ -387,7 +395,7 @@ class GraphDecoder:
         self.__dict__.update(state)
         self.steps = Steps(self.without, self._warn)
         self._loops = WeakKeyDictionary()
-        self.pool = CachePool()
+        self.use_pool(CachePool())
         self.prompts = Prompts(self.without)
 
 

@@ -12,13 +12,16 @@ selected there takes no part in passes meanwhile.
 The loop has a thread as long as there are calls. It is one pass ahead of what it has read.
 """
 
+import atexit
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from queue import SimpleQueue
 from threading import Event, Thread, get_ident
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -47,6 +50,22 @@ _SAMPLES = Selection(Processors(*[True] * len(Processors._fields)))
 _TAKES_THE_LARGEST = Selection()
 
 
+# What a call was made for, if somebody may cancel it: an object with `is_cancelled`.
+OWNER: ContextVar[Any] = ContextVar("owner", default=None)
+_DRIVERS: WeakSet[Thread] = WeakSet()
+
+
+class Cancelled(Exception):
+    """The owner of a call has no more use for it."""
+
+
+@atexit.register
+def _join_drivers() -> None:
+    # A thread inside torch at the end of the interpreter would abort it.
+    for thread in list(_DRIVERS):
+        thread.join(5)
+
+
 class Request:
     """A call in a row. `selection` None: its own thread selects the tokens."""
 
@@ -64,6 +83,7 @@ class Request:
         self.selected: list[int] = []
         self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
         self.thread = get_ident()
+        self.owner = OWNER.get()
 
     @property
     def last(self) -> int:
@@ -119,14 +139,15 @@ class Loop:
         self._counted = time.monotonic(), 0  # when, and how many tokens there were
         self._turns = turns
         own = weakref.ref(self)  # turns are those of the model, which may outlive this
-        turns.has_room = lambda: (loop := own()) is None or not loop.is_full
+        turns.has_room = lambda thread: (loop := own()) is None or loop.has_room_for(thread)
         self._step_for = step_for
         self._bound = bound
         self._cache: StaticContiguousCache | None = None
         self._step: RowsStep | None = None
         self._seated: dict[int, Request] = {}  # by row
         self._launched: deque[_Pass] = deque()
-        self._asked: deque[tuple[Request, Tensor | None]] = deque()  # see `_obey`
+        self._asked: deque[tuple[Request, Tensor | None, Any]] = deque()  # see `_obey`
+        self._kind: Any = None  # of the calls that have a row
         self._wake = Event()
         self._thread: Thread | None = None
         self._stream: Any = None
@@ -146,6 +167,12 @@ class Loop:
     def is_full(self) -> bool:
         return len(self._seated) >= self.max_rows
 
+    def has_room_for(self, thread: int) -> bool:
+        """Whether a new call of the thread may begin; one inside a call that has a row need not
+        wait for that row.
+        """
+        return not self.is_full or any(own.thread == thread for own in list(self._seated.values()))
+
     @property
     def memory_bytes(self) -> int:
         return 0 if self._cache is None else self._cache.memory_bytes
@@ -156,11 +183,11 @@ class Loop:
             if not self._seated:
                 self._cache = self._step = None
 
-    def interrupt(self, thread: int, error: BaseException) -> None:
-        """The call of this thread ends with an error, if it has a row."""
+    def cancel(self, owner: object) -> None:
+        """End the call of this owner, if it has a row; else it ends when it gets one."""
         for request in list(self._seated.values()):
-            if request.thread == thread:
-                request.inbox.put(error)
+            if request.owner is owner:
+                request.inbox.put(Cancelled())
 
     # --- in the thread of a call
 
@@ -180,6 +207,8 @@ class Loop:
             if request.selection is not None and logits is not None:
                 tokens.select(logits)
             self._seat(request, step, cache)
+            if getattr(request.owner, "is_cancelled", False):
+                raise Cancelled
             if not request.call.keeps_cache:
                 request.call.give_back_cache()
             self._turns.release()
@@ -192,7 +221,6 @@ class Loop:
             return True
         finally:
             self._ask(request, None)
-            tokens.leave_others()
 
     def _receive_all(self, request: Request, is_over: bool) -> None:
         while not is_over:
@@ -211,14 +239,24 @@ class Loop:
 
     def _ask(self, request: Request, token: Tensor | None) -> None:
         if self._seated.get(request.row) is request:
-            self._asked.append((request, token))
+            self._asked.append((request, token, None if token is None else _event(token)))
             self._wake.set()
 
     def _take_back(self, request: Request) -> None:
         """The cache of the call gets its sequence."""
+        call = request.call
+        # The last token is not written.
+        length = call.request.prompt_length - call.input_ids.shape[1] + request.tokens.length - 1
         with self._turns.turn(needs_room=False):
-            assert self._cache is not None
-            take_row(self._cache, request.row, request.length, request.call.cache)
+            if self._cache is not None and self._seated.get(request.row) is request:
+                self.follow(call.device)
+                take_row(self._cache, request.row, length, call.cache)
+                self._be_followed(call.device)
+                return
+        # A pass has failed since, and with it the storage.
+        if call.config.return_dict_in_generate or call.entry is None:
+            raise RuntimeError("A pass of several calls has failed, and this cache with it.")
+        call.entry.identity = None
 
     # --- rows; the thread has the turn
 
@@ -228,28 +266,37 @@ class Loop:
         self._cache = cache
         self._use(step)
         self._sit_down(request)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(call.device))
+        self._kind = _kind(call)
+        self._be_followed(call.device)
         if self._thread is None:
             thread = Thread(target=self._drive, name="hf_static_kv loop", daemon=True)
+            _DRIVERS.add(thread)
             thread.start()  # it waits for its turn
             self._thread = thread
         self._seated[request.row] = request
         self._wake.set()
 
-    def _follow(self, device: torch.device) -> None:
+    def follow(self, device: torch.device) -> None:
         """What this thread launches comes after what the loop has launched."""
+        if self._stream is not None and self._stream != torch.cuda.current_stream(device):
+            torch.cuda.current_stream(device).wait_stream(self._stream)
+
+    def _be_followed(self, device: torch.device) -> None:
+        """What the loop launches comes after what this thread has launched."""
         if device.type != "cuda":
             return
         current = torch.cuda.current_stream(device)
         if self._thread is None:
             self._stream = current
-        current.wait_stream(self._stream)
+        elif self._stream != current:
+            self._stream.wait_stream(current)
 
     def _fitting(self, request: Request) -> tuple[RowsStep, StaticContiguousCache]:
         """A step and storage with a row for this request, as long as it needs."""
         call = request.call
-        self._follow(call.device)
+        if self._seated and _kind(call) != self._kind:
+            raise Fallback("the other calls have other settings")
+        self.follow(call.device)
         request.row = next(row for row in range(self.max_rows) if row not in self._seated)
         rows = _power_of_two(max(request.row, *self._seated, 0) + 1)
         cache = self._storage(call, rows)
@@ -257,7 +304,10 @@ class Loop:
         longest = max(own.length for own in requests) + _AHEAD
         is_sampled = any(own.is_sampled for own in requests)
         in_rows = call.in_rows(cache, rows, longest)
-        return self._step_for(in_rows, _SAMPLES if is_sampled else _TAKES_THE_LARGEST), cache
+        step = self._step_for(in_rows, _SAMPLES if is_sampled else _TAKES_THE_LARGEST)
+        if step.runs_model:
+            raise Fallback("the step runs the model itself, as each call sets it")
+        return step, cache
 
     def _storage(self, call: Call, rows: int) -> StaticContiguousCache:
         """The storage, or a larger one with the same sequences."""
@@ -343,7 +393,7 @@ class Loop:
     def _obey(self) -> None:
         """What threads of calls have asked for: to go on with a token, or to leave."""
         while self._asked:
-            request, token = self._asked.popleft()
+            request, token, is_there = self._asked.popleft()
             if self._seated.get(request.row) is not request:
                 continue
             assert self._step is not None
@@ -351,6 +401,8 @@ class Loop:
                 self._step.end(request.row)
                 del self._seated[request.row]
             else:
+                if is_there is not None:  # another stream may have written it
+                    is_there.wait()
                 self._step.resume(request.row, token, request.length, request.last)
                 request.is_running = True
 
@@ -369,7 +421,7 @@ class Loop:
         }
         for row in own:
             requests[row].is_running = False
-        return _Pass(requests, self._to_host(report), own, self._event(report))
+        return _Pass(requests, self._to_host(report), own, _event(report))
 
     def _to_host(self, report: Tensor) -> Tensor:
         if not report.is_cuda:
@@ -380,13 +432,6 @@ class Loop:
         self._pinned.append(self._pinned.pop(0))
         self._pinned[-1][: len(report)].copy_(report, non_blocking=True)
         return self._pinned[-1]
-
-    def _event(self, report: Tensor) -> Any:
-        if not report.is_cuda:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        return event
 
     def _collect(self, done: _Pass) -> None:
         """Give the requests of a pass what it has computed."""
@@ -455,6 +500,20 @@ def refusal(call: Call) -> str | None:
     if inputs.tensors or inputs.position_ids.ndim != 2 or not call.has_usual_positions:
         return "its steps are given more than tokens"
     return None
+
+
+def _kind(call: Call) -> Any:
+    """Equal for two calls that one pass can serve."""
+    return call.own_attention, repr(sorted(call.step_inputs.settings.items()))
+
+
+def _event(written: Tensor) -> Any:
+    """When this is there; None: now."""
+    if not written.is_cuda:
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(written.device))
+    return event
 
 
 def _power_of_two(number: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
+from transformers.generation import logits_process
 from transformers.generation.stopping_criteria import MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -50,6 +51,9 @@ class Tokens:
         is_watched = call.streamer is not None or call.own_attention == TRACED_ATTENTION_NAME
         modules = (type(part).__module__ for part in (*call.processors, *call.criteria))
         is_known = all(module.startswith(("transformers.", "hf_static_kv.")) for module in modules)
+        # It calls a function of the caller.
+        constrained = logits_process.PrefixConstrainedLogitsProcessor
+        is_known &= not any(isinstance(part, constrained) for part in call.processors)
         can_go_back = not call.cache.stateful_layers
         self.finished = StopFlags(is_deferred=is_known and not is_watched and can_go_back)
         self.overrun = 0  # tokens selected after the end
@@ -59,7 +63,6 @@ class Tokens:
         self.logits: list[Tensor] = []
         self._newest = self.unfinished  # tokens [B]
         self._own_generator: torch.Generator | None = None  # None: torch's
-        self._began_alone = True
         # Whether code of the caller sees tokens.
         self.is_watched = is_watched or not is_known
 
@@ -73,23 +76,16 @@ class Tokens:
         self.set_limit(self._asked, self._asked)
         if not self.config.do_sample:
             return
-        self._own_generator = torch.Generator(self.ids.device)
-        self._began_alone = is_first or self.length > self._prompt_length
-        if self._began_alone:
+        own = torch.Generator(self.ids.device)
+        if is_first or self.length > self._prompt_length:
             of_host, of_device = random_state(self.ids.device)
-            self._own_generator.set_state(of_host if of_device is None else of_device)
+            own.set_state(of_host if of_device is None else of_device)
+            # These numbers are taken: torch's generator goes on with others.
+            shared = self.generator if self.ids.is_cuda else torch.default_generator
+            shared.manual_seed(int(torch.randint(1 << 62, ())))
         else:
-            self._own_generator.manual_seed(int(torch.randint(1 << 62, ())))
-
-    def leave_others(self) -> None:
-        """Torch's generator goes on behind the numbers of a call that began alone."""
-        if self._own_generator is None or not self._began_alone:
-            return
-        state = self._own_generator.get_state()
-        if self.ids.is_cuda:
-            torch.cuda.set_rng_state(state, self.ids.device)
-        else:
-            torch.set_rng_state(state)
+            own.manual_seed(int(torch.randint(1 << 62, ())))
+        self._own_generator = own
 
     @property
     def generator(self) -> torch.Generator:

@@ -36,10 +36,10 @@ class _Ticket:
 
 
 class Turns:
-    """The turns of one model. `has_room` tells whether one more call may begin."""
+    """The turns of one model. `has_room` tells whether one more call of a thread may begin."""
 
     def __init__(self) -> None:
-        self.has_room: Callable[[], bool] = lambda: True
+        self.has_room: Callable[[int], bool] = lambda thread: True
         self._lock = Lock()
         self._waiting: deque[_Ticket] = deque()
         self._owner: int | None = None
@@ -69,8 +69,10 @@ class Turns:
 
     def take(self, is_loop: bool = False, needs_room: bool = False) -> None:
         with self._lock:
-            if self._owner is None and not self._waiting and (self.has_room() or not needs_room):
-                self._owner = get_ident()
+            own = get_ident()
+            may_begin = not needs_room or self.has_room(own)
+            if self._owner is None and not self._waiting and may_begin:
+                self._owner = own
                 self._was_loop = is_loop
                 return
             ticket = _Ticket(is_loop, needs_room)
@@ -126,8 +128,8 @@ class Turns:
         loop = next((ticket for ticket in self._waiting if ticket.is_loop), None)
         if loop is not None and not self._was_loop:
             return loop
-        has_room = self.has_room()
-        able = (t for t in self._waiting if not t.is_loop and (has_room or not t.needs_room))
+        calls = (ticket for ticket in self._waiting if not ticket.is_loop)
+        able = (t for t in calls if not t.needs_room or self.has_room(t.thread))
         return next(able, loop)
 
     def _call_next(self) -> None:

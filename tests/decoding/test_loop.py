@@ -11,7 +11,9 @@ import torch
 from hf_static_kv import attach, attaching, attachment, detach
 from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding import prompts
+from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.loop import Loop
+from hf_static_kv.decoding.steps import Steps
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import Turns
 from tests.conftest import Collect
@@ -345,6 +347,20 @@ class TestSampling:
         assert torch.equal(call(model, 0, **how), expected)
         assert seen.num_tokens > 0 or "renormalize_logits" in how
 
+    def test_a_call_beside_a_slow_stream_draws_other_numbers(self, model, monkeypatch):
+        """The row of the first has ended, and its streamer has not."""
+        monkeypatch.setattr(Turns, "is_wanted", True)
+        how = {"do_sample": True, "top_k": 0}
+        gate, threads = Gate(), Threads()
+        threads.start(call, model, 0, streamer=gate, **how)
+        assert gate.is_waiting.wait(SECONDS)
+        while loop_of(model).num_rows:
+            time.sleep(0.001)
+        second = call(model, 0, **how)
+        gate.is_open.set()
+        results = [*threads.join(), second, call(model, 0, **how)]
+        assert len({tuple(got[0].tolist()) for got in results}) == 3
+
     def test_later_calls_draw_other_numbers(self, model, monkeypatch):
         """What a call has drawn in company is not drawn again."""
         monkeypatch.setattr(Turns, "is_wanted", True)
@@ -391,6 +407,144 @@ def test_exact_calls_decode_together():
     results = threads.join()
     attach(plain, exact=True)
     assert all(torch.equal(got, call(plain, n, new=12)) for n, got in enumerate(results))
+
+
+def test_calls_with_other_settings_do_not_share_a_pass(monkeypatch):
+    base = type(toy_model("llama"))
+
+    class Signed(base):
+        def forward(
+            self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None,
+            sign: float = 1.0, **kwargs,
+        ):  # fmt: skip
+            given = {"attention_mask": attention_mask, "position_ids": position_ids}
+            output = super().forward(input_ids, past_key_values=past_key_values, **given, **kwargs)
+            output.logits = output.logits * sign
+            return output
+
+    plain, model = toy_model("llama"), toy_model("llama")
+    plain.__class__ = model.__class__ = Signed
+    attach(model)
+    monkeypatch.setattr(Turns, "is_wanted", True)
+    threads = Threads()
+    for number, sign in enumerate((1.0, -1.0, 1.0)):
+        threads.start(call, model, number, new=100, sign=sign)
+    for number, (sign, got) in enumerate(zip((1.0, -1.0, 1.0), threads.join(), strict=True)):
+        assert torch.equal(got, call(plain, number, new=100, sign=sign))
+
+
+def test_embeddings_have_a_row(model):
+    plain = toy_model("gemma3")
+    embeds = plain.get_input_embeddings()(prompt(0)).detach()
+    how = {
+        "inputs_embeds": embeds,
+        "attention_mask": torch.ones_like(prompt(0)),
+        "do_sample": False,
+    }
+    how |= {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0}
+    (got,) = in_company(model, lambda: model.generate(**how))
+    assert torch.equal(got, plain.generate(**how))
+
+
+def test_a_step_that_runs_the_model_serves_one_call(model, monkeypatch):
+    monkeypatch.setattr(Steps, "_recorded_step", lambda *args: None)
+    plain = toy_model("gemma3")
+    if DEVICE == "cuda":
+        pytest.skip("there it is a graph")
+    results = in_company(model, *(lambda n=n: call(model, n) for n in range(3)))
+    assert all(torch.equal(got, call(plain, n)) for n, got in enumerate(results))
+
+
+def test_a_call_inside_a_criterion_needs_no_row_of_its_own():
+    plain, model = toy_model("llama"), toy_model("llama")
+    attach(model, max_rows=2)
+    both = threading.Barrier(2)
+
+    def asks(ids, scores, **kwargs):
+        if ids.shape[1] == 10:
+            both.wait(SECONDS)
+            assert torch.equal(call(model, 7, new=5), call(plain, 7, new=5))
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)
+        threads = Threads()
+        for number in range(2):
+            threads.start(call, model, number, stopping_criteria=[asks])
+        results = threads.join()
+    assert all(torch.equal(got, call(plain, n)) for n, got in enumerate(results))
+
+
+def test_a_function_of_the_caller_keeps_nobody_waiting(model):
+    plain = toy_model("gemma3")
+    is_waiting, is_open = threading.Event(), threading.Event()
+
+    def allowed(row, ids):
+        if len(ids) == 10:
+            is_waiting.set()
+            assert is_open.wait(SECONDS)
+        return list(range(3, 120))
+
+    threads = Threads()
+    threads.start(call, model, 0, prefix_allowed_tokens_fn=allowed)
+    assert is_waiting.wait(SECONDS)
+    assert torch.equal(call(model, 1), call(plain, 1))
+    is_open.set()
+    assert torch.is_tensor(threads.join()[0])
+
+
+def test_the_first_token_may_be_the_last(model):
+    plain = toy_model("gemma3")
+    end = int(call(plain, 0)[0, 6])
+    how = {"eos_token_id": end, "return_dict_in_generate": True}
+
+    class Slow(Collect):
+        def put(self, value):
+            super().put(value)
+            time.sleep(0.05)
+
+    (got,) = in_company(model, lambda: call(model, 0, streamer=Slow(), **how))
+    assert got.sequences.shape[1] == 7
+    assert got.past_key_values.get_seq_length() == 6
+
+
+def test_a_cache_that_is_back_in_the_pool_tells_nothing_of_its_last_call(model, monkeypatch):
+    """Another call may be in the middle of a pass on it."""
+    give_back = Call.give_back_cache
+
+    def and_begin(self):
+        cache = self.cache
+        give_back(self)
+        cache._pass.take("keys", 0)
+
+    monkeypatch.setattr(Call, "give_back_cache", and_begin)
+    monkeypatch.setattr(Turns, "is_wanted", True)
+    call(model, 0)
+    assert attachment(model).why_unserved is None
+
+
+def test_rows_count_for_max_bytes():
+    model = toy_model("llama")
+    info = attach(model)
+    call(model, 0)
+    one = info.pool.num_bytes
+    detach(model)
+    info, most = attach(model, max_bytes=9 * one), 0
+    seat = Loop._seat
+
+    def noting(self, *args):
+        nonlocal most
+        seat(self, *args)
+        most = max(most, info.pool.num_bytes + self.memory_bytes)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_seat", noting)
+        patch.setattr(Turns, "is_wanted", True)
+        threads = Threads()
+        for number in range(8):
+            threads.start(call, model, number, 6 if number % 2 else 200, 100)
+        assert all(map(torch.is_tensor, threads.join()))
+    assert 0 < most <= 9 * one
 
 
 def test_no_memory_for_rows_leaves_each_call_by_itself(model, monkeypatch):

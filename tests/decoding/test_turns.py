@@ -65,7 +65,7 @@ def test_the_loop_has_a_turn_after_each_call():
 
 def test_without_room_a_new_call_waits_and_others_do_not():
     turns, order = Turns(), []
-    turns.has_room = lambda: False
+    turns.has_room = lambda thread: False
     turns.take()
     first = start(turns, "new", order, needs_room=True)
     second = start(turns, "old", order)
@@ -74,7 +74,7 @@ def test_without_room_a_new_call_waits_and_others_do_not():
     second.join(10)
     assert order == ["old"]
     assert not turns.is_wanted
-    turns.has_room = lambda: True
+    turns.has_room = lambda thread: True
     turns.release()  # of a thread that has no turn: it only calls the next
     first.join(10)
     assert order == ["old", "new"]
