@@ -561,16 +561,22 @@ def no_memory():
     raise Fallback("there is no memory")
 
 
-def test_nothing_is_left_of_a_detached_model():
+def after_calls():
+    """A model whose calls have ended, and the thread of the loop too."""
     model = toy_model("llama")
     attach(model)
     threads = Threads()
     for number in range(4):
         threads.start(call, model, number)
     threads.join()
-    loop = weakref.ref(loop_of(model))
-    while loop()._thread is not None:
+    while loop_of(model)._thread is not None:
         time.sleep(0.001)
+    return model
+
+
+def test_nothing_is_left_of_a_detached_model():
+    model = after_calls()
+    loop = weakref.ref(loop_of(model))
     storage = weakref.ref(loop()._cache.storage_groups[0])
     gc.disable()
     try:
@@ -582,16 +588,9 @@ def test_nothing_is_left_of_a_detached_model():
 
 
 def test_a_model_is_freed():
-    model = toy_model("llama")
-    attach(model)
-    in_threads = Threads()
-    for number in range(4):
-        in_threads.start(call, model, number)
-    in_threads.join()
-    while loop_of(model)._thread is not None:
-        time.sleep(0.001)
+    model = after_calls()
     gone = weakref.ref(model)
-    del model, in_threads
+    del model
     gc.collect()
     assert gone() is None
 
