@@ -29,7 +29,8 @@ from torch import Tensor
 from hf_static_kv.kernels import norm as norms
 from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
 
-MAX_TOKENS = 16
+MAX_TOKENS = 64
+_MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
 MAX_WEIGHTS = 3
 # By name: torch's function with its keywords. The formulas of the kernels are in linear_triton.py.
 ACTIVATIONS: dict[str, partial[Tensor]] = {
@@ -58,7 +59,8 @@ def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -
     """
     tokens = x.numel() // x.shape[-1]
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    has_few_tokens = tokens <= MAX_TOKENS if is_half else (tokens == 1 and x.dtype == torch.float32)
+    most = MAX_TOKENS if len(weights) > 1 else _MAX_TOKENS_OF_ONE
+    has_few_tokens = tokens <= most if is_half else (tokens == 1 and x.dtype == torch.float32)
     if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
         return False
     may_transpose = tokens == 1 and not is_gated
@@ -104,18 +106,22 @@ def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]
 def linears_kernel(
     x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str = ""
 ) -> Tensor:
-    """The kernel for one token; for more the tensor-core kernel, which is also batch-invariant."""
+    """The kernel for one token; for some the tensor-core kernel, which is also batch-invariant; for
+    more that of several weights.
+    """
     from hf_static_kv.kernels.invariant_linear_triton import invariant_linears_triton
+    from hf_static_kv.kernels.joint_linear_triton import joint_linears_triton
     from hf_static_kv.kernels.linear_triton import linears_triton
 
-    run = linears_triton if x.numel() == x.shape[-1] else invariant_linears_triton
+    tokens = x.numel() // x.shape[-1]
+    few = linears_triton if tokens == 1 else invariant_linears_triton
+    run = few if tokens <= _MAX_TOKENS_OF_ONE else joint_linears_triton
     return run(x, weights, biases, activation)
 
 
 def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    return torch.cat(
-        [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)], dim=-1
-    )
+    parts = [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # of one part it is a copy
 
 
 @torch.library.custom_op("hf_static_kv::gated_linear", mutates_args=())

@@ -18,6 +18,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     experts_triton,
     invariant_linear_triton,
+    joint_linear_triton,
     linear_triton,
     norm_triton,
     positions_triton,
@@ -88,6 +89,9 @@ def launch_linears(dtype):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
+    for tokens in (x.expand(32, -1), x.expand(64, -1)):
+        joint_linear_triton.joint_linears_triton(tokens, [gate, up], [bias, bias])
+        joint_linear_triton.joint_linears_triton(tokens, [gate, up], [], "silu")
 
 
 def launch_experts(dtype, k):

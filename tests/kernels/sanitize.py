@@ -30,6 +30,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     experts_triton,
     invariant_linear_triton,
+    joint_linear_triton,
     launch_triton,
     linear_triton,
     norm_triton,
@@ -207,6 +208,10 @@ def run_linears(dtype: torch.dtype) -> None:
     transposed = [weight.t().contiguous().t() for weight in (gate, up)]
     linear_triton.fused_linears_triton(x, transposed[:1], [bias], None, "relu", False, output)
     linear_triton.linears_triton(x, transposed, [])
+    for tokens in (17, 64):
+        some = normal(tokens, 72, dtype=dtype)
+        joint_linear_triton.joint_linears_triton(some, [gate, up], [bias, bias])
+        joint_linear_triton.joint_linears_triton(some, [gate, up], [], "silu")
     for tokens in (3, 11, 140):
         many = normal(tokens, 72, dtype=dtype)
         invariant_linear_triton.invariant_linears_triton(many, [gate], [bias])

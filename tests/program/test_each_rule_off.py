@@ -48,7 +48,7 @@ def decoded(toy, rows, *without):
     storage = StaticContiguousCache.from_model(model, 40, len(ids))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "rewrite", noting)
-        patch.setattr(prompts, "SIZES", (32,))  # rules for many tokens
+        patch.setattr(prompts, "SIZES", (128,))  # rules for many tokens
         patch.setattr(prompts, "DEVICES", (DEVICE,))
         for _ in range(2):
             storage.reset()
