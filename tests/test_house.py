@@ -19,7 +19,8 @@ READING_ORDER = {
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
         "select_greedy_triton", "select_greedy", "ban_tokens_triton", "ban_tokens", "sample_triton", "sample",
-        "decode_attention_triton", "prompt_attention_triton", "decode_attention", "norm_triton", "norm",
+        "decode_attention_triton", "prompt_attention_triton", "rows_attention_triton", "decode_attention",
+        "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear",
         "joint_linear_triton", "linear",
         "experts_triton", "experts",

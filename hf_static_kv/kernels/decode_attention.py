@@ -63,15 +63,20 @@ def attend(
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`."""
+    how = spans, scale, softcap, sinks
     is_long = query.shape[2] > MAX_TOKENS
-    if query.is_cuda and (is_long or (not in_order and _fills_device(query, keys, max_span))):
+    if is_long and query.is_cuda:
         _check(query, keys, values, spans)
         from hf_static_kv.kernels.prompt_attention_triton import prompt_attention_triton
 
-        how = spans, scale, softcap, sinks, in_order
-        return prompt_attention_triton(query, keys, values, *how)
+        return prompt_attention_triton(query, keys, values, *how, in_order)
     if is_long:
-        return invariant_attention_plain(query, keys, values, spans, scale, softcap, sinks)
+        return invariant_attention_plain(query, keys, values, *how)
+    if query.is_cuda and not in_order and _fills_device(query, keys, max_span):
+        _check(query, keys, values, spans)
+        from hf_static_kv.kernels.rows_attention_triton import rows_attention_triton
+
+        return rows_attention_triton(query, keys, values, *how)
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
         spans_ready=True,

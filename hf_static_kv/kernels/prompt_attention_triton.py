@@ -18,14 +18,11 @@ from torch import Tensor
 from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, sum_in_order, tiles, weigh
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
-# Not in order, by head dim: queries and positions of a tile, warps, loads in flight. Of up to 16
-# queries (a token of many rows) other tiles are faster.
+# Not in order, by head dim: queries and positions of a tile, warps, loads in flight.
 # Measured on an H200 at 128 to 2048 queries: 72, 68 and 53 us of 2048 (SDPA 58, 53 and 51; in order
 # 115, 102 and 129).
 _FAST_TILES = {64: (64, 64, 4, 3), 128: (64, 64, 4, 3), 256: (64, 64, 4, 2)}
 _SMALL_TILE = 64, 32, 4, 2  # of 256 dims, if a multiprocessor has no room for that
-_FEW_QUERIES = {64: (16, 64, 4, 3), 128: (16, 32, 4, 4), 256: (16, 64, 4, 3)}
-_SMALL_TILE_OF_FEW = 16, 32, 4, 2
 
 
 @triton.jit
@@ -166,15 +163,12 @@ def _add_split(
     return maximum, total, merged
 
 
-def _fast_tile(dim: int, queries: int, query: Tensor) -> tuple[int, int, int, int]:
-    is_few = queries <= 16
-    tiles = _FEW_QUERIES if is_few else _FAST_TILES
+def _fast_tile(dim: int, query: Tensor) -> tuple[int, int, int, int]:
     if dim <= 128:
-        return tiles[max(64, dim)]
+        return _FAST_TILES[max(64, dim)]
     properties = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     shared = getattr(properties, "shared_memory_per_block_optin", 0)
-    small = _SMALL_TILE_OF_FEW if is_few else _SMALL_TILE
-    return tiles[256] if shared > (200_000 if is_few else 110_000) else small
+    return _FAST_TILES[256] if shared > 110_000 else _SMALL_TILE
 
 
 def prompt_attention_triton(
@@ -193,9 +187,7 @@ def prompt_attention_triton(
     half = 64, 4 if tile_d <= 128 else 8, 2
     rows, num_warps, stages = half if query.element_size() == 2 else (16, 4, 1)
     if not in_order and query.element_size() == 2:
-        rows, split_size, num_warps, stages = _fast_tile(
-            max(tile_d, tile_dv), groups * length, query
-        )
+        rows, split_size, num_warps, stages = _fast_tile(max(tile_d, tile_dv), query)
     tile_m = max(rows, triton.next_power_of_2(groups))
     queries = min(length, tile_m // groups)
     output = query.new_empty(batch, length, query_heads, value_dim)

@@ -24,6 +24,7 @@ from hf_static_kv.kernels import (
     positions_triton,
     prompt_attention_triton,
     rotary_triton,
+    rows_attention_triton,
     sample_triton,
     select_greedy_triton,
 )
@@ -116,6 +117,7 @@ def launch_attention(dtype, dim, heads):
         prompt_attention_triton.prompt_attention_triton(
             prompt, keys, keys, spans_of_prompt, 0.1, 50.0, sinks, in_order
         )
+    rows_attention_triton.rows_attention_triton(query, keys, keys, spans, 0.1, 50.0, sinks)
     weights, seen = torch.empty(1, heads, 400), torch.ones(1, 400, dtype=torch.bool)
     attend(
         query, keys, keys, torch.zeros(1, 1, 3, dtype=torch.int64), seen, 0.1, 400, weights=weights

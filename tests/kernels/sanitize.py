@@ -37,6 +37,7 @@ from hf_static_kv.kernels import (
     positions_triton,
     prompt_attention_triton,
     rotary_triton,
+    rows_attention_triton,
     sample_triton,
     select_greedy_triton,
 )
@@ -248,6 +249,9 @@ def run_attention(dtype: torch.dtype) -> None:
     spans = torch.stack([torch.zeros_like(ends), begins, ends], dim=-1).repeat(batch, 1, 1)
     attend(several, keys, values, spans, None, 0.2, slots)
     prompt, sinks = normal(batch, heads, 19, dim, dtype=dtype), normal(heads, dtype=dtype)
+    for rows in (query, several):
+        own = spans[:, : rows.shape[2]]
+        rows_attention_triton.rows_attention_triton(rows, keys, values, own, 0.2, 50.0, sinks)
     ends = torch.arange(slots - 18, slots + 1)
     spans_of_prompt = torch.stack(
         [torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1

@@ -271,6 +271,20 @@ class TestFastAttentionOfAPrompt:
         spans[1, :6] = 5  # padding: these see nothing
         self.check(query, key, key.clone(), spans, 3.0, normal(6))
 
+    @pytest.mark.parametrize("queries", [1, 3])
+    @pytest.mark.parametrize("window", [None, 9, 70])
+    def test_a_few_queries_of_each_row(self, queries, window):
+        """The kernel of many rows: warps have sums of their own."""
+        module = triton_module("hf_static_kv.kernels.rows_attention_triton")
+        query, key = normal(3, 8, queries, 20), normal(3, 2, 150, 20)
+        value = normal(3, 2, 150, 16, seed=1)
+        spans = torch.cat([spans_of(1, queries, n, 3, window) for n in (150, 33, 12)])
+        spans[2, 0] = 5  # a row that sees nothing
+        for softcap, sinks in ((None, None), (3.0, None), (None, normal(8)), (3.0, normal(8))):
+            got = module.rows_attention_triton(query, key, value, spans, 0.25, softcap, sinks)
+            expected = invariant_attention_plain(query, key, value, spans, 0.25, softcap, sinks)
+            torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+
     def test_the_spans_of_a_layer_of_a_captured_pass(self):
         query, key = normal(1, 2, 20, 16), normal(1, 2, 90, 16)
         of_layers = torch.zeros(1, 3, 20, 4, dtype=torch.int64, device=DEVICE)[..., :3]
