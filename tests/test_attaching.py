@@ -22,6 +22,7 @@ from hf_static_kv import (
     attached,
     attaching,
     attachment,
+    cache_bytes,
     detach,
     exact,
 )
@@ -723,7 +724,7 @@ def test_reuse_keeps_the_common_part_only(model):
     assert torch.equal(generate(model, **how), expected[0])
 
 
-def test_two_chats_in_turn_keep_a_cache_each(model):
+def test_two_chats_in_turn_share_a_cache(model):
     # A common beginning of two tokens.
     first, second = (
         PROMPT,
@@ -737,8 +738,43 @@ def test_two_chats_in_turn_keep_a_cache_each(model):
     for _ in range(3):
         expected = generate(model, expected)
     assert torch.equal(first, expected)
-    assert len(info.caches) == 2
+    assert len(info.caches) == 1
     assert info.reused_tokens == sum(2 * (13 + 14 * turn - 1) + 2 for turn in (1, 2))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_many_chats_under_one_system_prompt_compute_new_tokens_only(name):
+    model = toy_model(name)
+    system = torch.randint(1, 120, (1, 50), device=DEVICE)
+    chats = [torch.cat([system, (PROMPT + number) % 100], dim=1) for number in range(9)]
+    expected, kept = chats, 0
+    info = attach(model, reuse_prefix=True)
+    for turn in range(3):
+        asked = [torch.cat([chat, PROMPT + turn], dim=1) for chat in expected]
+        expected = [generate(model, chat, max_new_tokens=5, use_cache=False) for chat in asked]
+        got = [generate(model, chat, max_new_tokens=5) for chat in asked]
+        assert all(map(torch.equal, got, expected))
+        # The system prompt is computed once; later all but the last token of the turn before.
+        kept += sum(chat.shape[1] - 13 - 1 for chat in asked) if turn else 8 * 50
+        assert info.reused_tokens == kept
+    assert len(info.caches) == 1
+    assert len(info.pool.histories) == 9  # one of them is an older turn of the chat in the cache
+
+
+def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
+    system = torch.randint(1, 120, (1, 60), device=DEVICE)
+    token = cache_bytes(model.config, 1)
+    info = attach(model, reuse_prefix=True, max_bytes=(256 + 200) * token)
+    chats = [torch.cat([(system + number) % 100, PROMPT], dim=1) for number in range(5)]
+    for chat in chats:
+        generate(model, chat, max_new_tokens=2)
+        assert info.memory_bytes <= (256 + 200) * token
+    assert len(info.pool.histories) == 2
+    before = info.reused_tokens
+    generate(model, chats[0], max_new_tokens=2)
+    assert info.reused_tokens == before
+    generate(model, chats[4], max_new_tokens=2)
+    assert info.reused_tokens == before + 72
 
 
 def change_weights(model):

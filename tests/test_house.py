@@ -14,7 +14,7 @@ READING_ORDER = {
     "cache": [
         "debug", "storage", "ranks", "values", "layout", "request", "slots", "layer", "indexed", "states",
         "passes", "allocation", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
-        "cache", "rows", "prefixes", "pool",
+        "cache", "rows", "blocks", "histories", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",

@@ -562,23 +562,36 @@ class StaticContiguousCache(AllocatedCache):
                 size = torch.tensor(window, device=layer.device)
                 yield layer.keys[:, :, newest], layer.values[:, :, newest], size
 
-    def for_rows(self, max_cache_len: int, rows: int) -> "StaticContiguousCache":
-        """An empty cache for states like these, whose layers keep all positions."""
+    def for_rows(
+        self, max_cache_len: int, rows: int, is_compact: bool = False
+    ) -> "StaticContiguousCache":
+        """An empty cache for states like these, whose layers keep all positions; `is_compact`: as
+        many as these do.
+        """
         cache = type(self).__new__(type(self))
-        plans = [replace(plan, compact_window=None) for plan in self._plans]
+        plans = self._plans
+        if not is_compact:
+            plans = [replace(plan, compact_window=None) for plan in plans]
         cache._build(plans, max_cache_len)
-        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
-        layers = [self.layers[i] for i in keyed]
-        places = {
-            i: (own.shape.of_a_token, own.device) for i, own in zip(keyed, layers, strict=True)
-        }
-        cache.allocate_places(places, rows, (layers[0].dtype, layers[0].value_dtype))
+        cache.allocate_like(self, rows)
         return cache
 
-    def bytes_of_rows(self, max_cache_len: int, rows: int) -> int:
+    def allocate_like(self, other: "StaticContiguousCache", rows: int) -> None:
+        """Storage for the states of `other`, in the layers that are compact here."""
+        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
+        like = [other.layers[i] for i in keyed]
+        places = {
+            i: (self._plans[i].stored(layer.shape), layer.device)
+            for i, layer in zip(keyed, like, strict=True)
+        }
+        self.allocate_places(places, rows, (like[0].dtype, like[0].value_dtype))
+
+    def bytes_of_rows(self, max_cache_len: int, rows: int, is_compact: bool = False) -> int:
         """Of what `for_rows` gives."""
         return sum(
-            layer.shape.of_a_token.num_bytes(max_cache_len, rows, (layer.dtype, layer.value_dtype))
+            (layer.shape if is_compact else layer.shape.of_a_token).num_bytes(
+                max_cache_len, rows, (layer.dtype, layer.value_dtype)
+            )
             for layer in self.kv_layers
         )
 

@@ -17,7 +17,9 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache.blocks import BLOCK
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.histories import Histories, History
 from hf_static_kv.cache.layout import (
     cache_bytes,
     compute_device,
@@ -27,7 +29,8 @@ from hf_static_kv.cache.layout import (
 from hf_static_kv.cache.prefixes import PrefixStore, common_length
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request
-from hf_static_kv.cache.storage import free_bytes
+from hf_static_kv.cache.rows import copy_row
+from hf_static_kv.cache.storage import free_bytes, is_out_of_memory
 
 _MIN_CAPACITY = 256
 _MAX_FREE = 4  # caches that wait for a call
@@ -62,19 +65,30 @@ class Entry:
         """How many tokens of the prompt the cache can keep: not the last one."""
         if request.tokens is None:
             return 0
-        length = min(self.num_held(request.tokens), request.tokens.shape[1] - 1)
+        length = min(_num_held(self.cache, request.tokens), request.tokens.shape[1] - 1)
         return length if self.cache.can_crop_to(length) else 0
 
-    def num_held(self, ids: Tensor) -> int:
-        """How many of the tokens [B, n] the cache holds."""
-        known = self.cache.known_ids
-        if known is None or len(known) != len(ids) or known.device != ids.device:
-            return 0
-        return common_length(known[:, : self.cache.seq_len], ids)
+    @property
+    def origin(self) -> Any:
+        """Equal for two calls that may use each other's states."""
+        return self.identity, self.kind
+
+    @property
+    def may_be_copied(self) -> bool:
+        """Whether its tokens can be kept elsewhere."""
+        cache = self.cache
+        known = cache.known_ids
+        has_more = cache.stateful_layers or cache.index_layers or num_ranks(self.kind[0]()) > 1
+        is_known = known is not None and len(known) == 1 and known.shape[1] >= cache.seq_len
+        return self.identity is not None and is_known and not has_more and cache.seq_len >= BLOCK
 
 
 class CachePool:
     """Caches that calls take and give back.
+
+    A free cache has the tokens of its last call. Before another call overwrites
+    them they are copied to the histories, and a prompt that begins like one of
+    these is given a copy: any number of chats share a few caches.
 
     The least recently used of the free caches goes first. The ranks of a
     tensor-parallel model must decide alike: a rank that falls back alone keeps
@@ -84,9 +98,9 @@ class CachePool:
     Args:
         max_cache_len: The least capacity. Capacities are powers of two, so that
             calls of like size share storage and captured steps.
-        max_bytes: Bounds all caches, free and in use; by default half of the
-            free memory of a GPU, or a quarter of the memory of the host. A call
-            that may need more begins with less, and its cache grows.
+        max_bytes: Bounds all caches, free and in use, and histories; by default
+            half of the free memory of a GPU, or a quarter of the memory of the
+            host. A call that may need more begins with less, and its cache grows.
         store: Has prefixes of earlier processes.
     """
 
@@ -101,11 +115,13 @@ class CachePool:
         self.store = store
         self.free: list[Entry] = []  # least recently used first
         self.in_use: list[Entry] = []
+        self.histories = Histories()
         # Callers of earlier calls may still use their storage.
         self.taken: list[Entry] = []
         self.hits = 0
         self.reused_tokens = 0
-        self.last: weakref.ref[Entry] | None = None  # what the last call has kept
+        # What the last call has kept.
+        self.last: weakref.ref[Entry] | weakref.ref[History] | None = None
         # That `max_bytes` counts, too: of rows of several calls.
         self.bytes_beside: Callable[[], int] = lambda: 0
         self._lock = Lock()
@@ -113,7 +129,8 @@ class CachePool:
 
     @property
     def num_bytes(self) -> int:
-        return _sum_of_bytes([*self.free, *self.in_use, *self.taken])
+        caches = _sum_of_bytes([*self.free, *self.in_use, *self.taken])
+        return caches + self.histories.num_bytes
 
     @contextmanager
     def cache_for(self, request: Request, identity: Any = None) -> Iterator[StaticContiguousCache]:
@@ -220,27 +237,32 @@ class CachePool:
                     "Nothing is kept of a last call: call generate with input_ids alone (no "
                     "padding, no beams, no return_dict_in_generate), or save(input_ids)."
                 )
-            kept = [entry for entry in self.free if entry.identity == identity]
-            held = {entry: entry.num_held(ids) for entry in kept}
-            entry = max(kept, key=lambda entry: held[entry], default=None)
-            if entry is None or not held[entry]:
+            entries = {entry.cache: entry for entry in self.free}
+            kept = [own.cache for own in (*self.free, *self.histories) if own.origin[0] == identity]
+            held = {cache: _num_held(cache, ids) for cache in kept}
+            cache = max(kept, key=lambda cache: held[cache], default=None)
+            if cache is None or not held[cache]:
                 raise ValueError(
                     "No cache holds these tokens: call generate with them, on the model as it is "
                     "now."
                 )
-            self.free.remove(entry)
-            self.in_use.append(entry)
+            entry = entries.get(cache)  # None: a copy, which no call is given
+            if entry is not None:
+                self.free.remove(entry)
+                self.in_use.append(entry)
         try:
-            return self.store.add(entry.cache, model, ids[:, : held[entry]])
+            return self.store.add(cache, model, ids[:, : held[cache]])
         finally:
-            with self._lock:
-                self.in_use.remove(entry)
-                self.free.append(entry)
+            if entry is not None:
+                with self._lock:
+                    self.in_use.remove(entry)
+                    self.free.append(entry)
 
     def clear(self) -> None:
         with self._lock:
             self.free.clear()
             self.taken.clear()
+            self.histories.clear()
 
     def _take(self, request: Request, identity: Any) -> Entry:
         with self._lock:
@@ -258,17 +280,71 @@ class CachePool:
             return entry
 
     def _find(self, request: Request, identity: Any, kind: Any) -> Entry:
-        entry = self._with_prefix(request, identity, kind) or self._free_entry(request, kind)
-        if entry is None:
-            return self._new_entry(request, kind)
-        self.free.remove(entry)
-        self.hits += 1
-        return entry
+        """A cache with the longest prefix that there is: its own, or a copy."""
+        own, length = self._with_prefix(request, identity, kind)
+        history, copied = self._longest_history(request, (identity, kind))
+        if copied > length or own is None:
+            own, length = self._free_entry(request, kind), 0
+        if own is None:
+            own = self._new_entry(request, kind)
+        else:
+            self._crop(own, length)
+            self.free.remove(own)
+            self.hits += 1
+        own.num_reused = length
+        if history is not None and copied > length:
+            own.num_reused = self._fill(own.cache, history, copied)
+        return own
 
-    def _with_prefix(self, request: Request, identity: Any, kind: Any) -> Entry | None:
-        """The free cache with the longest prefix, if it is half of the prompt or of its tokens."""
+    def _crop(self, entry: Entry, length: int) -> None:
+        """Leave so many tokens in a free cache, and keep the others if possible."""
+        cache = entry.cache
+        if cache.seq_len > length and entry.may_be_copied:
+            assert cache.known_ids is not None
+            self._copy(cache, 0, cache.known_ids[0, : cache.seq_len], entry.origin)
+        if length:
+            cache.crop(length - cache.seq_len)
+        else:
+            cache.reset()
+
+    def _longest_history(self, request: Request, origin: Any) -> tuple[History | None, int]:
+        """With the longest beginning of the prompt: not its last token."""
+        ids = request.tokens
+        if origin[0] is None or ids is None or len(ids) != 1 or not len(self.histories):
+            return None, 0
+        return self.histories.longest(ids[0, :-1].tolist(), origin)
+
+    def _fill(self, cache: StaticContiguousCache, history: History, length: int) -> int:
+        """Copy the first tokens of a history; how many of them."""
+        if not cache.is_allocated:
+            try:
+                cache.allocate_like(history.cache, 1)
+            except RuntimeError as error:
+                if is_out_of_memory(error):
+                    return 0  # the call tells
+                raise
+        copy_row(history.cache, 0, length, cache)
+        return length
+
+    def keep_row(self, rows: StaticContiguousCache, row: int, ids: Tensor, origin: Any) -> None:
+        """Keep a copy of the first tokens, `ids` [n], of a batch row."""
+        with self._lock:
+            if (history := self._copy(rows, row, ids, origin)) is not None:
+                self.last = weakref.ref(history)
+
+    def _copy(
+        self, rows: StaticContiguousCache, row: int, ids: Tensor, origin: Any
+    ) -> History | None:
+        others = _sum_of_bytes([*self.free, *self.in_use, *self.taken])
+        bound = self._bound(rows.kv_layers[0].device) - others
+        return self.histories.add(rows, row, ids, origin, bound)
+
+    def _with_prefix(self, request: Request, identity: Any, kind: Any) -> tuple[Entry | None, int]:
+        """The free cache with the longest prefix of the prompt: if that is half of the prompt or of
+        its tokens, or if these can be copied.
+        """
         if identity is None:
-            return None
+            return None, 0
         alike = [entry for entry in self.free if (entry.identity, entry.kind) == (identity, kind)]
         lengths = {entry: entry.common_prefix(request) for entry in alike}
         entry = max(alike, key=lambda entry: lengths[entry], default=None)
@@ -276,30 +352,26 @@ class CachePool:
         if num_ranks(request.model) > 1:
             length = least(request.model, length)
         if entry is None or length == 0:
-            return None
-        if 2 * length < min(entry.cache.seq_len, request.prompt_length - 1):
-            # Two chats with the same beginning keep a cache each.
-            return None
-        entry.cache.crop(length - entry.cache.seq_len)
-        entry.num_reused = length
-        return entry
+            return None, 0
+        is_half = 2 * length >= min(entry.cache.seq_len, request.prompt_length - 1)
+        if is_half or (length >= BLOCK and entry.may_be_copied):
+            return entry, length
+        return None, 0  # two chats with the same beginning keep a cache each
 
     def _free_entry(self, request: Request, kind: Any) -> Entry | None:
         """The smallest free cache that serves the call, without tokens if possible."""
-        may_reset = len(self.free) >= _MAX_FREE
+        is_full = len(self.free) >= _MAX_FREE
         serving = [
             entry
             for entry in self.free
             if entry.kind == kind
             and entry.cache.max_cache_len >= request.max_positions
             and entry.cache.kv_layers[0].max_batch_size >= len(request.input_ids)
-            and (entry.identity is None or may_reset)
+            and (entry.identity is None or is_full or entry.may_be_copied)
         ]
         if not serving:
             return None
-        entry = min(serving, key=lambda entry: (entry.identity is not None, entry.num_bytes))
-        entry.cache.reset()
-        return entry
+        return min(serving, key=lambda entry: (entry.identity is not None, entry.num_bytes))
 
     def _new_entry(self, request: Request, kind: Any) -> Entry:
         model = request.model
@@ -368,6 +440,7 @@ class CachePool:
         self._evict(bound - _sum_of_bytes(self.in_use), _MAX_FREE)
 
     def _evict(self, max_bytes: int, max_number: int) -> None:
+        self.histories.evict(max_bytes - _sum_of_bytes([*self.free, *self.taken]))
         # Those of callers first: they serve no call now.
         for entries in (self.taken, self.free):
             while len(entries) > max_number or (
@@ -381,6 +454,14 @@ class CachePool:
         if device.type != "cuda":
             return int(_SHARE_OF_HOST * host_bytes())
         return int(_SHARE_OF_GPU * (free_bytes(device) + self.num_bytes))
+
+
+def _num_held(cache: StaticContiguousCache, ids: Tensor) -> int:
+    """How many of the tokens [B, n] the cache holds."""
+    known = cache.known_ids
+    if known is None or len(known) != len(ids) or known.device != ids.device:
+        return 0
+    return common_length(known[:, : cache.seq_len], ids)
 
 
 def _sum_of_bytes(entries: list[Entry]) -> int:

@@ -152,12 +152,6 @@ class Call:
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
 
-    @property
-    def keeps_cache(self) -> bool:
-        """Whether anyone needs the tokens in the cache after the call."""
-        has_identity = self.entry is not None and self.entry.identity is not None
-        return has_identity or bool(self.config.return_dict_in_generate)
-
     def give_back_cache(self) -> None:
         """To its pool: the sequence goes on elsewhere."""
         if self.entry is not None and self.entry.pool is not None:

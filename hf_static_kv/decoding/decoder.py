@@ -284,7 +284,7 @@ class GraphDecoder:
         if not self.loop_of(call.model).run(request, logits):
             call.is_alone = True
             return None
-        if call.keeps_cache:
+        if request.returns_cache:
             call.remember(tokens.ids)
         return tokens.result(call.cache)
 

@@ -28,8 +28,9 @@ from torch import Tensor
 
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.request import Fallback
-from hf_static_kv.cache.rows import put_row, take_row
+from hf_static_kv.cache.rows import copy_row, put_row
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.selection import Selection
@@ -84,6 +85,15 @@ class Request:
         self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
         self.thread = get_ident()
         self.owner = OWNER.get()
+        self.returns_cache = bool(call.config.return_dict_in_generate)
+        # Of a call whose sequence is kept; it goes on without this cache.
+        is_kept = call.entry is not None and call.entry.identity is not None
+        self.kept: Entry | None = call.entry if is_kept else None
+
+    @property
+    def keeps_row(self) -> bool:
+        """Whether the sequence is read from the row after its last token."""
+        return self.returns_cache or self.kept is not None
 
     @property
     def last(self) -> int:
@@ -209,15 +219,15 @@ class Loop:
             self._seat(request, step, cache)
             if getattr(request.owner, "is_cancelled", False):
                 raise Cancelled
-            if not request.call.keeps_cache:
+            if not request.returns_cache:
                 request.call.give_back_cache()
             self._turns.release()
             if request.selection is None:
                 self._select_all(request, logits)
             else:
                 self._receive_all(request, logits is not None and tokens.deliver())
-            if request.call.keeps_cache:
-                self._take_back(request)
+            if request.keeps_row:
+                self._keep(request)
             return True
         finally:
             self._ask(request, None)
@@ -242,21 +252,26 @@ class Loop:
             self._asked.append((request, token, None if token is None else _event(token)))
             self._wake.set()
 
-    def _take_back(self, request: Request) -> None:
-        """The cache of the call gets its sequence."""
+    def _keep(self, request: Request) -> None:
+        """The sequence of a row goes to the cache of its call, or to a history of the pool."""
         call = request.call
         # The last token is not written.
         length = call.request.prompt_length - call.input_ids.shape[1] + request.tokens.length - 1
         with self._turns.turn(needs_room=False):
-            if self._cache is not None and self._seated.get(request.row) is request:
-                self.follow(call.device)
-                take_row(self._cache, request.row, length, call.cache)
-                self._be_followed(call.device)
+            if self._cache is None or self._seated.get(request.row) is not request:
+                # A pass has failed since, and with it the storage.
+                if request.returns_cache:
+                    raise RuntimeError(
+                        "A pass of several calls has failed, and this cache with it."
+                    )
                 return
-        # A pass has failed since, and with it the storage.
-        if call.config.return_dict_in_generate or call.entry is None:
-            raise RuntimeError("A pass of several calls has failed, and this cache with it.")
-        call.entry.identity = None
+            self.follow(call.device)
+            if request.returns_cache:
+                copy_row(self._cache, request.row, length, call.cache)
+            elif request.kept is not None and request.kept.pool is not None:
+                ids = request.tokens.ids[0, :length]
+                request.kept.pool.keep_row(self._cache, request.row, ids, request.kept.origin)
+            self._be_followed(call.device)
 
     # --- rows; the thread has the turn
 
@@ -467,7 +482,7 @@ class Loop:
         assert self._step is not None
         self._step.end(request.row)  # of a deadline the device knows nothing
         request.is_running = False
-        if not request.call.keeps_cache:
+        if not request.keeps_row:
             del self._seated[request.row]
         request.inbox.put(request.selected)
 

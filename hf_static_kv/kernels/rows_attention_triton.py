@@ -70,29 +70,46 @@ def rows_attention(
             v_mask = v_mask & (dv[None, :, None] < DV)
         k = tl.load(k_at + position[:, :, None] * keys_s, mask=k_mask, other=0.0)  # [W, N, D]
         v = tl.load(v_at + position[:, None, :] * values_s, mask=v_mask, other=0.0)  # [W, DV, N]
-        score = tl.dot(k, q, input_precision="ieee") * scale  # [W, N, M]
-        if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
-            score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
         if Q > 1:
             at = position[:, :, None]
             is_seen = (at >= first[None, None, :]) & (at < end[None, None, :])
-        score = tl.where(is_seen, score * LOG2_E, -float("inf"))
-        maximum, rescale, _ = factors(maximum, tl.max(score, 1))
-        p = tl.exp2(score - _or_zero(maximum)[:, None, :])
-        total = total * rescale + tl.sum(p, 1)
-        merged = tl.dot(v, p.to(v.dtype), merged * rescale[:, None, :], input_precision="ieee")
-    highest_score = tl.max(maximum, 0)
-    if HAS_SINKS:
-        sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
-        highest_score = tl.maximum(highest_score, sink)
-    factor = tl.exp2(maximum - _or_zero(highest_score)[None, :])
-    weight = tl.sum(total * factor, 0)
-    result = tl.sum(merged * factor[:, None, :], 0)  # [DV, M]
-    if HAS_SINKS:
-        weight = tl.where(sees, weight + tl.exp2(sink - highest_score), 0.0)
-    result = tl.where(weight[None, :] > 0, result / weight[None, :], 0.0)  # an empty span: zeros
+        maximum, total, merged = _add_tile(
+            q, k, v, is_seen, maximum, total, merged, scale, softcap, HAS_SOFTCAP
+        )
+    sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
+    result = _sum_of_warps(maximum, total, merged, sink * LOG2_E, sees, HAS_SINKS)
     out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
     tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
+
+
+@triton.jit
+def _add_tile(
+    q, k, v, is_seen, maximum, total, merged, scale, softcap, HAS_SOFTCAP: tl.constexpr
+):  # fmt: skip
+    """Maxima and sums of weights [W, M], and outputs [W, DV, M], of each warp with one more tile."""
+    score = tl.dot(k, q, input_precision="ieee") * scale  # [W, N, M]
+    if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
+        score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
+    score = tl.where(is_seen, score * LOG2_E, -float("inf"))
+    maximum, rescale, _ = factors(maximum, tl.max(score, 1))
+    p = tl.exp2(score - _or_zero(maximum)[:, None, :])
+    total = total * rescale + tl.sum(p, 1)
+    merged = tl.dot(v, p.to(v.dtype), merged * rescale[:, None, :], input_precision="ieee")
+    return maximum, total, merged
+
+
+@triton.jit
+def _sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
+    """The output [DV, M]; zeros for an empty span."""
+    highest = tl.max(maximum, 0)
+    if HAS_SINKS:
+        highest = tl.maximum(highest, sink)
+    factor = tl.exp2(maximum - _or_zero(highest)[None, :])
+    weight = tl.sum(total * factor, 0)
+    if HAS_SINKS:
+        weight = tl.where(sees, weight + tl.exp2(sink - highest), 0.0)
+    result = tl.sum(merged * factor[:, None, :], 0)
+    return tl.where(weight[None, :] > 0, result / weight[None, :], 0.0)
 
 
 @triton.jit

@@ -123,11 +123,14 @@ def sequences(output: Any) -> torch.Tensor:
     return output if isinstance(output, torch.Tensor) else output.sequences
 
 
-def draw(rng: random.Random, names: tuple[str, ...]) -> Caller:
+def draw(rng: random.Random, names: tuple[str, ...], before: torch.Tensor) -> Caller:
+    """A call whose prompt is new, or goes on after the tokens [n] `before`."""
     kind = rng.choice(names)
     rows = 2 if kind == "batch" else 1
     length = rng.choice([1, 2, 5, 12, 30])
     ids = torch.tensor([[rng.randrange(3, 120) for _ in range(length)] for _ in range(rows)])
+    if rng.random() < 0.5:
+        ids = torch.cat([before.cpu().expand(rows, -1), ids], dim=1)
     how: dict[str, Any] = {
         "max_new_tokens": 1 if kind == "one token" else rng.choice([2, 6, 15, 40]),
         "do_sample": kind == "sampled",
@@ -154,21 +157,35 @@ def draw(rng: random.Random, names: tuple[str, ...]) -> Caller:
     return Caller(kind, ids.to(DEVICE), rng.randrange(1 << 30), how | more.get(kind, {}), delay)
 
 
-def run_history(seed: int, names: tuple[str, ...] = KINDS) -> tuple[list[str], Counter[str]]:
-    """What is wrong in one history, and how many calls of each kind it had."""
-    rng = random.Random(seed)
-    plain = shared_toy_model(rng.choice(MODELS), device=DEVICE)
-    model = copy.copy(plain)
-    callers = [
-        [draw(rng, names) for _ in range(rng.randrange(1, 4))] for _ in range(rng.randrange(2, 7))
-    ]
-    info = attach(model, reuse_prefix=rng.random() < 0.2, max_rows=rng.choice([1, 2, 3, 8, 64]))
-    for caller in (own for row in callers for own in row):
+def draw_chat(
+    rng: random.Random, names: tuple[str, ...], common: torch.Tensor, number: int, plain: Any
+) -> list[Caller]:
+    """Calls of a thread, with what they must give; a prompt may go on after the answer before."""
+    callers: list[Caller] = []
+    before = common
+    for _ in range(number):
+        caller = draw(rng, names, before)
         alone = copy.copy(caller)
         alone.delay = 0
         if caller.kind != "sampled":
             alone.run(plain)
             caller.expected = alone.got
+        callers.append(caller)
+        before = common if caller.expected is None else caller.expected[0]
+        if len(before) > 150:
+            before = common
+    return callers
+
+
+def run_history(seed: int, names: tuple[str, ...] = KINDS) -> tuple[list[str], Counter[str]]:
+    """What is wrong in one history, and how many calls of each kind it had."""
+    rng = random.Random(seed)
+    plain = shared_toy_model(rng.choice(MODELS), device=DEVICE)
+    model = copy.copy(plain)
+    common = torch.tensor([rng.randrange(3, 120) for _ in range(rng.choice([5, 20, 50]))])
+    numbers = [rng.randrange(1, 4) for _ in range(rng.randrange(2, 7))]  # of calls of a thread
+    callers = [draw_chat(rng, names, common, number, plain) for number in numbers]
+    info = attach(model, reuse_prefix=rng.random() < 0.5, max_rows=rng.choice([1, 2, 3, 8, 64]))
     torch.manual_seed(seed)
     threads = [threading.Thread(target=run_all, args=(row, model), daemon=True) for row in callers]
     for thread in threads:
