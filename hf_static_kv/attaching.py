@@ -380,8 +380,10 @@ class Attachment:
         It is as the last call found it: `Call` looks again while the device computes the prompt. A
         loop of the model's own does not.
         """
-        if not (self.settings.reuse_prefix and _is_ids_alone(request)):
+        starts = _starts_of_ids_alone(request) if self.settings.reuse_prefix else None
+        if starts is None:
             return None
+        request.starts = starts
         if any(plan.num_states for plan in plan_layers(request.model.config)):
             continuation = continuation_of(request.model)
             if continuation is None or not all(continuation):
@@ -472,30 +474,39 @@ class _Hooks:
         return output
 
 
-def _is_ids_alone(request: Request) -> bool:
-    """Whether a prompt is its ids, at positions from 0 on, in a mode that can continue a sequence."""
+def _starts_of_ids_alone(request: Request) -> list[int] | None:
+    """Where the rows of a prompt begin, if it is its ids in a mode that can continue a sequence:
+    after padding at the left, at positions from 0 on. Else None.
+    """
     model = request.model
     ids = request.tokens
     mask = request.mask
     given = {key for key, value in request.model_kwargs.items() if value is not None}
     if ids is None or ids.ndim != 2 or not given <= _IDS_ALONE:
-        return False
+        return None
     # PEFT's prompt tuning puts tokens of its own before the prompt, in this method of the instance.
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     if prepare is not type(model).prepare_inputs_for_generation:
-        return False
+        return None
     if request.mode not in _ONE_SEQUENCE_A_ROW or request.config.prefill_chunk_size is not None:
-        return False
+        return None
     positions = request.model_kwargs.get("position_ids")
     unusual: Tensor | bool = False
     if positions is not None:
         expected = torch.arange(ids.shape[1], device=positions.device)
         if positions.ndim != 2 or positions.shape[1] != len(expected):
-            return False
+            return None
         unusual = (positions != expected).any()
     if mask is not None:
         unusual = unusual | (mask != 1).any()
-    return not unusual  # once: the host waits for it
+    if not unusual:  # once: the host waits for it
+        return [0] * len(ids)
+    is_padded = mask is not None and mask.ndim == 2 and mask.shape == ids.shape
+    if not is_padded or request.has_own_positions or request.has_holes:
+        return None
+    assert mask is not None
+    starts: list[int] = (mask == 0).sum(dim=1).tolist()
+    return starts if max(starts) < ids.shape[1] else None
 
 
 def _unserved(model: PreTrainedModel) -> str | None:

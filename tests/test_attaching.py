@@ -761,6 +761,46 @@ def test_many_chats_under_one_system_prompt_compute_new_tokens_only(name):
     assert len(info.pool.histories) == 9  # one of them is an older turn of the chat in the cache
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+def test_padded_batches_under_one_system_prompt_compute_new_tokens_only(name):
+    model = toy_model(name)
+    system = torch.randint(1, 100, (40,), device=DEVICE)
+    info = attach(model, reuse_prefix=True)
+
+    def batch(*lengths):
+        """Questions of these lengths after the system prompt, and their mask."""
+        rows = [torch.cat([system, torch.randint(1, 100, (n,), device=DEVICE)]) for n in lengths]
+        ids = torch.zeros(len(rows), 40 + max(lengths), dtype=torch.long, device=DEVICE)
+        for row, own in zip(ids, rows, strict=True):
+            row[-len(own) :] = own
+        return {"input_ids": ids, "attention_mask": (ids > 0).long(), "max_new_tokens": 6}
+
+    for lengths, reused in (
+        ((5, 9, 2), 0),
+        ((7, 3), 40),  # of the longest row; the other one computes four of them again
+        ((20,), 40),
+        ((4, 30, 4, 4), 40),
+        ((4, 60, 4), 60 - 20),  # their padding is longer than what is computed
+    ):
+        how, before = batch(*lengths), info.reused_tokens
+        expected = model.generate(**how, use_cache=False)
+        assert torch.equal(model.generate(**how), expected)
+        assert info.reused_tokens - before == reused
+        assert torch.equal(model.generate(**how), expected)  # in place
+        assert info.reused_tokens - before == reused + how["input_ids"].shape[1] - 1
+
+
+def test_the_same_ids_with_other_padding_are_other_tokens(model):
+    ids = torch.randint(1, 100, (2, 40), device=DEVICE)
+    attach(model, reuse_prefix=True)
+    for padding in (0, 3, 17, 3):
+        mask = torch.ones_like(ids)
+        mask[1, :padding] = 0
+        how = {"attention_mask": mask, "max_new_tokens": 6}
+        expected = model.generate(ids, **how, use_cache=False)
+        assert torch.equal(model.generate(ids, **how), expected)
+
+
 def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     system = torch.randint(1, 120, (1, 60), device=DEVICE)
     token = cache_bytes(model.config, 1)

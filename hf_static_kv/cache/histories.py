@@ -8,7 +8,7 @@ from torch import Tensor
 
 from hf_static_kv.cache.blocks import BLOCK, BlockIndex
 from hf_static_kv.cache.cache import StaticContiguousCache
-from hf_static_kv.cache.rows import copy_row
+from hf_static_kv.cache.rows import Row, fill
 from hf_static_kv.cache.storage import is_out_of_memory
 
 
@@ -34,10 +34,8 @@ class Histories:
     def num_bytes(self) -> int:
         return sum(history.cache.memory_bytes for history in self._index)
 
-    def add(
-        self, rows: StaticContiguousCache, row: int, ids: Tensor, origin: Any, max_bytes: int
-    ) -> History | None:
-        """Copy the first tokens, `ids` [n], of a row; None: they are known, few, or too large.
+    def add(self, row: Row, ids: Tensor, origin: Any, max_bytes: int) -> History | None:
+        """Copy the first tokens, `ids` [n], of a row; None: they are few, known, or do not fit.
 
         What begins like them and is shorter has no more use.
         """
@@ -47,14 +45,14 @@ class Histories:
         for shorter in self._index.beginnings(numbers):
             if shorter.origin == origin:
                 self._index.remove(shorter)
-        self.evict(max_bytes - rows.bytes_of_rows(len(numbers), 1, is_compact=True))
+        self.evict(max_bytes - row.cache.bytes_of_rows(len(numbers), 1, is_compact=True))
         try:
-            cache = rows.for_rows(len(numbers), 1, is_compact=True)
+            cache = row.cache.for_rows(len(numbers), 1, is_compact=True)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 return None
             raise
-        copy_row(rows, row, len(numbers), cache)
+        fill(cache, [row], [0], len(numbers))
         cache.remember(ids[None])
         self._index.add(history := History(cache, origin), numbers)
         self.evict(max_bytes)

@@ -29,7 +29,7 @@ from hf_static_kv.cache.layout import (
 from hf_static_kv.cache.prefixes import PrefixStore, common_length
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request
-from hf_static_kv.cache.rows import copy_row
+from hf_static_kv.cache.rows import Row, fill
 from hf_static_kv.cache.storage import free_bytes, is_out_of_memory
 
 _MIN_CAPACITY = 256
@@ -46,6 +46,7 @@ class Entry:
     # Of the model that computed its tokens; None: no other call may use them.
     identity: Any = None
     num_reused: int = 0  # tokens that the present call does not compute
+    starts: Sequence[int] = ()  # where the sequences of its batch rows begin
     modules: Sequence[Module] = ()  # of the model, during a call
     # `storage_users` before a caller was given the cache.
     own_users: list[int | None] | None = None
@@ -63,7 +64,7 @@ class Entry:
 
     def common_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the cache can keep: not the last one."""
-        if request.tokens is None:
+        if request.tokens is None or self.starts != request.starts:
             return 0
         length = min(_num_held(self.cache, request.tokens), request.tokens.shape[1] - 1)
         return length if self.cache.can_crop_to(length) else 0
@@ -79,8 +80,9 @@ class Entry:
         cache = self.cache
         known = cache.known_ids
         has_more = cache.stateful_layers or cache.index_layers or num_ranks(self.kind[0]()) > 1
-        is_known = known is not None and len(known) == 1 and known.shape[1] >= cache.seq_len
-        return self.identity is not None and is_known and not has_more and cache.seq_len >= BLOCK
+        is_known = known is not None and known.shape[1] >= cache.seq_len
+        is_long = cache.seq_len - min(self.starts, default=cache.seq_len) >= BLOCK
+        return self.identity is not None and is_known and is_long and not has_more
 
 
 class CachePool:
@@ -217,7 +219,8 @@ class CachePool:
 
     def _begin(self, entry: Entry, request: Request) -> None:
         """Load what the store has of the prompt, and tell the cache of the call."""
-        if self.store is not None and entry.identity is not None and request.tokens is not None:
+        is_kept = entry.identity is not None and not any(request.starts)
+        if self.store is not None and is_kept and request.tokens is not None:
             before = entry.cache.seq_len
             self.store.fill(entry.cache, request.model, request.tokens, entry.identity)
             entry.num_reused += entry.cache.seq_len - before
@@ -238,7 +241,8 @@ class CachePool:
                     "padding, no beams, no return_dict_in_generate), or save(input_ids)."
                 )
             entries = {entry.cache: entry for entry in self.free}
-            kept = [own.cache for own in (*self.free, *self.histories) if own.origin[0] == identity]
+            caches = [entry for entry in self.free if not any(entry.starts)]
+            kept = [own.cache for own in (*caches, *self.histories) if own.origin[0] == identity]
             held = {cache: _num_held(cache, ids) for cache in kept}
             cache = max(kept, key=lambda cache: held[cache], default=None)
             if cache is None or not held[cache]:
@@ -275,6 +279,7 @@ class CachePool:
             entry = self._find(request, identity, self._kind(request, modules))
             entry.modules = modules
             entry.identity = identity
+            entry.starts = request.starts
             entry.pool = self
             self.in_use.append(entry)
             return entry
@@ -282,7 +287,7 @@ class CachePool:
     def _find(self, request: Request, identity: Any, kind: Any) -> Entry:
         """A cache with the longest prefix that there is: its own, or a copy."""
         own, length = self._with_prefix(request, identity, kind)
-        history, copied = self._longest_history(request, (identity, kind))
+        histories, copied = self._longest_histories(request, (identity, kind))
         if copied > length or own is None:
             own, length = self._free_entry(request, kind), 0
         if own is None:
@@ -292,8 +297,8 @@ class CachePool:
             self.free.remove(own)
             self.hits += 1
         own.num_reused = length
-        if history is not None and copied > length:
-            own.num_reused = self._fill(own.cache, history, copied)
+        if copied > length:
+            own.num_reused = self._fill(own.cache, histories, request.starts, copied)
         return own
 
     def _crop(self, entry: Entry, length: int) -> None:
@@ -301,43 +306,65 @@ class CachePool:
         cache = entry.cache
         if cache.seq_len > length and entry.may_be_copied:
             assert cache.known_ids is not None
-            self._copy(cache, 0, cache.known_ids[0, : cache.seq_len], entry.origin)
+            for row, start in enumerate(entry.starts):
+                ids = cache.known_ids[row, start : cache.seq_len]
+                self._copy(Row(cache, row, start), ids, entry.origin)
         if length:
             cache.crop(length - cache.seq_len)
         else:
             cache.reset()
 
-    def _longest_history(self, request: Request, origin: Any) -> tuple[History | None, int]:
-        """With the longest beginning of the prompt: not its last token."""
-        ids = request.tokens
-        if origin[0] is None or ids is None or len(ids) != 1 or not len(self.histories):
-            return None, 0
-        return self.histories.longest(ids[0, :-1].tolist(), origin)
+    def _longest_histories(self, request: Request, origin: Any) -> tuple[list[History | None], int]:
+        """For each row that with the longest beginning of its prompt: not its last token. And the
+        position to which all rows have them.
+        """
+        if origin[0] is None or request.tokens is None or not len(self.histories):
+            return [], 0
+        found: list[History | None] = []
+        ends = []
+        for ids, start in zip(request.tokens[:, :-1].tolist(), request.starts, strict=True):
+            history, length = self.histories.longest(ids[start:], origin)
+            found.append(history)
+            ends.append(start + length)
+        end = min(ends)
+        for row, (history, start) in enumerate(zip(found, request.starts, strict=True)):
+            if end <= start:
+                found[row] = None  # it has padding only
+            elif history is None or not history.cache.can_crop_to(end - start):
+                return [], 0
+        is_long = end - min(request.starts) >= BLOCK
+        return (found, end) if is_long else ([], 0)
 
-    def _fill(self, cache: StaticContiguousCache, history: History, length: int) -> int:
-        """Copy the first tokens of a history; how many of them."""
+    def _fill(
+        self,
+        cache: StaticContiguousCache,
+        histories: Sequence[History | None],
+        starts: Sequence[int],
+        length: int,
+    ) -> int:
+        """Copy the beginnings of histories to the rows of a cache; up to which position."""
         if not cache.is_allocated:
+            like = next(history for history in histories if history is not None)
             try:
-                cache.allocate_like(history.cache, 1)
+                cache.allocate_like(like.cache, len(histories))
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     return 0  # the call tells
                 raise
-        copy_row(history.cache, 0, length, cache)
+        rows = [None if history is None else Row(history.cache) for history in histories]
+        fill(cache, rows, starts, length)
         return length
 
-    def keep_row(self, rows: StaticContiguousCache, row: int, ids: Tensor, origin: Any) -> None:
+    def keep_row(self, row: Row, ids: Tensor, origin: Any) -> None:
         """Keep a copy of the first tokens, `ids` [n], of a batch row."""
         with self._lock:
-            if (history := self._copy(rows, row, ids, origin)) is not None:
+            if (history := self._copy(row, ids, origin)) is not None:
                 self.last = weakref.ref(history)
 
-    def _copy(
-        self, rows: StaticContiguousCache, row: int, ids: Tensor, origin: Any
-    ) -> History | None:
+    def _copy(self, row: Row, ids: Tensor, origin: Any) -> History | None:
         others = _sum_of_bytes([*self.free, *self.in_use, *self.taken])
-        bound = self._bound(rows.kv_layers[0].device) - others
-        return self.histories.add(rows, row, ids, origin, bound)
+        bound = self._bound(row.cache.kv_layers[0].device) - others
+        return self.histories.add(row, ids, origin, bound)
 
     def _with_prefix(self, request: Request, identity: Any, kind: Any) -> tuple[Entry | None, int]:
         """The free cache with the longest prefix of the prompt: if that is half of the prompt or of
@@ -428,7 +455,7 @@ class CachePool:
             entry.identity = None  # the model skips layers
         if entry.identity is None:
             cache.reset()
-        else:
+        elif not any(entry.starts):
             self.last = weakref.ref(entry)
         if not cache.is_allocated:
             # Its first pass failed; the rest would have the rows of another call.

@@ -104,6 +104,8 @@ class Request:
         # Whether cached tokens are passed again; `generate` removes them.
         self.is_whole = self.embeds is not None or length == passed
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
+        # Where the sequence of each row begins, if that was looked at: after the left padding.
+        self.starts = [0] * len(self.input_ids)
 
     @property
     def has_holes(self) -> bool:

@@ -1,47 +1,82 @@
 """Sequences that are copied between caches, a batch row at a time."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layer import StaticContiguousLayer
 
 
-def copy_row(
-    source: StaticContiguousCache, row: int, length: int, target: StaticContiguousCache
-) -> None:
-    """The one sequence of `target` becomes the first `length` tokens of a row of `source`."""
-    target.reset()
-    firsts = [
-        own.first_loaded(theirs.oldest, length)
-        for theirs, own in zip(source.kv_layers, target.kv_layers, strict=True)
-    ]
-    for own, first in zip(target.kv_layers, firsts, strict=True):
-        own.fill(1, first, length)  # now a position has a slot
-    _copy(source, row, target, 0, firsts, length)
+class Row(NamedTuple):
+    """A batch row of a cache, whose sequence begins at a position: after its padding."""
+
+    cache: StaticContiguousCache
+    number: int = 0
+    start: int = 0
 
 
 def put_row(source: StaticContiguousCache, target: StaticContiguousCache, row: int) -> None:
-    """Copy the one sequence of `source` to a row of `target`, whose layers keep all positions."""
-    _copy(source, 0, target, row, [layer.oldest for layer in source.kv_layers], source.seq_len)
+    """Copy the one row of `source` to a row of `target`, whose layers keep all positions."""
+    oldest = [layer.oldest for layer in source.kv_layers]
+    _copy(Row(source), Row(target, row), oldest, source.seq_len)
 
 
-def _copy(
-    source: StaticContiguousCache, row: int,
-    target: StaticContiguousCache, to_row: int, firsts: list[int], length: int,
-) -> None:  # fmt: skip
+def fill(
+    target: StaticContiguousCache,
+    sources: Sequence[Row | None],
+    starts: Sequence[int],
+    length: int,
+) -> None:
+    """The rows of `target` become the first tokens of `sources`, from `starts` to `length`.
+
+    None: the row has padding only.
+    """
+    target.reset()
+    firsts = []  # of each layer
+    for i, layer in enumerate(target.kv_layers):
+        gaps = [_gap(row, start, i) for row, start in zip(sources, starts, strict=True)]
+        firsts.append(layer.first_loaded(max(gaps), length))
+        layer.fill(len(sources), firsts[i], length)  # from now on a position has a slot
+    for number, (source, start) in enumerate(zip(sources, starts, strict=True)):
+        _clear(Row(target, number), firsts, min(start, length))
+        if source is not None:
+            oldest = [max(0, first - start) for first in firsts]
+            _copy(source, Row(target, number, start), oldest, length - start)
+
+
+def _gap(row: Row | None, start: int, layer: int) -> int:
+    """Where the sequence begins to be known, at `start` in another cache; 0: everywhere."""
+    missing = 0 if row is None else row.cache.kv_layers[layer].oldest - row.start
+    return start + missing if missing > 0 else 0
+
+
+def _clear(row: Row, firsts: Sequence[int], end: int) -> None:
+    """Padding is attended to with weight 0, and must be finite."""
+    for layer, first in zip(row.cache.kv_layers, firsts, strict=True):
+        if first < end:
+            for states in layer.storage:
+                states[row.number, :, first - layer.offset : end - layer.offset] = 0
+
+
+def _copy(source: Row, target: Row, oldest: Sequence[int], length: int) -> None:
+    """The tokens from `oldest` of each layer to `length`."""
     alike: dict[Any, list[Any]] = {}  # layers that are copied together
-    for theirs, own, first in zip(source.kv_layers, target.kv_layers, firsts, strict=True):
-        place = _place(theirs, first, length), _place(own, first, length)
+    layers = zip(source.cache.kv_layers, target.cache.kv_layers, oldest, strict=True)
+    for theirs, own, first in layers:
+        place = _slots(theirs, source, first, length), _slots(own, target, first, length)
         alike.setdefault(place, []).append((theirs.index, own.index))
     for ((group, *of_slots), (into, *to_slots)), indices in alike.items():
         of, to = map(_run, zip(*indices, strict=True))
-        into.keys[to, to_row, :, slice(*to_slots)] = group.keys[of, row, :, slice(*of_slots)]
-        into.values[to, to_row, :, slice(*to_slots)] = group.values[of, row, :, slice(*of_slots)]
+        of_tokens = (of, source.number, slice(None), slice(*of_slots))
+        to_tokens = (to, target.number, slice(None), slice(*to_slots))
+        into.keys[to_tokens] = group.keys[of_tokens]
+        into.values[to_tokens] = group.values[of_tokens]
 
 
-def _place(layer: StaticContiguousLayer, first: int, length: int) -> tuple[Any, int, int]:
-    """Where a layer has the positions [first, length): the group, and the slots."""
-    return layer.group, first - layer.offset, length - layer.offset
+def _slots(layer: StaticContiguousLayer, row: Row, first: int, end: int) -> tuple[Any, int, int]:
+    """Where a layer has the tokens [first, end) of a row: the group, and the slots."""
+    start = row.start - layer.offset
+    return layer.group, start + first, start + end
 
 
 def _run(numbers: tuple[int, ...]) -> Any:

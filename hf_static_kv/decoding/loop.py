@@ -30,7 +30,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.request import Fallback
-from hf_static_kv.cache.rows import copy_row, put_row
+from hf_static_kv.cache.rows import Row, fill, put_row
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.selection import Selection
@@ -267,10 +267,12 @@ class Loop:
                 return
             self.follow(call.device)
             if request.returns_cache:
-                copy_row(self._cache, request.row, length, call.cache)
+                fill(call.cache, [Row(self._cache, request.row)], [0], length)
             elif request.kept is not None and request.kept.pool is not None:
-                ids = request.tokens.ids[0, :length]
-                request.kept.pool.keep_row(self._cache, request.row, ids, request.kept.origin)
+                (start,) = request.kept.starts
+                row = Row(self._cache, request.row, start)
+                ids = request.tokens.ids[0, start:length]
+                request.kept.pool.keep_row(row, ids, request.kept.origin)
             self._be_followed(call.device)
 
     # --- rows; the thread has the turn
