@@ -24,7 +24,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from common import BadArgument
+from common import BadArgument, chat_as_one_text
 from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
@@ -41,9 +41,6 @@ HELP = """/reset         a new chat; the system message stays
 /info          what attach holds for this model
 /quit          the end, as Ctrl-D
 Ctrl-C stops an answer. To say something that begins with a slash, put a space before it."""
-# Without a chat template the chat is one text: a line of yours, what the model writes after it,
-# your next line.
-ONE_TEXT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 class Answer(TextStreamer):
@@ -282,8 +279,7 @@ def main(argv: list[str] | None = None) -> int:
         attach(model, reuse_prefix=args.folder or True)
     if not tokenizer.chat_template:
         print(dim("No chat template: the model goes on writing after your line"))
-        # Its first token, if it has one.
-        tokenizer.chat_template = tokenizer.decode(tokenizer.encode("")) + ONE_TEXT
+        chat_as_one_text(tokenizer)
     print(dim("/help shows the commands, Ctrl-D ends the chat"))
     talk(Chat(model, tokenizer, args))
     return 0

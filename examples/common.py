@@ -14,6 +14,7 @@ import transformers
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PROMPTS = Path(__file__).parent / "data" / "prompts.jsonl"
+ONE_TEXT = "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
 
 
 class BadArgument(Exception):
@@ -57,6 +58,15 @@ def encode(
             f"than the context of {context}. Shorten one of them"
         )
     return {key: encoded[key].to(args.device) for key in ("input_ids", "attention_mask")}
+
+
+def chat_as_one_text(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Without a chat template a chat is one text: a line of the user, what the model writes after
+    it, the next line.
+    """
+    if not tokenizer.chat_template:
+        beginning = tokenizer.decode(tokenizer.encode(""))  # its first token, if it has one
+        tokenizer.chat_template = beginning + ONE_TEXT
 
 
 def environment(device: str) -> dict[str, Any]:
