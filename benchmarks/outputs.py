@@ -78,7 +78,7 @@ def at_least(args: argparse.Namespace, **lowest: int) -> None:
     """
     for option, least in lowest.items():
         value = getattr(args, option)
-        smallest = min(value) if isinstance(value, list) else value
+        smallest = min(value, default=None) if isinstance(value, list) else value
         if smallest is not None and smallest < least:
             name = option.replace("_", "-")
             raise BadArgument(f"--{name} must be at least {least}, got {smallest}")

@@ -57,13 +57,15 @@ class InThisProcess:
 def run(monkeypatch, capsys):
     """Runs a script's `main` with these arguments in this process, with few trials."""
     import bench_exact
+    import bench_serve
     import bench_step
     import bench_training
     import contest
     import measure
 
     monkeypatch.setitem(measure.BANDWIDTH_BYTES, "cpu", 1 << 16)
-    monkeypatch.setattr(contest, "FreshProcess", InThisProcess)
+    for module in (contest, bench_serve):
+        monkeypatch.setattr(module, "FreshProcess", InThisProcess)
     for module in (bench_exact, bench_training, bench_step):
         monkeypatch.setattr(module, "TRIALS", 1)
     monkeypatch.setattr(bench_exact, "ROWS", 2)
@@ -293,6 +295,7 @@ TINY = {
     "generation": "--compare --prompt-len 8 --new-tokens 5 --uncached-tokens 4 --trials 2",
     "generation --lengths 3 6": "--trials 2",
     "files": "--tokens 20 --question-tokens 3 --trials 2",
+    "serve": "--users 1 2 --baseline-users 1 --baseline-tokens 2 --prompt-len 8 --new-tokens 4 --questions 2",
     "sampling": "--prompt-len 8 --new-tokens 4 --plain-tokens 3 --trials 2",
     "step": "--prompt-len 8 --new-tokens 8",
     "threads": "--threads 1 2 --baseline-threads 1 --prompt-len 8 --new-tokens 4 --stream 40 --trials 1",
@@ -319,6 +322,8 @@ def tiny_family(name):
 FELL_BACK = {"name": "graph", "contender": "graph", "case": "T", "words": "without `a`"}
 FELL_BACK |= {"fallback_reason": "why"}
 BY_HOST = {**FELL_BACK, "fallback_reason": None, "on_device": False}
+ALONE = {"name": "attach", "users": 8, "first_token_ms": {"p50": 3.0, "p95": 9.0}}
+ALONE |= {"tokens_per_s": 800.0, "in_rows": 0}
 NO_PASS = {"name": "attach", "case": "turn", "tokens": 24, "passes": 0, "reason": "why"}
 DIFFERS = {"exact": {"chunks": 0.0, "crop": 0.25}}
 
@@ -326,6 +331,10 @@ DIFFERS = {"exact": {"chunks": 0.0, "crop": 0.25}}
 class TestScripts:
     @pytest.mark.parametrize("name", TINY)
     def test_a_tiny_run(self, record_of, name):
+        if name == "serve":
+            pytest.importorskip(
+                "fastapi", reason="fastapi is not installed: see the extra `examples`"
+            )
         record = record_of(*tiny(name))
         assert record.keys() >= PROVENANCE
         if name in ("exact", "training"):
@@ -404,6 +413,7 @@ class TestScripts:
             ("files --folder nowhere", "--folder nowhere: there is no such folder"),
             ("exact --batch-size 4", "--batch-size 4: the comparisons have batches of their own"),
             ("training --prompt-len 7", "--prompt-len must be at least 8, got 7"),
+            ("serve --questions 0", "--questions must be at least 1, got 0"),
             ("step --new-tokens 1", "--new-tokens must be at least 2, got 1"),
             ("sampling --plain-tokens 2", "--plain-tokens must be at least 3, got 2"),
         ],
@@ -422,6 +432,7 @@ class TestScripts:
             ("first_token", {"rows": [NO_PASS]}, "turn of 24: no pass was captured: why"),
             ("sampling", {"rows": [FELL_BACK]}, "T fell back: why"),
             ("sampling", {"rows": [BY_HOST]}, "T: the host selected the tokens"),
+            ("serve", {"rows": [ALONE]}, "8 users: calls did not decode together"),
             ("step", {"variants": [FELL_BACK]}, "without `a` fell back: why"),
             ("files", {"is_what_was_saved": False}, "the loaded cache is not what was saved"),
             ("exact", {"differences": DIFFERS}, "crop: a difference of 0.25 inside `exact`"),
@@ -460,6 +471,18 @@ class TestScripts:
         assert "static FAILED: OutOfMemoryError: no memory" in result.stdout.splitlines()
         assert re.search(r"(name|contender) contiguous, .*(median|decode)_ms \d", result.stdout)
 
+    def test_a_picture_of_users_from_a_record(self, run, tmp_path):
+        pytest.importorskip(
+            "matplotlib", reason="matplotlib is not installed: see the extra `examples`"
+        )
+        record = tmp_path / "record.json"
+        picture = tmp_path / "users.png"
+        where = {"hardware": "a GPU", "command": "", "workload": {"model": "llama-3.2-1b"}}
+        record.write_text(json.dumps({**where, "rows": [{**ALONE, "in_rows": 64}]}))
+        result = run("bench_serve", "--read", record, "--plot", picture)
+        assert result.returncode == 0, result.stderr
+        assert picture.read_bytes().startswith(b"\x89PNG")
+
     def test_the_scripts_import_no_extras_but_tqdm(self):
         """`datasets`, `evaluate` and matplotlib are not on every machine.
 
@@ -467,7 +490,7 @@ class TestScripts:
         """
         own = {path.stem for path in BENCHMARKS.glob("*.py")}
         own |= {"torch", "transformers", "hf_static_kv", "tqdm"}
-        own.add("safetensors")  # which transformers brings
+        own |= {"safetensors", "tokenizers"}  # which transformers brings
         for path in BENCHMARKS.glob("*.py"):
             names = set()
             for node in ast.walk(ast.parse(path.read_text())):
