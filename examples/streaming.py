@@ -89,18 +89,22 @@ class Answer(BaseStreamer):
     async def texts(self) -> AsyncIterator[str]:
         """What is new since the last text: a token, or several if the reader is slow.
 
-        Raises the error of the call, if there was one, at the end.
+        Raises the error of the call, if there was one, at the end. A reader that stops before ends
+        the call.
         """
         num_read = 0
         is_over = False
-        while not is_over:
-            await self.has_news.wait()
-            self.has_news.clear()
-            is_over = self.is_over  # read before the text, which may grow meanwhile
-            text = self.text[num_read:]
-            num_read += len(text)
-            if text:
-                yield text
+        try:
+            while not is_over:
+                await self.has_news.wait()
+                self.has_news.clear()
+                is_over = self.is_over  # read before the text, which may grow meanwhile
+                text = self.text[num_read:]
+                num_read += len(text)
+                if text:
+                    yield text
+        finally:
+            self.is_left = True
         if self.error is not None:
             raise self.error
 
