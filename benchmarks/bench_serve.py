@@ -10,7 +10,8 @@ each asks `--questions` questions, one after the other, and reads the streamed a
 five times with one question a user before it is measured: steps and prompts are captured then. Times
 are the users', with HTTP in them. A token is a number in words, so that answers can be counted. The
 baseline is the same server without `attach`, with `--baseline-tokens` new tokens an answer.
-It needs fastapi and uvicorn, which the extra `examples` brings.
+It needs fastapi and uvicorn, which the extra `examples` brings. On a machine without an index
+PYTHONPATH may name a folder of `pip install --target`.
 Exit status 1 if calls did not decode together on a GPU, 2 for a bad argument.
 """
 

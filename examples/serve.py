@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import uvicorn
 from common import BadArgument, chat_as_one_text
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import StreamingResponse
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
 from streaming import Answer, encode
 
@@ -64,7 +64,7 @@ def build_app(model: Any, tokenizer: Any, **settings: Any) -> FastAPI:
         try:
             inputs = encode(messages, question.max_tokens, model, tokenizer)
         except BadArgument as error:
-            raise HTTPException(400, str(error)) from error
+            return JSONResponse({"error": {"message": str(error)}}, status_code=400)
         heat = {"temperature": question.temperature} if question.temperature else {}
         answer = Answer(tokenizer, question.max_tokens)
         answer.start(model, **inputs, do_sample=bool(heat), **heat)

@@ -170,7 +170,8 @@ def test_messages_that_the_chat_template_refuses(served, client, monkeypatch):
     monkeypatch.setattr(served[2], "chat_template", "{{ raise_exception('no system') }}")
     response = client.post(PATH, json=question(*ASKED[0]))
     assert response.status_code == 400
-    assert response.json()["detail"] == "The chat template refuses the messages: no system"
+    message = "The chat template refuses the messages: no system"
+    assert response.json() == {"error": {"message": message}}
 
 
 def test_an_error_of_a_call_reaches_its_client(served, client, monkeypatch):
