@@ -53,9 +53,9 @@ async def events(answer: Answer) -> AsyncIterator[str]:
 
 
 def build_app(model: Any, tokenizer: Any, **settings: Any) -> FastAPI:
-    """`settings` are those of `attach`."""
+    """`settings` are those of `attach`. A chat computes its new tokens only."""
     app = FastAPI()
-    info = attach(model, **settings)
+    info = attach(model, reuse_prefix=True, **settings)
     chat_as_one_text(tokenizer)
 
     @app.post("/v1/chat/completions")

@@ -6,8 +6,8 @@ r"""examples/serve.py on several GPUs: Ray Serve starts a replica for each, and 
         -H 'x-session-id: anna' -d '{"messages": [{"role": "user", "content": "Hello"}], "stream": true}'
 
 Ray's `ConsistentHashRouter` sends all requests with the same `x-session-id` to one replica. There the
-chat's next turn computes its new tokens only (`reuse_prefix=True`), if it is one of the last four
-chats. A request without the header, or whose replica has no free row, goes to any replica.
+chat's next turn computes its new tokens only. A request without the header, or whose replica has no
+free row, goes to any replica.
 """
 
 import argparse
@@ -29,7 +29,7 @@ def build(args: argparse.Namespace) -> serve.Application:
 
         dtype = getattr(torch, args.dtype)
         model, tokenizer = load_model(args.model, device=args.device, dtype=dtype)
-        app = build_app(model, tokenizer, max_rows=args.rows, reuse_prefix=True)
+        app = build_app(model, tokenizer, max_rows=args.rows)
 
         @app.get("/replica")
         def replica() -> str:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
 from pathlib import Path
+from threading import Lock
 from types import NoneType
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -139,6 +140,7 @@ class Attachment:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.calls = 0
+        self._counting = Lock()  # calls of several threads
         self.fallback_reason: str | None = None
         self.fallbacks: Counter[str] = Counter()
         self.decoder = GraphDecoder()
@@ -276,14 +278,16 @@ class Attachment:
         request = running_request()
         if request is None or request.model is not model or request.custom_generate is not None:
             return
-        self.calls += 1
+        with self._counting:
+            self.calls += 1
         self.fallback_reason = None
         self.pool.last = None
         try:
             self._check(request, made)
+            has_ids_alone = self._has_ids_alone(request)
             if self._decodes(request):
                 self._take_turn(call, request)
-            identity = self._identity(request)
+            identity = self._identity(request) if has_ids_alone else None
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
         except (Fallback, ValueError) as reason:
             self._note(str(reason))
@@ -321,8 +325,10 @@ class Attachment:
         """Count why a call is not a captured step; the first one is logged."""
         reason = reason.rstrip(".")
         self.fallback_reason = reason
-        self.fallbacks[reason] += 1
-        if self.fallbacks.total() == 1:
+        with self._counting:
+            self.fallbacks[reason] += 1
+            is_first = self.fallbacks.total() == 1
+        if is_first:
             logger.info("attach: a call falls back: %s. `attachment(model)` counts them.", reason)
 
     def run_loop(self, served: _Served, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
@@ -374,16 +380,20 @@ class Attachment:
             or request.prompt_length >= _MIN_PROMPT_ON_CPU
         )
 
+    def _has_ids_alone(self, request: Request) -> bool:
+        """Whether tokens may be reused. Notes them; before the turn, as this waits for the device."""
+        starts = _starts_of_ids_alone(request) if self.settings.reuse_prefix else None
+        if starts is None:
+            return False
+        request.starts = starts
+        return bool(request.host_ids)
+
     def _identity(self, request: Request) -> Any:
         """What the states of the prompt depend on beside its ids; None if that is not known.
 
         It is as the last call found it: `Call` looks again while the device computes the prompt. A
         loop of the model's own does not.
         """
-        starts = _starts_of_ids_alone(request) if self.settings.reuse_prefix else None
-        if starts is None:
-            return None
-        request.starts = starts
         if any(plan.num_states for plan in plan_layers(request.model.config)):
             continuation = continuation_of(request.model)
             if continuation is None or not all(continuation):

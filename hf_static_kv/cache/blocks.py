@@ -53,7 +53,8 @@ class BlockIndex(Generic[T]):
         hashes = list(_hashes(ids))
         for number in range(len(hashes), 0, -1):
             lengths = {
-                thing: _common(self._ids[thing], ids, number * BLOCK)
+                # 0: two hashes are equal by chance.
+                thing: common_length(self._ids[thing], ids, number * BLOCK)
                 for thing in self._by_hash.get(hashes[number - 1], {})
             }
             for thing in sorted(lengths, key=lambda thing: -lengths[thing]):
@@ -79,8 +80,8 @@ def _hashes(ids: Sequence[int]) -> Iterator[int]:
         yield key
 
 
-def _common(known: Sequence[int], ids: Sequence[int], length: int) -> int:
-    """How many ids are equal, if the first `length` are; else two hashes were equal by chance: 0."""
+def common_length(known: Sequence[int], ids: Sequence[int], length: int = 0) -> int:
+    """How many ids are equal, if the first `length` are; else 0."""
     if list(known[:length]) != list(ids[:length]):
         return 0
     while length < min(len(known), len(ids)) and known[length] == ids[length]:

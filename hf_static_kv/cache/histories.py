@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from hf_static_kv.cache.blocks import BLOCK, BlockIndex
 from hf_static_kv.cache.cache import StaticContiguousCache
@@ -34,32 +34,28 @@ class Histories:
     def num_bytes(self) -> int:
         return sum(history.cache.memory_bytes for history in self._index)
 
-    def add(self, row: Row, ids: Tensor, origin: Any, max_bytes: int) -> History | None:
-        """Copy the first tokens, `ids` [n], of a row; None: they are few, known, or do not fit.
+    def add(self, row: Row, ids: list[int], origin: Any, max_bytes: int) -> History | None:
+        """Copy the first tokens of a row, which are `ids`; None: they are few, known, or do not fit.
 
         What begins like them and is shorter has no more use.
         """
-        numbers = ids.tolist()
-        if len(numbers) < BLOCK or self._has(numbers, origin):
+        if len(ids) < BLOCK or self.longest(ids, origin)[1] == len(ids):
             return None
-        for shorter in self._index.beginnings(numbers):
+        for shorter in self._index.beginnings(ids):
             if shorter.origin == origin:
                 self._index.remove(shorter)
-        self.evict(max_bytes - row.cache.bytes_of_rows(len(numbers), 1, is_compact=True))
+        self.evict(max_bytes - row.cache.bytes_of_rows(len(ids), 1, is_compact=True))
         try:
-            cache = row.cache.for_rows(len(numbers), 1, is_compact=True)
+            cache = row.cache.for_rows(len(ids), 1, is_compact=True)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 return None
             raise
-        fill(cache, [row], [0], len(numbers))
-        cache.remember(ids[None])
-        self._index.add(history := History(cache, origin), numbers)
+        fill(cache, [row], [0], len(ids))
+        cache.remember(torch.tensor([ids]))
+        self._index.add(history := History(cache, origin), ids)
         self.evict(max_bytes)
         return history
-
-    def _has(self, ids: Sequence[int], origin: Any) -> bool:
-        return self.longest(ids, origin)[1] == len(ids)
 
     def longest(self, ids: Sequence[int], origin: Any) -> tuple[History | None, int]:
         """The copy with the longest beginning of `ids`, a block at least, and its length."""

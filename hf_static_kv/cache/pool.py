@@ -17,6 +17,7 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache import blocks
 from hf_static_kv.cache.blocks import BLOCK
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.histories import Histories, History
@@ -47,6 +48,7 @@ class Entry:
     identity: Any = None
     num_reused: int = 0  # tokens that the present call does not compute
     starts: Sequence[int] = ()  # where the sequences of its batch rows begin
+    prompt: list[list[int]] | None = None  # its first tokens, of each row; None: they are unknown
     modules: Sequence[Module] = ()  # of the model, during a call
     # `storage_users` before a caller was given the cache.
     own_users: list[int | None] | None = None
@@ -64,10 +66,24 @@ class Entry:
 
     def common_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the cache can keep: not the last one."""
-        if request.tokens is None or self.starts != request.starts:
+        pairs = list(zip(self.ids, request.host_ids, strict=False))
+        if self.starts != request.starts or not len(pairs) == len(self.ids) == len(
+            request.host_ids
+        ):
             return 0
-        length = min(_num_held(self.cache, request.tokens), request.tokens.shape[1] - 1)
+        length = min([blocks.common_length(known, ids[:-1]) for known, ids in pairs], default=0)
         return length if self.cache.can_crop_to(length) else 0
+
+    @property
+    def ids(self) -> list[list[int]]:
+        """The tokens of each row, as far as they are known. Of an answer it waits for the device."""
+        known = self.cache.known_ids
+        if known is None or self.prompt is None:
+            return []
+        length = min(self.cache.seq_len, known.shape[1])
+        if length > min(map(len, self.prompt)):
+            self.prompt = known[:, :length].tolist()
+        return [row[:length] for row in self.prompt]
 
     @property
     def origin(self) -> Any:
@@ -194,7 +210,7 @@ class CachePool:
         That prefix stays for calls of the model as it was, if memory allows.
         """
         with self._lock:
-            kept = Entry(entry.cache, entry.kind, entry.planned_bytes, entry.identity)
+            kept = replace(entry, num_reused=0, modules=())
             if kept.cache.can_crop_to(entry.num_reused):
                 kept.cache.crop(entry.num_reused - kept.cache.seq_len)
             else:
@@ -280,6 +296,7 @@ class CachePool:
             entry.modules = modules
             entry.identity = identity
             entry.starts = request.starts
+            entry.prompt = request.host_ids if identity is not None else None
             entry.pool = self
             self.in_use.append(entry)
             return entry
@@ -305,10 +322,8 @@ class CachePool:
         """Leave so many tokens in a free cache, and keep the others if possible."""
         cache = entry.cache
         if cache.seq_len > length and entry.may_be_copied:
-            assert cache.known_ids is not None
-            for row, start in enumerate(entry.starts):
-                ids = cache.known_ids[row, start : cache.seq_len]
-                self._copy(Row(cache, row, start), ids, entry.origin)
+            for row, (ids, start) in enumerate(zip(entry.ids, entry.starts, strict=True)):
+                self._copy(Row(cache, row, start), ids[start:], entry.origin)
         if length:
             cache.crop(length - cache.seq_len)
         else:
@@ -322,8 +337,8 @@ class CachePool:
             return [], 0
         found: list[History | None] = []
         ends = []
-        for ids, start in zip(request.tokens[:, :-1].tolist(), request.starts, strict=True):
-            history, length = self.histories.longest(ids[start:], origin)
+        for ids, start in zip(request.host_ids, request.starts, strict=True):
+            history, length = self.histories.longest(ids[start:-1], origin)
             found.append(history)
             ends.append(start + length)
         end = min(ends)
@@ -355,13 +370,13 @@ class CachePool:
         fill(cache, rows, starts, length)
         return length
 
-    def keep_row(self, row: Row, ids: Tensor, origin: Any) -> None:
-        """Keep a copy of the first tokens, `ids` [n], of a batch row."""
+    def keep_row(self, row: Row, ids: list[int], origin: Any) -> None:
+        """Keep a copy of the first tokens of a batch row, which are `ids`."""
         with self._lock:
             if (history := self._copy(row, ids, origin)) is not None:
                 self.last = weakref.ref(history)
 
-    def _copy(self, row: Row, ids: Tensor, origin: Any) -> History | None:
+    def _copy(self, row: Row, ids: list[int], origin: Any) -> History | None:
         others = _sum_of_bytes([*self.free, *self.in_use, *self.taken])
         bound = self._bound(row.cache.kv_layers[0].device) - others
         return self.histories.add(row, ids, origin, bound)
@@ -486,9 +501,9 @@ class CachePool:
 def _num_held(cache: StaticContiguousCache, ids: Tensor) -> int:
     """How many of the tokens [B, n] the cache holds."""
     known = cache.known_ids
-    if known is None or len(known) != len(ids) or known.device != ids.device:
+    if known is None or len(known) != len(ids):
         return 0
-    return common_length(known[:, : cache.seq_len], ids)
+    return common_length(known[:, : cache.seq_len].to(ids.device), ids)
 
 
 def _sum_of_bytes(entries: list[Entry]) -> int:

@@ -8,6 +8,7 @@ is checked pass by pass.
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import FrameType
 from typing import Any
 
@@ -106,6 +107,12 @@ class Request:
         self.prompt_length = self.past + passed if self.embeds is None else self.embeds.shape[1]
         # Where the sequence of each row begins, if that was looked at: after the left padding.
         self.starts = [0] * len(self.input_ids)
+
+    @cached_property
+    def host_ids(self) -> list[list[int]]:
+        """The tokens of each row. Waits for the device."""
+        ids: list[list[int]] = [] if self.tokens is None else self.tokens.tolist()
+        return ids
 
     @property
     def has_holes(self) -> bool:

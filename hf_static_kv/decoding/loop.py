@@ -257,6 +257,8 @@ class Loop:
         call = request.call
         # The last token is not written.
         length = call.request.prompt_length - call.input_ids.shape[1] + request.tokens.length - 1
+        # Before the turn: this waits for the device.
+        ids = [] if request.kept is None else request.tokens.ids[0, :length].tolist()
         with self._turns.turn(needs_room=False):
             if self._cache is None or self._seated.get(request.row) is not request:
                 # A pass has failed since, and with it the storage.
@@ -271,8 +273,7 @@ class Loop:
             elif request.kept is not None and request.kept.pool is not None:
                 (start,) = request.kept.starts
                 row = Row(self._cache, request.row, start)
-                ids = request.tokens.ids[0, start:length]
-                request.kept.pool.keep_row(row, ids, request.kept.origin)
+                request.kept.pool.keep_row(row, ids[start:], request.kept.origin)
             self._be_followed(call.device)
 
     # --- rows; the thread has the turn
