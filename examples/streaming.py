@@ -42,6 +42,9 @@ def encode(
     return {key: encoded[key] for key in ("input_ids", "attention_mask")}
 
 
+_PAUSE = 0.02  # seconds between two pieces of an answer: each takes the server's time
+
+
 class ClientLeft(Exception):
     """Raised by a streamer, it ends `generate`."""
 
@@ -62,6 +65,7 @@ class Answer(BaseStreamer):
         self.decoder = DecodeStream(skip_special_tokens=True)
         self.loop = asyncio.get_running_loop()
         self.has_news = asyncio.Event()
+        self.is_told = False  # that there are some
         self.text = ""
         self.num_tokens = 0
         self.is_over = False
@@ -87,7 +91,7 @@ class Answer(BaseStreamer):
         return "length" if self.num_tokens == self.max_new_tokens else "stop"
 
     async def texts(self) -> AsyncIterator[str]:
-        """What is new since the last text: a token, or several if the reader is slow.
+        """What is new since the last text: the first token, then what comes in 20 ms.
 
         Raises the error of the call, if there was one, at the end. A reader that stops before ends
         the call.
@@ -98,11 +102,13 @@ class Answer(BaseStreamer):
             while not is_over:
                 await self.has_news.wait()
                 self.has_news.clear()
+                self.is_told = False
                 is_over = self.is_over  # read before the text, which may grow meanwhile
                 text = self.text[num_read:]
                 num_read += len(text)
                 if text:
                     yield text
+                    await asyncio.sleep(0 if is_over else _PAUSE)
         finally:
             self.is_left = True
         if self.error is not None:
@@ -132,4 +138,6 @@ class Answer(BaseStreamer):
         """`_run` tells the end, after an error too."""
 
     def _tell(self) -> None:
-        self.loop.call_soon_threadsafe(self.has_news.set)
+        if not self.is_told:
+            self.is_told = True
+            self.loop.call_soon_threadsafe(self.has_news.set)

@@ -411,9 +411,13 @@ class CachePool:
             and entry.cache.kv_layers[0].max_batch_size >= len(request.input_ids)
             and (entry.identity is None or is_full or entry.may_be_copied)
         ]
-        if not serving:
-            return None
-        return min(serving, key=lambda entry: (entry.identity is not None, entry.num_bytes))
+        # The one that was used last has captured passes; only what would be lost goes by its age.
+        kept = [entry for entry in serving if entry.identity is None or entry.may_be_copied]
+        return min(
+            reversed(kept or serving[:1]),
+            key=lambda entry: (entry.identity is not None, entry.num_bytes),
+            default=None,
+        )
 
     def _new_entry(self, request: Request, kind: Any) -> Entry:
         model = request.model

@@ -220,6 +220,7 @@ class Loop:
             if getattr(request.owner, "is_cancelled", False):
                 raise Cancelled
             if not request.returns_cache:
+                request.call.remember(tokens.ids)
                 request.call.give_back_cache()
             self._turns.release()
             if request.selection is None:

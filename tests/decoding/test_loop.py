@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -396,6 +397,22 @@ def test_a_prefix_is_kept_of_a_call_in_company():
     before = info.reused_tokens
     assert torch.equal(model.generate(more, **how), plain.generate(more, **how))
     assert info.reused_tokens - before == text.shape[1] - 1
+
+
+def test_unlike_calls_in_company_share_a_cache_with_captured_prompts(monkeypatch):
+    """A prompt that is captured is computed several times: its tokens must still be known."""
+    monkeypatch.setattr(prompts, "DEVICES", (DEVICE,))
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    info = attach(model, reuse_prefix=True)
+    for turn in range(3):
+        numbers = range(3 * turn, 3 * turn + 3)
+        got = in_company(model, *(partial(call, model, n, length=24, new=8) for n in numbers))
+        expected = [call(plain, n, length=24, new=8) for n in numbers]
+        assert all(map(torch.equal, got, expected))
+    assert info.captured_prompts
+    # That of the call which held the others up, and the one that they have shared.
+    assert len(info.caches) <= 2
+    assert len(info.pool.histories) >= 8
 
 
 def test_exact_calls_decode_together():
