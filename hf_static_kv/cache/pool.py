@@ -226,6 +226,7 @@ class CachePool:
                 entry.cache = other.cache
                 entry.planned_bytes = other.planned_bytes
                 entry.num_reused = other.num_reused
+                kept.cache.disown()  # `generate` still has it
                 self._keep(kept)
         self._begin(entry, request)
 

@@ -415,6 +415,30 @@ def test_unlike_calls_in_company_share_a_cache_with_captured_prompts(monkeypatch
     assert len(info.pool.histories) >= 8
 
 
+def test_a_cache_that_a_call_has_exchanged_serves_another_thread():
+    """Its prefix is of the model as it was. The call goes on elsewhere, for as long as it likes."""
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    attach(model, reuse_prefix=True)
+    call(model, 0, length=24)
+    for own in (plain, model):
+        own.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
+    threads, waiting = Threads(), [Waits(30), Waits(30)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)  # no call goes on by itself
+        hows = {}, {"return_dict_in_generate": True}  # the second one keeps the cache of the first
+        for number, (waits, how) in enumerate(zip(waiting, hows, strict=True)):
+            how |= {"stopping_criteria": [waits]}
+            threads.start(call, model, number, length=24, **how)
+            assert waits.is_waiting.wait(SECONDS)
+        threads.start(call, model, 2, length=24)
+        threads.threads[-1].join(SECONDS)
+        for waits in waiting:
+            waits.is_open.set()
+        first, second, third = threads.join()
+    got = first, second.sequences, third
+    assert all(torch.equal(own, call(plain, n, length=24)) for n, own in enumerate(got))
+
+
 def test_exact_calls_decode_together():
     plain, model = toy_model("llama").bfloat16(), toy_model("llama").bfloat16()
     attach(model, exact=True)
