@@ -47,6 +47,8 @@ _FIRST_ROWS = 8  # of the storage, until there are more calls
 _SPARE = 8
 _CAPACITY = 2048  # if there is memory: longer storage is another storage, with other steps
 _AHEAD = 2
+# Of each row, between two pieces of its stream: to wake a thread takes time of all others.
+_SECONDS_TO_WAKE = 1e-4
 _SAMPLES = Selection(Processors(*[True] * len(Processors._fields)))
 _TAKES_THE_LARGEST = Selection()
 
@@ -82,6 +84,8 @@ class Request:
         self.row = -1
         self.is_running = False  # it takes part in passes
         self.selected: list[int] = []
+        self.unsent: list[int] = []  # of a stream
+        self.sent = 0.0  # when the last piece was
         self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
         self.thread = get_ident()
         self.owner = OWNER.get()
@@ -239,7 +243,8 @@ class Loop:
             if isinstance(message, list):
                 request.tokens.extend(message)
                 return
-            request.tokens.stream(message)
+            for token in message:
+                request.tokens.stream(token)
 
     def _select_all(self, request: Request, logits: Tensor | None) -> None:
         tokens = request.tokens
@@ -479,9 +484,14 @@ class Loop:
         token = ~token if is_last else token
         request.selected.append(token)
         self.num_tokens += 1
+        is_over = is_last or now > request.tokens.deadline
         if request.tokens.streamer is not None:
-            request.inbox.put(token)
-        if not is_last and now <= request.tokens.deadline:
+            request.unsent.append(token)
+            if is_over or now - request.sent > _SECONDS_TO_WAKE * len(self._seated):
+                request.inbox.put(tuple(request.unsent))
+                request.unsent.clear()
+                request.sent = now
+        if not is_over:
             return
         assert self._step is not None
         self._step.end(request.row)  # of a deadline the device knows nothing
