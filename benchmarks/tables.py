@@ -184,6 +184,20 @@ def first_token(records: list[Record]) -> str:
     return table(["ms", *heads.values()], rows)
 
 
+def threads(records: list[Record]) -> str:
+    """Contenders as rows: tokens a second of all calls together, by the number of threads."""
+    heads = sorted({row["threads"] for record in records for row in record["rows"]})
+    rows = []
+    for record in records:
+        by_name: dict[str, dict[int, str]] = {}
+        for row in record["rows"]:
+            by_name.setdefault(row["name"], {})[row["threads"]] = median(row["tokens_per_s"])
+        for name, cells in by_name.items():
+            words = f"{title(record)}, {FIRST_TOKEN[name]}"
+            rows.append([words, *(cells.get(number, "-") for number in heads)])
+    return table(["tokens/s of all calls, threads", *map(str, heads)], rows)
+
+
 def _case(row: Record) -> str:
     if row["case"] == "prompt":
         return f"{row['tokens']:,} tokens"

@@ -79,6 +79,13 @@ def claim(records: Records) -> str:
     )
 
 
+def beside(records: list[Record]) -> str:
+    """How long a call waits for its first token while another streams, and the stream for it."""
+    (row,) = records[0]["beside"]
+    first, pause = (tables.median(row[name]) for name in ("first_token_ms", "longest_pause_ms"))
+    return f"{first} ms, and the longest pause of the stream was {pause} ms"
+
+
 TABLES: dict[str, Callable[[list[Record]], str]] = {
     "generation": tables.generation,
     "families": tables.generation,
@@ -88,6 +95,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "exact": tables.exact,
     "training": tables.training,
     "first_token": tables.first_token,
+    "threads": tables.threads,
     "step": tables.step,
     "sampling": tables.sampling,
     "files": tables.files,
@@ -102,6 +110,7 @@ def blocks(records: Records) -> dict[str, str]:
         **of_records,
         "headline": headline(records),
         "claim": claim(records),
+        "beside": beside(records["threads"]),
         "losses": losses(records),
         "speed": tables.generation(on_gpu(records["generation"]), tables.SPEED),
         "bytes": tables.cache_sizes(),

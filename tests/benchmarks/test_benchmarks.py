@@ -288,6 +288,7 @@ class TestFreshProcess:
 
 
 TINY = {
+    "batching": "--requests 3 --baseline-requests 0 --prompt-len 20 --new-tokens 10 --trials 1",
     "first_token": "--lengths 5 9 --batch 2 --batch-len 6 --held 12 --new 4 --answered 3 --trials 2",
     "context": "--contexts 12 24 --capacities 16 32 --steps 4 --sequence 10 --rounds 1",
     "context --updates": "--contexts 8 16 --steps 5",
