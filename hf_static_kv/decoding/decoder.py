@@ -24,7 +24,6 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_static_kv import compat
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.pool import CachePool
@@ -40,10 +39,9 @@ from hf_static_kv.decoding.eligibility import check_mask, check_model, check_req
 from hf_static_kv.decoding.loop import MAX_ROWS, Loop, Request, refusal
 from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.selection import selection_of
-from hf_static_kv.decoding.steps import Steps
+from hf_static_kv.decoding.steps import Steps, decoding
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import turns_of
-from hf_static_kv.patching import SharedContext
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.selecting import SelectingStep
@@ -51,7 +49,6 @@ from hf_static_kv.program.step import DecodeStep
 
 logger = logging.getLogger(__name__)
 # What `generate` does to a model while it decodes.
-_DECODING: WeakKeyDictionary[PreTrainedModel, SharedContext] = WeakKeyDictionary()
 _Output = GenerateDecoderOnlyOutput | Tensor
 
 
@@ -202,41 +199,38 @@ class GraphDecoder:
         if cache.grows and cache.seq_len == cache.max_cache_len:
             call.grow()
         needs_step = min(call.limits) > call.input_ids.shape[1] + 1
-        with _DECODING.setdefault(call.model, SharedContext(compat.optimized_for_decode))(
-            call.model
-        ):
-            if needs_step and self._is_among_others(call):
-                tokens = Tokens(call)
-                if (output := self._in_company(call, tokens, logits)) is not None:
-                    return output
-            step = self.steps.get(call) if needs_step else None
-            call.outputs = None  # from here on there is no way back to the prompt
+        if needs_step and self._is_among_others(call):
             tokens = Tokens(call)
-            if step is None or not tokens.may_be_ahead(0):
-                call.confirm_prefix()
-            with self._watched(tokens, call):
-                is_over = tokens.append(logits)
-            drawn = random_state(call.device) if call.assumed is not None else None
-            while not is_over:
-                try:
-                    has_ended = self._run(step, tokens, call)
-                    if not has_ended:
-                        if (output := self._in_company(call, tokens)) is not None:
-                            return output
-                        continue
-                except PrefixChanged:
-                    raise
-                except ModelChanged:
-                    cache.crop(call.request.prompt_length - cache.seq_len)
-                    tokens.restart(call.input_ids.shape[1] + 1)
-                    set_random_state(call.device, drawn)
-                    step = self._later_step(call)
+            if (output := self._in_company(call, tokens, logits)) is not None:
+                return output
+        step = self.steps.get(call) if needs_step else None
+        call.outputs = None  # from here on there is no way back to the prompt
+        tokens = Tokens(call)
+        if step is None or not tokens.may_be_ahead(0):
+            call.confirm_prefix()
+        with self._watched(tokens, call):
+            is_over = tokens.append(logits)
+        drawn = random_state(call.device) if call.assumed is not None else None
+        while not is_over:
+            try:
+                has_ended = self._run(step, tokens, call)
+                if not has_ended:
+                    if (output := self._in_company(call, tokens)) is not None:
+                        return output
                     continue
-                is_over = not (cache.grows and tokens.is_cut_short())
-                if not is_over:
-                    call.grow()
-                    tokens.set_limit(*call.limits)
-                    step = self._later_step(call)
+            except PrefixChanged:
+                raise
+            except ModelChanged:
+                cache.crop(call.request.prompt_length - cache.seq_len)
+                tokens.restart(call.input_ids.shape[1] + 1)
+                set_random_state(call.device, drawn)
+                step = self._later_step(call)
+                continue
+            is_over = not (cache.grows and tokens.is_cut_short())
+            if not is_over:
+                call.grow()
+                tokens.set_limit(*call.limits)
+                step = self._later_step(call)
         call.confirm_prefix()  # the first token may have been the last
         cache.crop(-tokens.overrun)
         call.remember(tokens.ids)
@@ -302,7 +296,10 @@ class GraphDecoder:
             return self._run_model(tokens, call)
         length = call.cache.seq_len
         step.set_position(length, call.seq_start, call.position_ids(length))
-        with step.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+        with ExitStack() as running:
+            if step.runs_model:
+                running.enter_context(decoding(call.model))
+                running.enter_context(step.on_shadow(call.own_attention))
             if isinstance(step, SelectingStep):
                 return self._run_on_device(step, tokens, call)
             return self._run_on_host(step, tokens, call)
@@ -323,7 +320,8 @@ class GraphDecoder:
         """As `_run`, by ordinary passes."""
         is_over = False
         while not is_over:
-            logits = call.next_logits(tokens.sequences)
+            with decoding(call.model):
+                logits = call.next_logits(tokens.sequences)
             with self._watched(tokens, call):
                 is_over = tokens.append(logits)
         return True

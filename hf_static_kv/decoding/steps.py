@@ -3,11 +3,13 @@ model before it is used.
 """
 
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from hf_static_kv import compat
 from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
@@ -15,13 +17,24 @@ from hf_static_kv.cache.request import Fallback
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
-from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
+from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, SharedContext
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
 _MAX_STEPS = 8  # captured for one cache
 _MAX_STEPS_OF_ROWS = 16  # greedy and sampling ones for 1, 2, 4, ... 64 rows
 _MAX_ATTEMPTS = 2  # to capture one step: the first failure may be temporary
+
+
+_DECODING: WeakKeyDictionary[Any, SharedContext] = WeakKeyDictionary()
+
+
+def decoding(model: Any) -> AbstractContextManager[None]:
+    """What `generate` does to a model while it decodes.
+
+    No longer than the model runs: another call may compute its prompt next.
+    """
+    return _DECODING.setdefault(model, SharedContext(compat.optimized_for_decode))(model)
 
 
 class _Failed(NamedTuple):
@@ -104,6 +117,7 @@ class Steps:
                 torch.no_grad(),
                 # A step that samples draws in each of its first runs.
                 torch.random.fork_rng(devices),
+                decoding(call.model),
             ):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Exception as error:  # whatever a model does that a fixed step cannot do

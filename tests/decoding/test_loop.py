@@ -4,12 +4,13 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
 
-from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv import attach, attaching, attachment, compat, detach
 from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding import prompts
 from hf_static_kv.decoding.call import Call
@@ -437,6 +438,26 @@ def test_a_cache_that_a_call_has_exchanged_serves_another_thread():
         first, second, third = threads.join()
     got = first, second.sequences, third
     assert all(torch.equal(own, call(plain, n, length=24)) for n, own in enumerate(got))
+
+
+def test_a_prompt_beside_rows_is_computed_as_if_there_were_none(monkeypatch):
+    """While it decodes, `generate` gives experts code that copies weights for every token."""
+    decoding = []
+
+    @contextmanager
+    def optimized(model):
+        decoding.append(model)
+        yield
+        decoding.remove(model)
+
+    monkeypatch.setattr(compat, "optimized_for_decode", optimized)
+    seen = []
+    prefill = Call.prefill
+    monkeypatch.setattr(Call, "prefill", lambda own: [seen.append(len(decoding)), prefill(own)][1])
+    model = toy_model("gemma3")
+    attach(model)
+    in_company(model, *(partial(call, model, number) for number in range(3)))
+    assert seen == [0] * 4
 
 
 def test_exact_calls_decode_together():
