@@ -13,6 +13,7 @@ it.
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -121,6 +122,7 @@ class _Served:
 
     attachment: "Attachment"
     caches: ExitStack  # gives them back
+    began: float
     cache: StaticContiguousCache | None = None
     is_in_loop: bool = False
     # The attention mask and whether it hides more than padding, if that was looked at.
@@ -239,7 +241,7 @@ class Attachment:
         cannot serve it.
         """
         device = compute_device(model)
-        call = _Served(self, ExitStack())
+        call = _Served(self, ExitStack(), time.monotonic())
         before = random_state(device)
         try:
             with self._exact(model), call.caches:
@@ -336,6 +338,7 @@ class Attachment:
         device = compute_device(model).type
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
         call = Call.of(model, *args, **given)
+        call.began = served.began
         if served.mask is not None and served.mask is call.request.mask:
             call.has_holes = served.has_holes
         if device in _DECODER_DEVICES:

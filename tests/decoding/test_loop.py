@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from hf_static_kv import attach, attaching, attachment, compat, detach
+from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding import prompts
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.loop import Loop
 from hf_static_kv.decoding.steps import Steps
 from hf_static_kv.decoding.tokens import Tokens
-from hf_static_kv.decoding.turns import Turns
+from hf_static_kv.decoding.turns import Turns, turns_of
 from tests.conftest import Collect
 from tests.decoding.conftest import DEVICE, toy_model
 from tests.fuzz import company
@@ -458,6 +459,24 @@ def test_a_prompt_beside_rows_is_computed_as_if_there_were_none(monkeypatch):
     attach(model)
     in_company(model, *(partial(call, model, number) for number in range(3)))
     assert seen == [0] * 4
+
+
+def test_a_look_at_the_model_serves_all_calls_that_had_begun(model, monkeypatch):
+    looks = []
+    look = call_module.pass_state
+    monkeypatch.setattr(call_module, "pass_state", lambda *args: [looks.append(1), look(*args)][1])
+    turns, threads = turns_of(model), Threads()
+    turns.take()
+    for number in range(4):
+        threads.start(call, model, number)
+    deadline = time.monotonic() + SECONDS
+    while turns.num_waiting < 4 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    turns.release()
+    threads.join()
+    assert len(looks) == 1
+    call(model, 0)
+    assert len(looks) == 2
 
 
 def test_exact_calls_decode_together():
