@@ -76,7 +76,7 @@ class BatchManager:
     def __init__(
         self, model: Any, config: GenerationConfig, batching_config: Any, decoder: GraphDecoder
     ) -> None:
-        self.model = model
+        self.model = model.eval()  # as transformers' manager does; TRL relies on it
         self.generation_config = config
         self.continuous_batching_config = batching_config
         self.num_return_sequences = config.num_return_sequences or 1
@@ -194,9 +194,11 @@ class BatchManager:
 
     def cancel_request(self, request_id: str) -> None:
         """End a request; nothing more is told of it."""
-        if (request := self._requests.get(request_id)) is None:
-            return
-        request.is_cancelled = True
+        with self._lock:
+            if (request := self._requests.get(request_id)) is None:
+                return
+            request.is_cancelled = True
+            self.output_router.result_handlers.pop(request_id, None)
         for loop in self._decoder.loops:
             loop.cancel(request)
 
@@ -212,18 +214,18 @@ class BatchManager:
             self.deliver(request, "FAILED", str(error))
         finally:
             OWNER.reset(owner)
-            self._requests.pop(request.request_id, None)
+            with self._lock:
+                if self._requests.get(request.request_id) is request:  # else another has this id
+                    del self._requests[request.request_id]
 
     def _generate(self, request: _Request) -> None:
         ids = torch.tensor([request.prompt], device=self.model.device)
-        how = dict(request.how)
+        config = copy.copy(self._config)
+        how = config.update(**request.how)
         if request.is_streamed or request.timestamps is not None:
             how["streamer"] = _Watch(self, request)
-        config = self._config
         mask = torch.ones_like(ids)
         output = self.model.generate(ids, attention_mask=mask, generation_config=config, **how)
-        if request.is_cancelled:
-            return
         request.tokens = output[0, len(request.prompt) :].tolist()
         self.deliver(request, "FINISHED")
 
@@ -232,18 +234,19 @@ class BatchManager:
     def deliver(self, request: _Request, status: str, error: str | None = None) -> None:
         end = time.perf_counter() if status == "FINISHED" else -1
         times = request.timestamps
-        self.output_router.deliver(
-            self._parts.GenerationOutput(
-                request_id=request.request_id,
-                prompt_ids=request.prompt,
-                generated_tokens=list(request.tokens),
-                error=error,
-                status=self._parts.RequestStatus[status],
-                created_time=request.created,
-                lifespan=(request.begun, end),
-                timestamps=None if times is None else list(times),
-            )
+        result = self._parts.GenerationOutput(
+            request_id=request.request_id,
+            prompt_ids=request.prompt,
+            generated_tokens=list(request.tokens),
+            error=error,
+            status=self._parts.RequestStatus[status],
+            created_time=request.created,
+            lifespan=(request.begun, end),
+            timestamps=None if times is None else list(times),
         )
+        with self._lock:
+            if not request.is_cancelled:
+                self.output_router.deliver(result)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
         """The next result, or None: there is none, or it is of another request."""
@@ -273,21 +276,41 @@ class BatchManager:
                     return
 
     def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
-        """Call this in the running event loop with each result of a request."""
+        """Call this in the running event loop with each result of a request, also with those that
+        are there already: a server may register after `add_request`.
+        """
         router = self.output_router
+        loop = asyncio.get_running_loop()
 
         def call_and_forget(result: Any) -> None:
             callback(result)
             if result.is_finished():
                 router.result_handlers.pop(request_id, None)
 
-        router.result_handlers[request_id] = call_and_forget, asyncio.get_running_loop()
+        with self._lock:
+            router.result_handlers[request_id] = call_and_forget, loop
+            for result in _take(router.output_queue, request_id):
+                loop.call_soon(call_and_forget, result)
+
+
+def _take(results: "queue.Queue[Any]", request_id: str) -> list[Any]:
+    """Remove the results of a request from the queue."""
+    with results.mutex:
+        found = list(results.queue)
+        results.queue.clear()
+        results.queue.extend(result for result in found if result.request_id != request_id)
+    return [result for result in found if result.request_id == request_id]
 
 
 def _config_of_calls(config: GenerationConfig) -> GenerationConfig:
-    """For calls of one sequence each."""
+    """For calls of one sequence each. transformers' manager does not read the fields of caches and
+    results: `transformers serve` asks for no cache, since a paged one is elsewhere.
+    """
     config = copy.deepcopy(config)
     config.num_return_sequences = 1
+    config.use_cache = True
+    config.cache_implementation = None
+    config.return_dict_in_generate = False
     if config.eos_token_id is None:
         config.eos_token_id = -1  # no end, as in transformers; None: that of the model
     if config.pad_token_id is None:

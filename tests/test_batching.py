@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation import utils as generation
 
 from hf_static_kv import attach, attaching, attachment, detach
 from hf_static_kv.batching import BatchManager
@@ -140,6 +141,52 @@ def test_no_end_token(model):
         assert result.generated_tokens == alone(ids)
 
 
+@pytest.mark.parametrize(
+    "field",
+    [{"use_cache": False}, {"cache_implementation": "static"}, {"return_dict_in_generate": True}],
+)
+def test_fields_that_a_manager_does_not_read(model, field):
+    """`transformers serve` says `use_cache=False` for its paged cache."""
+    config = GenerationConfig(**GREEDY.to_diff_dict(), **field)
+    inputs = prompts(4)
+    results = model.generate_batch(inputs, config)
+    assert [out.generated_tokens for out in results.values()] == [alone(ids) for ids in inputs]
+    assert attachment(model).fallbacks == {}
+    assert attachment(model).calls == 4
+
+
+def test_a_model_in_training_mode(model):
+    """The manager puts it in evaluation mode, as transformers' own does."""
+    model.train()
+    model.init_continuous_batching(GREEDY)
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_modes_of_the_caller(model, mode):
+    """The caches of one mode serve calls of the others."""
+    inputs = prompts(6)
+    expected = [alone(ids) for ids in inputs]
+    model.generate(torch.tensor([inputs[0]], device=DEVICE), generation_config=GREEDY)
+    for context in (mode, torch.no_grad, torch.inference_mode):
+        with context():
+            results = model.generate_batch(inputs, GREEDY)
+            ids = torch.tensor([inputs[0]], device=DEVICE)
+            single = model.generate(ids, generation_config=GREEDY)
+        assert [out.generated_tokens for out in results.values()] == expected
+        assert single[0, ids.shape[1] :].tolist() == expected[0]
+    assert attachment(model).fallbacks == {}
+
+
+def test_keywords_are_not_passed_beside_a_config(manager, monkeypatch):
+    """A call of `generate` with both is deprecated."""
+    warnings = []
+    monkeypatch.setattr(generation.logger, "warning_once", warnings.append)
+    name = manager.add_request(prompts(1)[0], max_new_tokens=3, eos_token_id=5)
+    assert len(ended(manager, name).generated_tokens) == 3
+    assert warnings == []
+
+
 def test_requests_that_wait_end_with_the_manager(model):
     attach(model, max_rows=2)
     manager = model.init_continuous_batching(GREEDY)
@@ -167,6 +214,48 @@ def test_results_in_an_event_loop(manager):
 
     results = asyncio.run(answers())
     assert [result.generated_tokens for result in results] == [alone(ids) for ids in inputs]
+
+
+def test_a_handler_that_comes_after_results(manager):
+    """As in `transformers serve`, which registers after `add_request`."""
+    one, other = prompts(2)
+
+    async def answer():
+        manager.add_request(one, request_id="one", streaming=True)
+        manager.add_request(other, request_id="other")
+        while manager._requests:
+            await asyncio.sleep(0.01)
+        results = asyncio.Queue()
+        manager.register_result_handler("one", results.put_nowait)
+        return [await asyncio.wait_for(results.get(), SECONDS) for _ in range(21)]
+
+    results = asyncio.run(answer())
+    assert [len(result.generated_tokens) for result in results] == [*range(1, 21), 20]
+    assert results[-1].generated_tokens == alone(one)
+    assert ended(manager, "other").generated_tokens == alone(other)
+    assert manager.get_result(timeout=0) is None
+
+
+def test_a_cancelled_request_leaves_no_handler(manager):
+    """A client that leaves; the same id may come again."""
+    ids = prompts(1)[0]
+    router = manager.output_router
+
+    async def answer():
+        results = asyncio.Queue()
+        manager.register_result_handler("mine", results.put_nowait)
+        manager.add_request(ids, request_id="mine", streaming=True, max_new_tokens=400)
+        await asyncio.wait_for(results.get(), SECONDS)
+        manager.cancel_request("mine")
+        assert not router.result_handlers
+        future = asyncio.get_running_loop().create_future()
+        manager.register_result_handler("mine", future.set_result)
+        manager.add_request(ids, request_id="mine")
+        return await asyncio.wait_for(future, SECONDS)
+
+    assert asyncio.run(answer()).generated_tokens == alone(ids)
+    assert not router.result_handlers
+    assert router.output_queue.empty()
 
 
 def test_a_pause_lets_no_pass_begin(manager):
