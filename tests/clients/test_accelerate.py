@@ -4,9 +4,10 @@ import pytest
 import torch
 from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_static_kv import attach, attachment
+from hf_static_kv import attach, attaching, attachment
+from hf_static_kv.batching import BatchManager
 from hf_static_kv.testing import find_source, load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION, same_with_attach
 
@@ -82,9 +83,12 @@ def test_dispatch_model(place, is_attached_first, tmp_path):
 
 
 @pytest.fixture
-def accelerator():
-    yield Accelerator(mixed_precision="bf16", cpu=DEVICE == "cpu")
-    AcceleratorState._reset_state(reset_partial_state=True)  # it is one for the process
+def accelerator(request):
+    precision = getattr(request, "param", "bf16")
+    # The state is one for the process: a trainer of another test may have left one.
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision=precision, cpu=DEVICE == "cpu")
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a CPU without bf16 takes another way
@@ -106,3 +110,33 @@ def test_mixed_precision_begins_and_ends_between_calls(accelerator):
     assert program(model, tokenizer, check_caches) == expected
     assert info.calls == 9
     assert info.hits >= 7
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("accelerator", ["no", "bf16"], indirect=True)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_generate_batch_of_a_prepared_model(accelerator, mode, monkeypatch):
+    """The tokens of `generate`. In mixed precision there is no captured step, and no rows."""
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    model, tokenizer = load_model("llama", device=DEVICE)
+    prompts = tokenizer([QUESTION, "KING: My", ANSWER, f"{QUESTION} {ANSWER}"]).input_ids
+    config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1, pad_token_id=0)
+    model = accelerator.prepare(model)
+
+    def alone(ids):
+        ids = torch.tensor([ids], device=model.device)
+        mask = torch.ones_like(ids)
+        output = model.generate(ids, attention_mask=mask, generation_config=config)
+        return output[0, ids.shape[1] :].tolist()
+
+    with mode():
+        expected = [alone(ids) for ids in prompts]
+        info = attach(model)
+        assert isinstance(model.init_continuous_batching(config), BatchManager)
+        results = model.generate_batch(prompts, config)
+    assert [result.generated_tokens for result in results.values()] == expected
+    assert info.calls == len(prompts)
+    is_mixed = accelerator.mixed_precision == "bf16"
+    dtype = torch.bfloat16 if is_mixed else torch.float32
+    assert {cache.layers[0].value_dtype for cache in info.caches} == {dtype}
+    assert info.fallbacks.total() == len(prompts) * is_mixed

@@ -1,12 +1,15 @@
 """TRL's GRPO: the weights change between two calls of `generate`, which sample."""
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
-from hf_static_kv import attach, attachment, exact, selected_logprobs, token_logprobs
+from hf_static_kv import attach, attaching, attachment, exact, selected_logprobs, token_logprobs
+from hf_static_kv.batching import BatchManager
 from hf_static_kv.testing import load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION
 
@@ -129,6 +132,49 @@ def test_a_prefix_is_reused_between_evaluations_and_not_after_a_step(tmp_path):
     _, tokenizer = load_model("qwen3")
     assert info.calls == STEPS + 4
     assert info.reused_tokens == 3 * (len(tokenizer(QUESTION).input_ids) - 1)
+
+
+@pytest.mark.parametrize("setting", ["plain", "checkpointed", "adapter"])
+def test_continuous_batching(setting, tmp_path, monkeypatch):
+    """The completions come from our manager. Each time it is asked for greedy tokens too: they are
+    those of a copy of the model as it is then, which is not attached.
+    """
+    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    own = {**SETTINGS[setting], "use_transformers_continuous_batching": True}
+    trainer, completions = make_trainer(trl.GRPOTrainer, "llama", tmp_path, {}, **own)
+    model = trainer.model
+    generate_batch = model.generate_batch
+    prompts = trainer.processing_class(PROMPTS).input_ids
+    greedy = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1, pad_token_id=0)
+    asked = []
+
+    def noting_generate_batch(inputs, **how):
+        assert isinstance(model.init_continuous_batching(greedy), BatchManager)
+        results = generate_batch(inputs, **how)
+        assert not model.lm_head.training
+        asked.append([tokens_of(generate_batch(prompts, greedy)), tokens_of(results)])
+        plain = copy.deepcopy(model)
+        assert asked[-1][0] == [alone(plain, ids, greedy) for ids in prompts]
+        return results
+
+    model.generate_batch = noting_generate_batch
+    trainer.train()
+    assert [tokens for _, tokens in asked] == completions
+    assert len(completions) == STEPS
+    assert len({str(tokens) for tokens, _ in asked}) > 1  # the weights have changed
+    assert attachment(model).fallbacks == {}
+    assert attachment(model).calls == sum(len(texts) for pair in asked for texts in pair)
+
+
+def tokens_of(results):
+    return [result.generated_tokens for result in results.values()]
+
+
+def alone(model, ids, config):
+    ids = torch.tensor([ids], device=DEVICE)
+    mask = torch.ones_like(ids)
+    output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+    return output[0, ids.shape[1] :].tolist()
 
 
 def trainer_of_the_page():
