@@ -30,10 +30,6 @@ _PACKAGES = (
     "torch", "transformers", "triton", "accelerate", "bitsandbytes", "datasets", "fastapi", "gguf", "lm-eval",
     "peft", "torchao", "trl",
 )  # fmt: skip
-_NOT_SERVED = {
-    "--continuous-batching": "uses generate_batch, with a paged cache of its own",
-    "--compile": "asks for transformers' static cache",
-}
 
 
 class _BadArgument(Exception):
@@ -199,8 +195,9 @@ def run(arguments: list[str]) -> int:
 
 def serve(arguments: list[str]) -> int:
     """Run transformers' own server."""
-    for option in _NOT_SERVED.keys() & set(arguments):
-        _note(f"{option} {_NOT_SERVED[option]}: hf_static_kv does not serve it. Leave it out.")
+    if "--compile" in arguments and "--continuous-batching" not in arguments:
+        reason = "--compile asks for transformers' static cache"
+        _note(f"{reason}: hf_static_kv does not serve it. Leave it out.")
     try:
         from transformers.cli.transformers import app
 

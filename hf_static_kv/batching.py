@@ -220,7 +220,7 @@ class BatchManager:
 
     def _generate(self, request: _Request) -> None:
         ids = torch.tensor([request.prompt], device=self.model.device)
-        config = copy.copy(self._config)
+        config: Any = copy.copy(self._config)
         how = config.update(**request.how)
         if request.is_streamed or request.timestamps is not None:
             how["streamer"] = _Watch(self, request)

@@ -254,16 +254,23 @@ def test_run(way, tmp_path, monkeypatch, capsys):
 class TestServe:
     """Without a server; with one: tests/clients/test_serve.py."""
 
-    @pytest.mark.parametrize("option", ["--continuous-batching", "--compile"])
-    def test_what_is_not_served_is_said(self, option, capsys):
+    @pytest.mark.parametrize(
+        ("options", "is_served"),
+        [
+            (["--compile"], False),
+            (["--continuous-batching"], True),
+            (["--continuous-batching", "--compile"], True),
+        ],
+    )
+    def test_what_is_not_served_is_said(self, options, is_served, capsys):
         before = vars(PreTrainedModel)["from_pretrained"]
         with pytest.raises(SystemExit) as end:
-            main(["serve", "model", option, "--help"])
+            main(["serve", "model", *options, "--help"])
         assert end.value.code == 0
         printed = capsys.readouterr()
         assert "transformers serve" in printed.out
-        assert printed.err.startswith(f"{option} ")
-        assert "hf_static_kv does not serve it" in printed.err
+        assert printed.err.startswith("--compile ") != is_served
+        assert ("hf_static_kv does not serve it" in printed.err) != is_served
         assert vars(PreTrainedModel)["from_pretrained"] is before
 
     def test_without_its_packages(self, capsys, monkeypatch):
