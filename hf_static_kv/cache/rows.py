@@ -13,12 +13,18 @@ class Row(NamedTuple):
     cache: StaticContiguousCache
     number: int = 0
     start: int = 0
+    # The first position of the row in each layer that keeps keys; (): as its cache says.
+    oldest: Sequence[int] = ()
+
+
+def oldest_of(cache: StaticContiguousCache) -> list[int]:
+    """The first position that each layer with keys has."""
+    return [layer.oldest for layer in cache.kv_layers]
 
 
 def put_row(source: StaticContiguousCache, target: StaticContiguousCache, row: int) -> None:
     """Copy the one row of `source` to a row of `target`, whose layers keep all positions."""
-    oldest = [layer.oldest for layer in source.kv_layers]
-    _copy(Row(source), Row(target, row), oldest, source.seq_len)
+    _copy(Row(source), Row(target, row), oldest_of(source), source.seq_len)
 
 
 def fill(
@@ -46,7 +52,9 @@ def fill(
 
 def _gap(row: Row | None, start: int, layer: int) -> int:
     """Where the sequence begins to be known, at `start` in another cache; 0: everywhere."""
-    missing = 0 if row is None else row.cache.kv_layers[layer].oldest - row.start
+    missing = 0
+    if row is not None:
+        missing = (row.oldest or oldest_of(row.cache))[layer] - row.start
     return start + missing if missing > 0 else 0
 
 

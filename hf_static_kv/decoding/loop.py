@@ -30,7 +30,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.pool import Entry
 from hf_static_kv.cache.request import Fallback
-from hf_static_kv.cache.rows import Row, fill, put_row
+from hf_static_kv.cache.rows import Row, fill, oldest_of, put_row
 from hf_static_kv.cache.storage import is_out_of_memory
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.selection import Selection
@@ -81,6 +81,8 @@ class Request:
         self.is_sampled = self.selection is not None and self.selection != _TAKES_THE_LARGEST
         self.draws = self.is_sampled and bool(tokens.config.do_sample)
         self.length = int(call.cache.seq_len)  # tokens in the row
+        # Compact layers have dropped what is before; the rows do not know.
+        self.oldest = oldest_of(call.cache)
         self.row = -1
         self.is_running = False  # it takes part in passes
         self.selected: list[int] = []
@@ -275,10 +277,11 @@ class Loop:
                 return
             self.follow(call.device)
             if request.returns_cache:
-                fill(call.cache, [Row(self._cache, request.row)], [0], length)
+                row = Row(self._cache, request.row, 0, request.oldest)
+                fill(call.cache, [row], [0], length)
             elif request.kept is not None and request.kept.pool is not None:
                 (start,) = request.kept.starts
-                row = Row(self._cache, request.row, start)
+                row = Row(self._cache, request.row, start, request.oldest)
                 request.kept.pool.keep_row(row, ids[start:], request.kept.origin)
             self._be_followed(call.device)
 

@@ -401,6 +401,17 @@ def test_a_prefix_is_kept_of_a_call_in_company():
     assert info.reused_tokens - before == text.shape[1] - 1
 
 
+def test_what_a_window_has_dropped_before_the_row_is_not_reused():
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    info = attach(model, reuse_prefix=True)
+    in_company(model, lambda: call(model, 0, length=190))
+    info.pool.free.clear()
+    ids = torch.cat([prompt(0, 190)[:, :40], prompt(3)], dim=1)
+    how = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    how |= {"eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **how), plain.generate(ids, **how))
+
+
 def test_unlike_calls_in_company_share_a_cache_with_captured_prompts(monkeypatch):
     """A prompt that is captured is computed several times: its tokens must still be known."""
     monkeypatch.setattr(prompts, "DEVICES", (DEVICE,))
