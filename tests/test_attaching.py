@@ -801,6 +801,19 @@ def test_the_same_ids_with_other_padding_are_other_tokens(model):
         assert torch.equal(model.generate(ids, **how), expected)
 
 
+def test_a_changed_model_finds_no_tokens_with_other_padding(model):
+    attention = model.model.layers[0].self_attn
+    ids = torch.randint(1, 100, (2, 40), device=DEVICE)
+    padded = torch.ones_like(ids)
+    padded[1, :5] = 0
+    attach(model, reuse_prefix=True)
+    for scaling, mask in ((0.5, torch.ones_like(ids)), (0.25, padded), (0.5, padded)):
+        attention.scaling = scaling
+        how = {"attention_mask": mask, "max_new_tokens": 6}
+        expected = model.generate(ids, **how, use_cache=False)
+        assert torch.equal(model.generate(ids, **how), expected)
+
+
 def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     system = torch.randint(1, 120, (1, 60), device=DEVICE)
     token = cache_bytes(model.config, 1)

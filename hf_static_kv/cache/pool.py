@@ -217,6 +217,7 @@ class CachePool:
                 kept.identity = None
             entry.identity = identity
             entry.num_reused = 0
+            request.starts = list(entry.starts)  # it may be another object than that of `_take`
             self.hits -= 1
             try:
                 other = self._find(request, identity, entry.kind)
