@@ -515,7 +515,8 @@ def _starts_of_ids_alone(request: Request) -> list[int] | None:
     if not unusual:  # once: the host waits for it
         return [0] * len(ids)
     is_padded = mask is not None and mask.ndim == 2 and mask.shape == ids.shape
-    if not is_padded or request.has_own_positions or request.has_holes:
+    # A model that is given no positions may count the padding (Bart).
+    if not is_padded or positions is None or request.has_own_positions or request.has_holes:
         return None
     assert mask is not None
     starts: list[int] = (mask == 0).sum(dim=1).tolist()

@@ -28,7 +28,7 @@ from hf_static_kv import (
 )
 from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
-from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
+from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model, tiny_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
 from tests.fuzz.models import at_least, build_model
 from tests.hybrids import hybrid_model
@@ -799,6 +799,21 @@ def test_the_same_ids_with_other_padding_are_other_tokens(model):
         how = {"attention_mask": mask, "max_new_tokens": 6}
         expected = model.generate(ids, **how, use_cache=False)
         assert torch.equal(model.generate(ids, **how), expected)
+
+
+def test_positions_that_count_the_padding_are_not_reused():
+    sizes = {"decoder_attention_heads": 4, "decoder_layers": 2, "decoder_ffn_dim": 48}
+    sizes |= {"init_std": 0.4, "encoder_layers": 2, "forced_eos_token_id": None}
+    model = tiny_model("bart", is_decoder=True, is_encoder_decoder=False, **sizes).to(DEVICE)
+    ids = torch.randint(3, 100, (2, 30), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    more = torch.cat([ids[1:, 5:], PROMPT], dim=1)
+    expected = generate(model, more, use_cache=False)
+    attach(model, reuse_prefix=True)
+    generate(model, ids, attention_mask=mask)
+    generate(model, ids.flip(1))
+    assert torch.equal(generate(model, more), expected)
 
 
 def test_a_changed_model_finds_no_tokens_with_other_padding(model):
