@@ -495,7 +495,7 @@ def _starts_of_ids_alone(request: Request) -> list[int] | None:
     ids = request.tokens
     mask = request.mask
     given = {key for key, value in request.model_kwargs.items() if value is not None}
-    if ids is None or ids.ndim != 2 or not given <= _IDS_ALONE:
+    if ids is None or ids.ndim != 2 or request.past or not given <= _IDS_ALONE:
         return None
     # PEFT's prompt tuning puts tokens of its own before the prompt, in this method of the instance.
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)

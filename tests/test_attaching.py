@@ -816,6 +816,18 @@ def test_positions_that_count_the_padding_are_not_reused():
     assert torch.equal(generate(model, more), expected)
 
 
+def test_a_mask_longer_than_the_prompt_does_not_stand_for_kept_tokens():
+    """Bloom is given no positions: those would tell, too."""
+    model = tiny_model("bloom", initializer_range=0.4).to(DEVICE)
+    ids = torch.randint(3, 100, (1, 40), device=DEVICE)
+    more = torch.cat([ids[:, :20], PROMPT], dim=1)
+    mask = torch.ones(1, 20 + more.shape[1], dtype=torch.long, device=DEVICE)
+    expected = generate(model, more, attention_mask=mask)
+    attach(model, reuse_prefix=True)
+    generate(model, ids)
+    assert torch.equal(generate(model, more, attention_mask=mask), expected)
+
+
 def test_a_changed_model_finds_no_tokens_with_other_padding(model):
     attention = model.model.layers[0].self_attn
     ids = torch.randint(1, 100, (2, 40), device=DEVICE)
