@@ -841,6 +841,18 @@ def test_a_changed_model_finds_no_tokens_with_other_padding(model):
         assert torch.equal(model.generate(ids, **how), expected)
 
 
+def test_a_history_is_not_copied_to_storage_of_another_dtype(model):
+    expected = generate(model, PROMPT.repeat(1, 3), use_cache=False)
+    attach(model, reuse_prefix=True)
+    generate(model, PROMPT.repeat(1, 2))
+    generate(model, PROMPT + 1, max_new_tokens=300)  # in a longer cache
+    model.forward = torch.autocast(DEVICE, dtype=torch.bfloat16)(model.forward)
+    generate(model, PROMPT + 2)  # in the shorter one
+    del model.forward
+    generate(model, PROMPT + 3, max_new_tokens=300)
+    assert torch.equal(generate(model, PROMPT.repeat(1, 3)), expected)
+
+
 def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     system = torch.randint(1, 120, (1, 60), device=DEVICE)
     token = cache_bytes(model.config, 1)

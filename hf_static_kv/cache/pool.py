@@ -360,14 +360,16 @@ class CachePool:
         length: int,
     ) -> int:
         """Copy the beginnings of histories to the rows of a cache; up to which position."""
+        like = next(history.cache for history in histories if history is not None)
         if not cache.is_allocated:
-            like = next(history for history in histories if history is not None)
             try:
-                cache.allocate_like(like.cache, len(histories))
+                cache.allocate_like(like, len(histories))
             except RuntimeError as error:
                 if is_out_of_memory(error):
                     return 0  # the call tells
                 raise
+        if not cache.is_like(like):
+            return 0  # it had states of another dtype: a pass must tell that this has changed
         rows = [None if history is None else Row(history.cache) for history in histories]
         fill(cache, rows, starts, length)
         return length
