@@ -761,6 +761,18 @@ def test_many_chats_under_one_system_prompt_compute_new_tokens_only(name):
     assert len(info.pool.histories) == 9  # one of them is an older turn of the chat in the cache
 
 
+def test_a_long_chat_leaves_the_system_prompt_where_windows_drop_it():
+    model = toy_model("gemma3")
+    system, chat = torch.randint(1, 100, (2, 1, 60), device=DEVICE)
+    attach(model, reuse_prefix=True)
+    for ids in (system, PROMPT, torch.cat([system, chat, chat, chat], dim=1), PROMPT + 1):
+        generate(model, ids, max_new_tokens=1)
+    info = attachment(model)
+    before, more = info.reused_tokens, torch.cat([system, PROMPT], dim=1)
+    assert torch.equal(generate(model, more), generate(model, more, use_cache=False))
+    assert info.reused_tokens - before == 60
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_padded_batches_under_one_system_prompt_compute_new_tokens_only(name):
     model = toy_model(name)

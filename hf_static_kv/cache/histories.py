@@ -37,12 +37,12 @@ class Histories:
     def add(self, row: Row, ids: list[int], origin: Any, max_bytes: int) -> History | None:
         """Copy the first tokens of a row, which are `ids`; None: they are few, known, or do not fit.
 
-        What begins like them and is shorter has no more use.
+        What begins like them and is shorter has no more use, if the copy can be cropped to it.
         """
         if len(ids) < BLOCK or self.longest(ids, origin)[1] == len(ids):
             return None
         for shorter in self._index.beginnings(ids):
-            if shorter.origin == origin:
+            if shorter.origin == origin and row.can_crop_to(shorter.cache.seq_len):
                 self._index.remove(shorter)
         self.evict(max_bytes - row.cache.bytes_of_rows(len(ids), 1, is_compact=True))
         try:

@@ -16,6 +16,14 @@ class Row(NamedTuple):
     # The first position of the row in each layer that keeps keys; (): as its cache says.
     oldest: Sequence[int] = ()
 
+    def can_crop_to(self, length: int) -> bool:
+        """Whether a copy can be cropped to its first `length` tokens."""
+        layers = zip(self.cache.kv_layers, self.oldest or oldest_of(self.cache), strict=True)
+        return all(
+            oldest <= self.start + max(0, length - (layer.sliding_window or length) + 1)
+            for layer, oldest in layers
+        )
+
 
 def oldest_of(cache: StaticContiguousCache) -> list[int]:
     """The first position that each layer with keys has."""
