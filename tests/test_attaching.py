@@ -881,6 +881,17 @@ def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     assert info.reused_tokens == before + 72
 
 
+def test_a_history_that_does_not_fit_removes_no_others(model):
+    token = cache_bytes(model.config, 1)
+    info = attach(model, reuse_prefix=True, max_bytes=(256 + 100) * token)
+    short, long = PROMPT.repeat(1, 3), torch.randint(1, 120, (1, 150), device=DEVICE)
+    for ids in (short, long, PROMPT):
+        generate(model, ids, max_new_tokens=2)
+    before = info.reused_tokens
+    generate(model, short, max_new_tokens=2)
+    assert info.reused_tokens - before == 38
+
+
 def change_weights(model):
     model.lm_head.weight.data.mul_(-1)  # not counted as a write
     model.model.layers[0].self_attn.k_proj.weight.data.mul_(2)

@@ -41,10 +41,13 @@ class Histories:
         """
         if len(ids) < BLOCK or self.longest(ids, origin)[1] == len(ids):
             return None
+        needed = row.cache.bytes_of_rows(len(ids), 1, is_compact=True)
+        if needed > max_bytes:  # before others are removed in its favour
+            return None
         for shorter in self._index.beginnings(ids):
             if shorter.origin == origin and row.can_crop_to(shorter.cache.seq_len):
                 self._index.remove(shorter)
-        self.evict(max_bytes - row.cache.bytes_of_rows(len(ids), 1, is_compact=True))
+        self.evict(max_bytes - needed)
         try:
             cache = row.cache.for_rows(len(ids), 1, is_compact=True)
         except RuntimeError as error:
@@ -54,7 +57,6 @@ class Histories:
         fill(cache, [row], [0], len(ids))
         cache.remember(torch.tensor([ids]))
         self._index.add(history := History(cache, origin), ids)
-        self.evict(max_bytes)
         return history
 
     def longest(self, ids: Sequence[int], origin: Any) -> tuple[History | None, int]:
