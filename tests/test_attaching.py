@@ -802,6 +802,17 @@ def test_padded_batches_under_one_system_prompt_compute_new_tokens_only(name):
         assert info.reused_tokens - before == reused + how["input_ids"].shape[1] - 1
 
 
+def test_a_row_of_the_batch_before_is_reused(model):
+    ids = torch.randint(1, 100, (2, 40), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    info = attach(model, reuse_prefix=True)
+    generate(model, ids, attention_mask=mask)
+    more = torch.cat([ids[1:, 5:], PROMPT], dim=1)
+    assert torch.equal(generate(model, more), generate(model, more, use_cache=False))
+    assert info.reused_tokens == 35
+
+
 def test_the_same_ids_with_other_padding_are_other_tokens(model):
     ids = torch.randint(1, 100, (2, 40), device=DEVICE)
     attach(model, reuse_prefix=True)

@@ -315,6 +315,8 @@ class CachePool:
             self._crop(own, length)
             self.free.remove(own)
             self.hits += 1
+            if not length:  # the prompt may begin like a row of that cache
+                histories, copied = self._longest_histories(request, (identity, kind))
         own.num_reused = length
         if copied > length:
             own.num_reused = self._fill(own.cache, histories, request.starts, copied)
