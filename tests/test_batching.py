@@ -4,6 +4,9 @@ own result objects.
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
+from threading import Thread
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from transformers.generation import utils as generation
 
 from hf_static_kv import attach, attaching, attachment, detach
 from hf_static_kv.batching import BatchManager
+from hf_static_kv.decoding.turns import Turns
 from tests.decoding.conftest import DEVICE, toy_model
 
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
@@ -129,6 +133,50 @@ def test_a_cancelled_request_is_not_heard_of_again(model):
     # Some may have ended before.
     assert set(names[6:]) <= set(ends) < set(names)
     assert attachment(model).rows == 0
+
+
+def test_a_cancellation_at_the_end_does_not_reach_the_next_request(manager, monkeypatch):
+    deliver = manager.deliver
+
+    def and_cancel(request, status, error=None):
+        deliver(request, status, error)
+        manager.cancel_request(request.request_id)
+
+    monkeypatch.setattr(Turns, "is_wanted", True)  # each request has a row
+    monkeypatch.setattr(manager, "deliver", and_cancel)
+    manager._threads = ThreadPoolExecutor(1)
+    inputs = prompts(4)
+    names = manager.add_requests(inputs)
+    results = {result.request_id: result.generated_tokens for result in manager}
+    assert [results[name] for name in names] == [alone(ids) for ids in inputs]
+
+
+@pytest.mark.parametrize("hard_stop", [False, True])
+def test_a_request_beside_a_stop_is_refused_or_ends(manager, hard_stop):
+    accepted, refused = [], []
+
+    def add():
+        try:
+            for ids in cycle(prompts(5)):
+                accepted.append(manager.add_request(ids, max_new_tokens=3))
+                time.sleep(0.001)
+        except RuntimeError as error:
+            refused.append(str(error))
+
+    threads = [Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while len(accepted) < 5:
+        time.sleep(0.001)
+    manager.stop(hard_stop=hard_stop)
+    for thread in threads:
+        thread.join(SECONDS)
+    ends = [result.request_id for result in manager]
+    assert len(refused) == 3
+    assert all("call start() before" in reason for reason in refused)
+    assert len(ends) == len(set(ends))
+    assert set(ends) <= set(accepted) if hard_stop else set(ends) == set(accepted)
+    assert attachment(manager.model).rows == 0
 
 
 def test_no_end_token(model):

@@ -230,6 +230,60 @@ def test_a_pass_that_fails_ends_all_calls_and_the_next_ones_run(model, monkeypat
     assert torch.equal(got, call(plain, 1))
 
 
+def test_calls_that_keep_caches_run_after_a_pass_that_fails(monkeypatch):
+    def fails(self, done):
+        raise ZeroDivisionError("on purpose")
+
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    info = attach(model, reuse_prefix=True)
+    hows = {}, {"return_dict_in_generate": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)
+        patch.setattr(Loop, "_collect", fails)
+        threads = Threads()
+        for number, how in enumerate(hows):
+            threads.start(call, model, number, length=24, **how)
+        assert all(isinstance(got, ZeroDivisionError) for got in threads.join())
+    assert not info.pool.in_use
+    calls = [partial(call, model, n, length=24, **how) for n, how in enumerate(hows)]
+    got, returned = in_company(model, *calls)
+    assert torch.equal(got, call(plain, 0, length=24))
+    assert torch.equal(returned.sequences, call(plain, 1, length=24))
+    for text, own in (
+        (got, {}),
+        (returned.sequences, {"past_key_values": returned.past_key_values}),
+    ):
+        how = {"attention_mask": torch.ones_like(text[:, :50]), "max_new_tokens": 5}
+        how |= {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        if own:
+            own["past_key_values"].crop(-10)
+        assert torch.equal(
+            model.generate(text[:, :50], **how, **own), plain.generate(text[:, :50], **how)
+        )
+
+
+@pytest.mark.parametrize("how", [{}, {"return_dict_in_generate": True}])
+def test_a_pass_that_fails_after_the_last_token_takes_a_returned_cache_only(how, monkeypatch):
+    plain, model = toy_model("gemma3"), toy_model("gemma3")
+    attach(model, reuse_prefix=True)
+    keep = Loop._keep
+
+    def and_fail_first(self, request):
+        self._fail(ZeroDivisionError("on purpose"))
+        keep(self, request)
+
+    monkeypatch.setattr(Turns, "is_wanted", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "_keep", and_fail_first)
+        if how:
+            with pytest.raises(RuntimeError, match="this cache with it"):
+                call(model, 0, length=24, **how)
+        else:
+            assert torch.equal(call(model, 0, length=24), call(plain, 0, length=24))
+    assert not attachment(model).pool.in_use
+    assert torch.equal(call(model, 0, length=24), call(plain, 0, length=24))
+
+
 def test_calls_beyond_max_rows_wait_for_a_row():
     plain, model = toy_model("llama"), toy_model("llama")
     attach(model, max_rows=2)
