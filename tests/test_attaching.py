@@ -876,6 +876,16 @@ def test_a_history_is_not_copied_to_storage_of_another_dtype(model):
     assert torch.equal(generate(model, PROMPT.repeat(1, 3)), expected)
 
 
+def test_a_new_cache_with_a_copy_is_no_hit_of_a_changed_model(model):
+    info = attach(model, reuse_prefix=True)
+    for ids in (PROMPT.repeat(1, 2), PROMPT):
+        generate(model, ids)
+    model.model.layers[0].self_attn.scaling = 0.5
+    before = info.hits
+    generate(model, PROMPT.repeat(1, 2), max_new_tokens=300)  # longer than the free cache
+    assert info.hits == before
+
+
 def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     system = torch.randint(1, 120, (1, 60), device=DEVICE)
     token = cache_bytes(model.config, 1)

@@ -47,6 +47,7 @@ class Entry:
     # Of the model that computed its tokens; None: no other call may use them.
     identity: Any = None
     num_reused: int = 0  # tokens that the present call does not compute
+    is_hit: bool = False  # an earlier call had this cache
     starts: Sequence[int] = ()  # where the sequences of its batch rows begin
     prompt: list[list[int]] | None = None  # its first tokens, of each row; None: they are unknown
     modules: Sequence[Module] = ()  # of the model, during a call
@@ -218,7 +219,7 @@ class CachePool:
             entry.identity = identity
             entry.num_reused = 0
             request.starts = list(entry.starts)  # it may be another object than that of `_take`
-            self.hits -= 1
+            self.hits -= entry.is_hit
             try:
                 other = self._find(request, identity, entry.kind)
             except Fallback:
@@ -227,6 +228,7 @@ class CachePool:
                 entry.cache = other.cache
                 entry.planned_bytes = other.planned_bytes
                 entry.num_reused = other.num_reused
+                entry.is_hit = other.is_hit
                 kept.cache.disown()  # `generate` still has it
                 self._keep(kept)
         self._begin(entry, request)
@@ -315,6 +317,7 @@ class CachePool:
             self._crop(own, length)
             self.free.remove(own)
             self.hits += 1
+            own.is_hit = True
             if not length:  # the prompt may begin like a row of that cache
                 histories, copied = self._longest_histories(request, (identity, kind))
         own.num_reused = length
