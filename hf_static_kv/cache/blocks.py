@@ -51,15 +51,18 @@ class BlockIndex(Generic[T]):
         `fits(thing, length)` tells whether that thing will do.
         """
         hashes = list(_hashes(ids))
+        refused: set[T] = set()  # fewer blocks are of the same length
         for number in range(len(hashes), 0, -1):
             lengths = {
                 # 0: two hashes are equal by chance.
                 thing: common_length(self._ids[thing], ids, number * BLOCK)
                 for thing in self._by_hash.get(hashes[number - 1], {})
+                if thing not in refused
             }
-            for thing in sorted(lengths, key=lambda thing: -lengths[thing]):
-                if lengths[thing] and fits(thing, lengths[thing]):
+            for thing in sorted(filter(lengths.get, lengths), key=lambda thing: -lengths[thing]):
+                if fits(thing, lengths[thing]):
                     return thing, lengths[thing]
+                refused.add(thing)
         return None, 0
 
     def beginnings(self, ids: Sequence[int]) -> list[T]:

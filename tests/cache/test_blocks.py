@@ -41,6 +41,15 @@ def test_one_that_does_not_fit_leaves_the_next_longest():
     assert index.longest(range(200), lambda thing, length: length < 40) == (None, 0)
 
 
+def test_one_that_does_not_fit_is_asked_once():
+    """Histories of a model as it was before share all blocks of a long prompt."""
+    index, asked = BlockIndex(), []
+    for name in "ab":
+        index.add(name, range(100))
+    assert index.longest(range(100), lambda thing, length: asked.append(thing)) == (None, 0)
+    assert asked == ["a", "b"]
+
+
 def test_the_least_recently_used_comes_first():
     index = BlockIndex()
     for name in "abc":
