@@ -278,6 +278,8 @@ class Loop:
             self.follow(call.device)
             if request.returns_cache:
                 row = Row(self._cache, request.row, 0, request.oldest)
+                if length > call.cache.max_cache_len:  # it was made for less, and rows were not
+                    call.cache.grow(max(2 * call.cache.max_cache_len, length))
                 fill(call.cache, [row], [0], length)
             elif request.kept is not None and request.kept.pool is not None:
                 (start,) = request.kept.starts

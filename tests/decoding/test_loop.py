@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_static_kv import attach, attaching, attachment, compat, detach
+from hf_static_kv import attach, attaching, attachment, cache_bytes, compat, detach
 from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding import prompts
@@ -441,6 +441,25 @@ def test_a_returned_cache_holds_the_sequence(model):
     how |= {"eos_token_id": None, "pad_token_id": 0}
     continued = model.generate(more, past_key_values=cache, **how)
     assert torch.equal(continued, plain.generate(more, **how))
+
+
+def test_a_returned_cache_that_began_with_less_memory_grows(model, monkeypatch):
+    plain, pool = toy_model("gemma3"), attachment(model).pool
+    run = Loop.run
+
+    def with_memory(self, *args):
+        pool.max_bytes = None
+        return run(self, *args)
+
+    def returned():
+        pool.free.clear()
+        pool.max_bytes = pool.bytes_beside() + 100 * cache_bytes(model.config, 1)
+        return call(model, 0, length=60, new=150, return_dict_in_generate=True)
+
+    monkeypatch.setattr(Loop, "run", with_memory)
+    (got,) = in_company(model, returned)
+    assert torch.equal(got.sequences, call(plain, 0, length=60, new=150))
+    assert got.past_key_values.get_seq_length() == 209
 
 
 def test_a_prefix_is_kept_of_a_call_in_company():
