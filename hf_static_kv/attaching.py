@@ -134,7 +134,8 @@ class Attachment:
     """The caches and captured steps of an attached model, and what became of its calls.
 
     `calls` counts calls that brought no cache of their own, `hits` those that were given a cache of
-    an earlier call, `reused_tokens` the tokens of prompts that were not computed again.
+    an earlier call, `reused_tokens` the tokens of prompts that were not computed again; of a batch
+    the positions.
     `fallback_reason` says why the last call did not run as a captured step; None when it did.
     `fallbacks` counts these reasons over all calls.
     """
@@ -222,8 +223,8 @@ class Attachment:
         too.
 
         The prefix is all that the last call has kept, or as much of `input_ids` [B, n] (or [n]: one
-        row) as the cache of some call holds. A call with padding, `inputs_embeds`, beams or
-        `return_dict_in_generate` keeps nothing.
+        row) as is kept of some call. A call with `inputs_embeds`, beams or `return_dict_in_generate`
+        keeps nothing; of one with padding the rows are kept, for `input_ids` that begin like them.
         """
         model = next((model for model, own in _ATTACHMENTS.items() if own is self), None)
         if model is None:

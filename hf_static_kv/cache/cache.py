@@ -577,7 +577,7 @@ class StaticContiguousCache(AllocatedCache):
         return cache
 
     def allocate_like(self, other: "StaticContiguousCache", rows: int) -> None:
-        """Storage for the states of `other`, in the layers that are compact here."""
+        """Storage for states like those of `other`; as compact as the layers are here."""
         keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
         like = [other.layers[i] for i in keyed]
         places = {

@@ -492,7 +492,8 @@ class Loop:
         is_over = is_last or now > request.tokens.deadline
         if request.tokens.streamer is not None:
             request.unsent.append(token)
-            if is_over or now - request.sent > _SECONDS_TO_WAKE * len(self._seated):
+            # `abs`: a clock may be set back.
+            if is_over or abs(now - request.sent) > _SECONDS_TO_WAKE * len(self._seated):
                 request.inbox.put(tuple(request.unsent))
                 request.unsent.clear()
                 request.sent = now
