@@ -398,7 +398,10 @@ class Attachment:
         It is as the last call found it: `Call` looks again while the device computes the prompt. A
         loop of the model's own does not.
         """
-        if any(plan.num_states for plan in plan_layers(request.model.config)):
+        has_states = any(plan.num_states for plan in plan_layers(request.model.config))
+        if any(request.starts) and (has_states or num_ranks(request.model) > 1):
+            return None  # no copies are kept of these, and two batches are rarely padded alike
+        if has_states:
             continuation = continuation_of(request.model)
             if continuation is None or not all(continuation):
                 return None  # the new tokens of a prompt would not be those of one pass
