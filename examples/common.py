@@ -21,6 +21,17 @@ class BadArgument(Exception):
     """An argument that the user must change. The message is one line."""
 
 
+def server_parser() -> argparse.ArgumentParser:
+    """The arguments of the chat servers."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="llama", help="a short name, a hub id or a folder")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--rows", type=int, default=64, help="calls that decode together")
+    parser.add_argument("--port", type=int, default=8000)
+    return parser
+
+
 def read_prompts(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The user's prompt, or those of examples/data/prompts.jsonl that suit the model."""
     if args.prompt is not None:

@@ -10,14 +10,13 @@ Requests and answers have OpenAI's shape; fields that `Question` does not have a
 that leaves ends its call, and the next call gets its row.
 """
 
-import argparse
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import torch
 import uvicorn
-from common import BadArgument, chat_as_one_text
+from common import BadArgument, chat_as_one_text, server_parser
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, Field
@@ -84,13 +83,7 @@ def build_app(model: Any, tokenizer: Any, **settings: Any) -> FastAPI:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="llama", help="a short name, a hub id or a folder")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rows", type=int, default=64, help="calls that decode together")
-    parser.add_argument("--port", type=int, default=8000)
-    args = parser.parse_args()
+    args = server_parser().parse_args()
     model, tokenizer = load_model(args.model, device=args.device, dtype=getattr(torch, args.dtype))
     uvicorn.run(build_app(model, tokenizer, max_rows=args.rows), port=args.port)
 

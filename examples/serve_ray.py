@@ -13,6 +13,7 @@ free row, goes to any replica.
 import argparse
 
 import torch
+from common import server_parser
 from fastapi import FastAPI
 from ray import serve
 from ray.serve.config import RequestRouterConfig
@@ -50,13 +51,8 @@ def build(args: argparse.Namespace) -> serve.Application:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", default="llama", help="a short name, a hub id or a folder")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--rows", type=int, default=64, help="calls that decode together")
+    parser = server_parser()
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--port", type=int, default=8000)
     args = parser.parse_args()
     serve.start(http_options={"port": args.port})
     serve.run(build(args), blocking=True)

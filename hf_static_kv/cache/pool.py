@@ -67,11 +67,9 @@ class Entry:
 
     def common_prefix(self, request: Request) -> int:
         """How many tokens of the prompt the cache can keep: not the last one."""
-        pairs = list(zip(self.ids, request.host_ids, strict=False))
-        if self.starts != request.starts or not len(pairs) == len(self.ids) == len(
-            request.host_ids
-        ):
+        if self.starts != request.starts:
             return 0
+        pairs = zip(self.ids, request.host_ids, strict=False)  # none, if its tokens are unknown
         length = min([blocks.common_length(known, ids[:-1]) for known, ids in pairs], default=0)
         return length if self.cache.can_crop_to(length) else 0
 

@@ -89,6 +89,11 @@ def decode_attention_split(
         tl.store(outputs + at[:, None] * TILE_DV + dv[None, :], output, mask=(m < G * Q)[:, None])
 
 
+def readable(*states: Tensor) -> list[Tensor]:
+    """The same with a last dim of stride 1; a view where it has that."""
+    return [own if own.stride(-1) == 1 else own.contiguous() for own in states]
+
+
 @triton.jit
 def weigh(q, k, is_seen, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """The scores [M, N] of a split in powers of two, their maxima [M], and the weights [M, N]."""

@@ -15,7 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, sum_in_order, tiles, weigh
+from hf_static_kv.kernels.decode_attention_triton import (
+    LOG2_E,
+    factors,
+    readable,
+    sum_in_order,
+    tiles,
+    weigh,
+)
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 # Not in order, by head dim: queries and positions of a tile, warps, loads in flight.
@@ -176,10 +183,7 @@ def prompt_attention_triton(
     sinks: Tensor | None, in_order: bool = True,
 ) -> Tensor:  # fmt: skip
     """Attention of queries [B, Hq, q, D] with spans [B, q, 3]; output [B, q, Hq, Dv]."""
-    query, keys, values = (
-        states if states.stride(-1) == 1 else states.contiguous()
-        for states in (query, keys, values)
-    )
+    query, keys, values = readable(query, keys, values)
     batch, query_heads, length, dim = query.shape
     _, heads, _, value_dim = values.shape
     groups = query_heads // heads

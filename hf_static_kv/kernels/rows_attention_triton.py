@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors
+from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, readable
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 MAX_QUERIES = 16  # of a batch row and a KV head: tokens times query heads
@@ -123,10 +123,7 @@ def rows_attention_triton(
     softcap: float | None, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Attention of queries [B, Hq, q, D] with spans [B, q, 3]; output [B, q, Hq, Dv]."""
-    query, keys, values = (
-        states if states.stride(-1) == 1 else states.contiguous()
-        for states in (query, keys, values)
-    )
+    query, keys, values = readable(query, keys, values)
     batch, query_heads, length, dim = query.shape
     _, heads, _, value_dim = values.shape
     groups = query_heads // heads
