@@ -777,11 +777,14 @@ def test_a_long_chat_leaves_the_system_prompt_where_windows_drop_it():
 def test_padded_batches_under_one_system_prompt_compute_new_tokens_only(name):
     model = toy_model(name)
     system = torch.randint(1, 100, (40,), device=DEVICE)
+    unlike = iter(range(1, 100))  # no two questions begin alike
     info = attach(model, reuse_prefix=True)
 
     def batch(*lengths):
         """Questions of these lengths after the system prompt, and their mask."""
         rows = [torch.cat([system, torch.randint(1, 100, (n,), device=DEVICE)]) for n in lengths]
+        for row in rows:
+            row[40] = next(unlike)
         ids = torch.zeros(len(rows), 40 + max(lengths), dtype=torch.long, device=DEVICE)
         for row, own in zip(ids, rows, strict=True):
             row[-len(own) :] = own
@@ -893,7 +896,7 @@ def test_a_bound_that_is_reached_forgets_the_oldest_chat(model):
     chats = [torch.cat([(system + number) % 100, PROMPT], dim=1) for number in range(5)]
     for chat in chats:
         generate(model, chat, max_new_tokens=2)
-        assert info.memory_bytes <= (256 + 200) * token
+        assert info.pool.num_bytes <= (256 + 200) * token
     assert len(info.pool.histories) == 2
     before = info.reused_tokens
     generate(model, chats[0], max_new_tokens=2)

@@ -5,6 +5,7 @@
     fused_linears(x, layer)                 residual + activation(norm(x) w^T + b), side by side
         gated                               residual + activation(norm(x) gate^T + b_gate)
                                                        * (norm(x) up^T + b_up)
+    linear_add_norm(x, w, other, norm)      s = other + x w^T, and the norm of s
 
     x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
 
@@ -30,7 +31,7 @@ from hf_static_kv.kernels import norm as norms
 from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
 
 MAX_TOKENS = 64
-_MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
+MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
 MAX_WEIGHTS = 3
 # By name: torch's function with its keywords. The formulas of the kernels are in linear_triton.py.
 ACTIVATIONS: dict[str, partial[Tensor]] = {
@@ -59,7 +60,7 @@ def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -
     """
     tokens = x.numel() // x.shape[-1]
     is_half = x.dtype in (torch.bfloat16, torch.float16)
-    most = MAX_TOKENS if len(weights) > 1 else _MAX_TOKENS_OF_ONE
+    most = MAX_TOKENS if len(weights) > 1 else MAX_TOKENS_OF_ONE
     has_few_tokens = tokens <= most if is_half else (tokens == 1 and x.dtype == torch.float32)
     if not x.is_cuda or not has_few_tokens or any(weight.dtype != x.dtype for weight in weights):
         return False
@@ -115,7 +116,7 @@ def linears_kernel(
 
     tokens = x.numel() // x.shape[-1]
     few = linears_triton if tokens == 1 else invariant_linears_triton
-    run = few if tokens <= _MAX_TOKENS_OF_ONE else joint_linears_triton
+    run = few if tokens <= MAX_TOKENS_OF_ONE else joint_linears_triton
     return run(x, weights, biases, activation)
 
 
@@ -232,3 +233,20 @@ def fused_linears_plain(x: Tensor, layer: Linear) -> Tensor:
     y = activate(y, activation) if activation else y
     y = y if up is None else y * up
     return y if residual is None else residual + y
+
+
+def linear_add_norm(
+    x: Tensor, weight: Tensor, other: Tensor, norm: Norm, pre_norm: Norm | None = None
+) -> tuple[Tensor, Tensor]:
+    """`add_norm` of `other` and x w^T; for some tokens the kernel of the norm adds partial sums."""
+    check_linears(x, [weight], [])
+    tokens = x.numel() // x.shape[-1]
+    is_half = x.dtype in (torch.bfloat16, torch.float16)
+    has_some_tokens = is_half and MAX_TOKENS_OF_ONE < tokens <= MAX_TOKENS
+    if x.is_cuda and has_some_tokens and weight.is_contiguous():
+        from hf_static_kv.kernels.joint_linear_triton import linear_parts_triton, num_parts
+
+        if (parts := num_parts(weight)) > 1:
+            sums = linear_parts_triton(x, weight, parts)
+            return norms.add_norm(other, sums, norm, pre_norm)
+    return norms.add_norm(other, linears(x, [weight], []), norm, pre_norm)

@@ -66,14 +66,19 @@ def norm(x: Tensor, norm: Norm) -> Tensor:
 def add_norm(
     x: Tensor, other: Tensor, norm: Norm, pre_norm: Norm | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sum and its norm; the sum and the output of `pre_norm` are rounded to the dtype of x."""
+    """The sum and its norm; the sum and the output of `pre_norm` are rounded to the dtype of x.
+
+    `other` is as x, or float32 [parts, ...] whose sum is rounded to it.
+    """
     check_norm(x, norm)
     if pre_norm is not None:
         check_norm(x, pre_norm)
-    if other.shape != x.shape or other.dtype != x.dtype:
+    has_parts = other.ndim > x.ndim and other.dtype == torch.float32
+    if other.shape[has_parts:] != x.shape or (other.dtype != x.dtype and not has_parts):
         both = f"x {tuple(x.shape)} {x.dtype} and other {tuple(other.shape)} {other.dtype}"
         raise ValueError(f"{both} must be alike.")
     if not x.is_cuda:
+        other = other.sum(0).to(x.dtype) if has_parts else other
         total = x + (other if pre_norm is None else norm_plain(other, pre_norm))
         return total, norm_plain(total, norm)
     from hf_static_kv.kernels.norm_triton import norm_triton

@@ -15,10 +15,10 @@ TritonNorm = tuple[Tensor, float, tuple[float, bool, bool], Tensor | None]
 @triton.jit
 def fused_add_norm(
     x, other, weight, bias, pre_weight, pre_bias, total, output, eps, offset, pre_eps, pre_offset,
-    vectors, x_block, x_vector, D: tl.constexpr, TILE: tl.constexpr,
+    vectors, x_block, x_vector, count, D: tl.constexpr, TILE: tl.constexpr,
     CAST_FIRST: tl.constexpr, IS_CENTRED: tl.constexpr, HAS_BIAS: tl.constexpr,
     PRE_CAST_FIRST: tl.constexpr, PRE_IS_CENTRED: tl.constexpr, PRE_HAS_BIAS: tl.constexpr,
-    IS_SUM: tl.constexpr, HAS_PRE_NORM: tl.constexpr, PDL: tl.constexpr,
+    PARTS: tl.constexpr, HAS_PRE_NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, TILE)
@@ -29,8 +29,11 @@ def fused_add_norm(
     pdl_sync(PDL)
     at = i * D + d
     y = tl.load(x + i // vectors * x_block + i % vectors * x_vector + d, mask=d < D, other=0.0)
-    if IS_SUM:
+    if PARTS > 0:
         term = tl.load(other + at, mask=d < D, other=0.0)
+        for part in tl.static_range(1, PARTS):
+            term += tl.load(other + part * count + at, mask=d < D, other=0.0)
+        term = term.to(y.dtype)
         if HAS_PRE_NORM:
             term = _normalize(
                 term, pre_w, pre_b, pre_eps, pre_offset, D, TILE,
@@ -76,20 +79,24 @@ def rms_multiply(x, scale, w, offset, CAST_FIRST: tl.constexpr):
 def norm_triton(
     x: Tensor, other: Tensor | None, norm: TritonNorm, pre_norm: TritonNorm | None
 ) -> tuple[Tensor, Tensor]:
-    """x, or its sum with `other` or with the `pre_norm` of `other`; and the norm of that."""
+    """x, or its sum with `other` or with the `pre_norm` of `other`; and the norm of that.
+
+    `other` may be float32 [parts, ...]: their sum.
+    """
     blocks = as_blocks(x)
     dim = x.shape[-1]
     tile = triton.next_power_of_2(dim)
     output = x.new_empty(x.shape)
     total = x if other is None else x.new_empty(x.shape)
+    parts = 0 if other is None else 1 if other.ndim == x.ndim else len(other)
     tensors, numbers, constants = norm_arguments(norm, x)
     pre_tensors, pre_numbers, pre_constants = norm_arguments(pre_norm, norm[0])
     launch(
         fused_add_norm, (x.numel() // dim,), blocks, blocks if other is None else other.contiguous(),
         *tensors, *pre_tensors, total, output, *numbers, *pre_numbers,
-        blocks.shape[1], *blocks.stride()[:2], D=dim, TILE=tile, **constants,
+        blocks.shape[1], *blocks.stride()[:2], x.numel(), D=dim, TILE=tile, **constants,
         **{f"PRE_{name}": value for name, value in pre_constants.items()},
-        IS_SUM=other is not None, HAS_PRE_NORM=pre_norm is not None, num_warps=num_warps(tile),
+        PARTS=parts, HAS_PRE_NORM=pre_norm is not None, num_warps=num_warps(tile),
         # an FMA would give the norm of a sum other bits than the norm alone
         enable_fp_fusion=False,
     )  # fmt: skip

@@ -17,12 +17,14 @@ from torch.nn import Parameter
 
 from hf_static_kv.kernels.linear import (
     MAX_TOKENS,
+    MAX_TOKENS_OF_ONE,
     MAX_WEIGHTS,
     Linear,
     activated_product,
     activation_name,
     fused_linears,
     gated_linear,
+    linear_add_norm,
     linears,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
@@ -449,6 +451,27 @@ def norm_of_sum(program: Program) -> None:
             if program.fuse([inner, total, call], add_norm, *arguments, results=results):
                 continue
         program.fuse([total, call], add_norm, *total.args, its_norm, results=results)
+
+
+@rule(keeps_bits=False)
+def sum_of_parts(program: Program) -> None:
+    """
+    y = run_linear(x, [w])                  ->   h, z = linear_add_norm(x, w, r, norm, inner)     some tokens
+    h, z = add_norm(r, y, norm, inner)
+    """
+    for call in program.calls_of(add_norm):
+        r, y, *norms = call.args
+        orders = [(r, y)] if len(norms) > 1 else [(r, y), (y, r)]
+        for other, output in orders:
+            found = _found(program.maker(output))
+            if found is None or not MAX_TOKENS_OF_ONE < found.tokens <= MAX_TOKENS:
+                continue
+            weights, *around = found.layer
+            if len(weights) == 1 and around == list(Linear([], [])[1:]):
+                arguments = found.x, weights[0], other, *norms
+                parts = [found.call, call]
+                if program.fuse(parts, linear_add_norm, *arguments, results=call.results):
+                    break
 
 
 @rule(keeps_bits=False)

@@ -213,6 +213,7 @@ def run_linears(dtype: torch.dtype) -> None:
         some = normal(tokens, 72, dtype=dtype)
         joint_linear_triton.joint_linears_triton(some, [gate, up], [bias, bias])
         joint_linear_triton.joint_linears_triton(some, [gate, up], [], "silu")
+        joint_linear_triton.linear_parts_triton(some, gate, 2)
     for tokens in (3, 11, 140):
         many = normal(tokens, 72, dtype=dtype)
         invariant_linear_triton.invariant_linears_triton(many, [gate], [bias])
@@ -268,6 +269,7 @@ def run_norms(dtype: torch.dtype) -> None:
     norm_triton.norm_triton(x, None, norms[0], None)
     norm_triton.norm_triton(x, x.clone(), norms[0], None)
     norm_triton.norm_triton(x, x.clone(), norms[0], norms[2])
+    norm_triton.norm_triton(x, normal(3, 3, 77, dtype=torch.float32), norms[0], norms[2])
     norm_triton.norm_triton(x, x.clone(), Norm(x[0].clone(), 1e-5, LAYER_NORM, x[1].clone()), None)
 
 

@@ -199,6 +199,19 @@ class TestAddNorm:
         assert torch.equal(total, expected)
         assert torch.equal(normed, kernel(expected, its_norm))
 
+    @pytest.mark.parametrize("pre_style", [None, ALL_STYLES[-1]], ids=str)
+    @pytest.mark.parametrize("parts", [1, 3])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_parts_are_added_and_rounded(self, dtype, parts, pre_style):
+        x, others = normal(2, 3, 96, dtype=dtype), normal(parts, 2, 3, 96)
+        its_norm = norm_of(96, ALL_STYLES[0], dtype)
+        pre_norm = None if pre_style is None else norm_of(96, pre_style, dtype, seed=5)
+        other = sum(others[1:], others[0]).to(dtype)  # in their order
+        for run in (norm_triton, add_norm):
+            got, expected = (run(x, y, its_norm, pre_norm) for y in (others, other))
+            assert torch.equal(got[0], expected[0])
+            assert torch.equal(got[1], expected[1])
+
     @pytest.mark.parametrize("pre_style", [None, *ALL_STYLES], ids=str)
     @pytest.mark.parametrize("style", ALL_STYLES, ids=str)
     def test_on_a_cpu_it_is_the_same_formula(self, style, pre_style):
@@ -220,6 +233,11 @@ class TestWhatDoesNotFit:
         message = r"x \(2, 8\) torch.float32 and other \(1, 8\) torch.float32 must be alike"
         with pytest.raises(ValueError, match=message):
             add_norm(self.x, torch.ones(1, 8), self.rms)
+
+    @pytest.mark.parametrize("parts", [torch.ones(3, 1, 8), torch.ones(3, 2, 8).half()])
+    def test_parts_of_another_sum(self, parts):
+        with pytest.raises(ValueError, match="must be alike"):
+            add_norm(self.x, parts, self.rms)
 
     @pytest.mark.parametrize(
         "weight", [torch.ones(4), torch.ones(2, 8), torch.ones(())], ids=lambda x: str(x.shape)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from hf_static_kv.kernels import linear_triton, select_greedy_triton
+from hf_static_kv.kernels.joint_linear_triton import linear_parts_triton
 from hf_static_kv.kernels.launch_triton import compile_only, launch
 from hf_static_kv.kernels.positions_triton import place_tokens_triton
 
@@ -56,6 +57,17 @@ class TestLinears:
         assert got.shape == (rows, sum(sizes))
         bound = error_bound(x, whole) + torch.finfo(dtype).eps * (abs(bias) if has_bias else 0)
         assert ((got.double() - (x.double() @ whole.double().T + bias)).abs() <= bound).all()
+
+    @pytest.mark.parametrize("parts", [2, 3])
+    @pytest.mark.parametrize("dim", [200, 640])  # the last part is shorter, or empty
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_parts_of_a_sum(self, dtype, dim, parts):
+        x, weight = normal(2, 10, dim, dtype=dtype), normal(40, dim, dtype=dtype)
+        got = linear_parts_triton(x, weight, parts)
+        assert got.shape == (parts, 2, 10, 40)
+        assert got.dtype == torch.float32
+        expected = x.double() @ weight.double().T
+        assert ((got.double().sum(0) - expected).abs() <= error_bound(x, weight)).all()
 
     @pytest.mark.parametrize(("size", "dim"), [(8200, 64), (20, 4100)])
     def test_the_tiles_of_large_weights(self, size, dim, monkeypatch):

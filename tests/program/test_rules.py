@@ -251,6 +251,42 @@ class TestNorms:
 
         assert rewritten(function, "norm_of_sum") == (["mul", "norm", "add_norm", "add"], 0)
 
+    @pytest.mark.parametrize(
+        ("rows", "expected"), [(17, ["linear_add_norm"]), (16, ["run_linear", "add_norm"])]
+    )
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_a_linear_layer_whose_parts_a_norm_adds(self, rows, expected, is_first):
+        def function(x):
+            y = F.linear(x, SQUARE)
+            h = y + x if is_first else x + y
+            return norm(h, RMS) + h
+
+        rules = "few_tokens", "norm_of_sum", "sum_of_parts"
+        names, difference = rewritten(function, *rules, rows=rows)
+        assert (names, difference) == ([*expected, "add"], 0)
+
+    @pytest.mark.parametrize(
+        "function",
+        [
+            lambda x: norm(x + F.linear(x, SQUARE, GAIN), RMS),
+            lambda x: (y := F.linear(x, SQUARE), norm(x + y, RMS) * y)[1],
+            lambda x: norm(x + F.silu(F.linear(x, SQUARE)), RMS),
+        ],
+    )
+    def test_other_linear_layers_have_no_parts(self, function):
+        rules = "few_tokens", "activation", "norm_of_sum", "sum_of_parts"
+        names, difference = rewritten(function, *rules, rows=17)
+        assert "linear_add_norm" not in names
+        assert difference == 0
+
+    def test_parts_of_a_linear_layer_with_a_norm_before_the_sum(self):
+        def function(x):
+            h = x + norm(F.linear(x, SQUARE), OTHER)
+            return norm(h, RMS) + h
+
+        rules = "few_tokens", "norm_of_sum", "sum_of_parts"
+        assert rewritten(function, *rules, rows=17) == (["linear_add_norm", "add"], 0)
+
     def test_norm_before(self):
         def function(x):
             y = norm(x, RMS)
