@@ -348,7 +348,7 @@ class Attachment:
                 self._note(call.fallback_reason)
             return output
         self._note(f"there are no graphs on {device}")
-        call.entry = self.pool.entry_of(call.cache)
+        call.use_pool(self.pool)
         return call.run_eagerly()
 
     def batch_manager(

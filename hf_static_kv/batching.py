@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import compat
 from hf_static_kv.decoding.decoder import GraphDecoder
-from hf_static_kv.decoding.loop import OWNER, Cancelled
+from hf_static_kv.decoding.seats import OWNER, Cancelled
 from hf_static_kv.decoding.turns import turns_of
 
 _WAITING = 4  # calls beside those that have a row: prepared when one is free

@@ -14,7 +14,7 @@ READING_ORDER = {
     "cache": [
         "debug", "storage", "ranks", "values", "layout", "request", "slots", "layer", "indexed", "states",
         "passes", "allocation", "samples", "identity", "fileidentity", "fileformat", "filepieces", "files",
-        "cache", "rows", "blocks", "histories", "prefixes", "pool",
+        "cache", "rows", "blocks", "entry", "histories", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
@@ -32,8 +32,7 @@ READING_ORDER = {
     ],
     "decoding": [
         "turns", "prepared", "call", "eligibility", "selection", "tokens", "verification", "steps", "prompts",
-        "loop",
-        "decoder",
+        "seats", "loop", "decoder",
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.cache.request import Fallback
+from hf_static_kv.cache.storage import is_out_of_memory
 
 
 class Row(NamedTuple):
@@ -99,3 +101,41 @@ def _run(numbers: tuple[int, ...]) -> Any:
     """An index that is no copy where the numbers follow one another."""
     run = range(numbers[0], numbers[0] + len(numbers))
     return slice(run.start, run.stop) if numbers == tuple(run) else list(numbers)
+
+
+# --- storage of rows
+
+
+def power_of_two(number: int) -> int:
+    """That is at least this number."""
+    return 1 << (number - 1).bit_length()
+
+
+def num_rows(cache: StaticContiguousCache) -> int:
+    return int(cache.kv_layers[0].max_batch_size)
+
+
+def allocated(
+    like: StaticContiguousCache, sizes: Sequence[tuple[int, int]], bound: int
+) -> StaticContiguousCache:
+    """Storage of the first of these sizes (max_cache_len, rows) that fits."""
+    for max_cache_len, rows in sizes:
+        if like.bytes_of_rows(max_cache_len, rows) <= bound:
+            try:
+                return like.for_rows(max_cache_len, rows)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+    length, rows = sizes[-1]
+    raise Fallback(
+        f"{rows} rows of {length} tokens, for calls of several threads, do not fit into {bound:,} "
+        "bytes"
+    )
+
+
+def copy_rows(source: StaticContiguousCache, target: StaticContiguousCache) -> None:
+    """All rows, to storage with as many or more, as long or longer."""
+    for theirs, own in zip(source.storage_groups, target.storage_groups, strict=True):
+        _, rows, _, slots, _ = theirs.keys.shape
+        own.keys[:, :rows, :, :slots] = theirs.keys
+        own.values[:, :rows, :, :slots] = theirs.values

@@ -27,6 +27,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_static_kv import compat
 from hf_static_kv.cache.cache import Snapshot, StaticContiguousCache
+from hf_static_kv.cache.entry import Entry
 from hf_static_kv.cache.identity import (
     State,
     content_state,
@@ -35,7 +36,7 @@ from hf_static_kv.cache.identity import (
 )
 from hf_static_kv.cache.layout import compute_device, refuse_missing_layers
 from hf_static_kv.cache.passes import UnfinishedPass
-from hf_static_kv.cache.pool import Entry
+from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import state_tensors
@@ -99,7 +100,8 @@ class Call:
         self.streamer: Any = self.request.streamer
         # eligibility.py looks whether it is ours.
         self.cache: Any = self.model_kwargs.get("past_key_values")
-        self.entry: Entry | None = None  # of a cache of a pool: another can take its place
+        self.pool: CachePool | None = None  # that has the cache
+        self.entry: Entry | None = None  # of the pool: another can take its place
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
         # Of the model, where the prefix is not of this one.
@@ -158,10 +160,15 @@ class Call:
     def use_cache(self, cache: StaticContiguousCache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
 
+    def use_pool(self, pool: CachePool) -> None:
+        """The cache may be one of this pool."""
+        self.pool = pool
+        self.entry = pool.entry_of(self.cache)
+
     def give_back_cache(self) -> None:
         """To its pool: the sequence goes on elsewhere."""
-        if self.entry is not None and self.entry.pool is not None:
-            self.entry.pool.give_back(self.entry)
+        if self.entry is not None and self.pool is not None:
+            self.pool.give_back(self.entry)
         self.entry = None
 
     def in_rows(self, cache: StaticContiguousCache, rows: int, length: int) -> "Call":
@@ -386,8 +393,8 @@ class Call:
     def forget_prefix(self) -> None:
         """Begin the call again with another cache: empty, or with a prefix of the model as it is."""
         assert self.entry is not None
-        assert self.entry.pool is not None
-        self.entry.pool.exchange(self.entry, self.request, self.identity)
+        assert self.pool is not None
+        self.pool.exchange(self.entry, self.request, self.identity)
         self.use_cache(self.entry.cache)
         self.__dict__.pop("fingerprint", None)
         self.begin()

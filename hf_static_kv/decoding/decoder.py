@@ -36,8 +36,9 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
-from hf_static_kv.decoding.loop import MAX_ROWS, Loop, Request, refusal
+from hf_static_kv.decoding.loop import MAX_ROWS, Loop
 from hf_static_kv.decoding.prompts import Prompts
+from hf_static_kv.decoding.seats import Seat, refusal
 from hf_static_kv.decoding.selection import selection_of
 from hf_static_kv.decoding.steps import Steps, decoding
 from hf_static_kv.decoding.tokens import Tokens
@@ -131,7 +132,7 @@ class GraphDecoder:
                     call.use_cache(own_cache.enter_context(self.pool.cache_for(call.request)))
                 except Fallback as fallback:
                     refused = fallback
-            call.entry = self.pool.entry_of(call.cache)
+            call.use_pool(self.pool)
             output = self.pool.hand_over(self._generate(call, refused))
             self.fallback_reason = call.fallback_reason
             return output  # type: ignore[no-any-return]
@@ -274,11 +275,11 @@ class GraphDecoder:
     ) -> _Output | None:
         """The rest of the call in a row; None: it stays alone."""
         call.confirm()
-        request = Request(call, tokens, selection_of(call))
-        if not self.loop_of(call.model).run(request, logits):
+        seat = Seat(call, tokens, selection_of(call))
+        if not self.loop_of(call.model).run(seat, logits):
             call.is_alone = True
             return None
-        if request.returns_cache:
+        if seat.returns_cache:
             call.remember(tokens.ids)
         return tokens.result(call.cache)
 

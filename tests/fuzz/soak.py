@@ -20,7 +20,7 @@ from collections import Counter
 import torch
 
 from hf_static_kv import attach, attaching
-from hf_static_kv.decoding.loop import OWNER, Cancelled
+from hf_static_kv.decoding.seats import OWNER, Cancelled
 from tests.conftest import shared_toy_model
 from tests.fuzz.company import DEVICE, Caller, Stop, StopsAt, Streamer, draw, left_behind
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, StaticContiguousLayer
+from hf_static_kv.cache.entry import Entry
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.passes import OpenPass
-from hf_static_kv.cache.pool import CachePool, Entry
+from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.program.step import DecodeStep
 from tests.fuzz.cases import (
     FAMILIES,
