@@ -8,8 +8,8 @@ All contenders run in this process, on twins of the model that share its weights
   attach        `generate_batch`'s manager of an attached model
   packed        the same requests by hand: batches of 64 by the length of the answer, padded at the
                 left, each as long as its longest answer, by `generate` of an attached model
-  transformers  transformers' own manager, with the first `--baseline-requests` of the requests, after
-                a run of as many: with all of them it takes minutes
+  transformers  transformers' own manager, with the first `--baseline-requests` of the requests, once,
+                after two of them: with all it takes minutes; `attach` has a row with as many, too
 `attach` runs `--trials` times after two runs in which steps and prompts are captured.
 Exit status 1 if a request got fewer tokens than it asked for, 2 for a bad argument.
 """
@@ -117,14 +117,18 @@ def measured(args: argparse.Namespace) -> Record:
     model = workload.build_model()
     model.generation_config.eos_token_id = None
     asked = requests_of(args, model.config.get_text_config().vocab_size)
+    few = asked[: args.baseline_requests]
     rows = []
     for name in ("attach", "packed"):
         side = attached_twin(name, model)
         rows.append(case(name, side.model, asked, _WARM_UP, args.trials))
+        if few and name == "attach":
+            rows.append(case(name, side.model, few, 0, args.trials))
         detach(side.model)
-    if args.baseline_requests:
-        few = asked[: args.baseline_requests]
-        rows.append(case("transformers", twin(model), few, 1, 1))
+    if few:
+        own = twin(model)
+        managed(own, few[:2])
+        rows.append(case("transformers", own, few, 0, 1))
     return {**workload.origin(), "trials": args.trials, "rows": rows}
 
 
@@ -141,7 +145,7 @@ def parser() -> argparse.ArgumentParser:
     parser.set_defaults(prompt_len=1500, new_tokens=500)
     add = parser.add_argument
     add("--requests", type=int, default=256, help="%(default)s")
-    add("--baseline-requests", type=int, default=48, help="of transformers' own (%(default)s)")
+    add("--baseline-requests", type=int, default=24, help="of transformers' own (%(default)s)")
     add("--trials", type=int, default=3, help="%(default)s")
     return parser
 
