@@ -6,8 +6,8 @@
     python benchmarks/bench_generation.py --model llama --device cpu --lengths 10 50 128 200
 
 Each contender runs in a fresh process with its own copy of the model, all at once in memory:
-  first call   from the loaded model to the last token, with empty compile caches; it is also the
-               warm-up of what follows
+  first call   from the loaded model to the last token, with empty compile caches
+  second call  for one token: it captures the pass of the prompt. Both are the warm-up of what follows
   trials       contenders in turns; a call for one token (T1, the time to first token) and a call
                for all N (TN): a decode step takes (TN - T1) / (N - 1), the loop included
   latencies    one more call in the last turn, with a clock that synchronizes after each token
@@ -57,6 +57,10 @@ class Runner:
             torch.cuda.reset_peak_memory_stats(self.workload.device)
         return self.generate.seconds(self.new_tokens)
 
+    def second_call(self) -> float:
+        """Seconds for one token."""
+        return self.generate.seconds(1)
+
     def trial(self) -> tuple[float, float]:
         """Seconds of a call for one token, and of a call for all."""
         return self.generate.seconds(1), self.generate.seconds(self.new_tokens)
@@ -92,6 +96,7 @@ def contest(
     with entered(names, lambda name: Entry(name, workload, Runner, tokens[name])) as entries:
         for entry in tqdm(entries, desc="first calls", leave=False, disable=None):
             rows[entry.name]["cold_start_s"] = entry.call("first_call")
+            rows[entry.name]["second_call_s"] = entry.call("second_call")
             rows[entry.name]["trials_s"] = []
         for trial in tqdm(range(trials), desc="trials", leave=False, disable=None):
             for entry in timing.shuffled(entries, trial):

@@ -33,6 +33,11 @@ FIRST_TOKEN = {
     "attach": "**`attach(model)`**",
     "dynamic": "`DynamicCache` (the default)",
 }
+REQUESTS = {
+    "attach": "**`attach(model)`**",
+    "packed": "the same, packed by hand",
+    "transformers": "transformers' own",
+}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -185,17 +190,24 @@ def first_token(records: list[Record]) -> str:
 
 
 def threads(records: list[Record]) -> str:
-    """Contenders as rows: tokens a second of all calls together, by the number of threads."""
-    heads = sorted({row["threads"] for record in records for row in record["rows"]})
+    return _together(records, "threads", "tokens/s of all calls, threads", FIRST_TOKEN)
+
+
+def requests(records: list[Record]) -> str:
+    return _together(records, "requests", "tokens/s of all answers, requests", REQUESTS)
+
+
+def _together(records: list[Record], number: str, head: str, words: dict[str, str]) -> str:
+    """Contenders as rows: tokens a second of all together, by their number."""
+    heads = sorted({row[number] for record in records for row in record["rows"]})
     rows = []
     for record in records:
         by_name: dict[str, dict[int, str]] = {}
         for row in record["rows"]:
-            by_name.setdefault(row["name"], {})[row["threads"]] = median(row["tokens_per_s"])
+            by_name.setdefault(row["name"], {})[row[number]] = median(row["tokens_per_s"])
         for name, cells in by_name.items():
-            words = f"{title(record)}, {FIRST_TOKEN[name]}"
-            rows.append([words, *(cells.get(number, "-") for number in heads)])
-    return table(["tokens/s of all calls, threads", *map(str, heads)], rows)
+            rows.append([f"{title(record)}, {words[name]}", *(cells.get(n, "-") for n in heads)])
+    return table([head, *map(str, heads)], rows)
 
 
 def _case(row: Record) -> str:

@@ -96,6 +96,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "training": tables.training,
     "first_token": tables.first_token,
     "threads": tables.threads,
+    "requests": tables.requests,
     "step": tables.step,
     "sampling": tables.sampling,
     "files": tables.files,
