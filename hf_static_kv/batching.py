@@ -25,20 +25,22 @@ from transformers import GenerationConfig
 from transformers.generation.streamers import BaseStreamer
 
 from hf_static_kv import compat
+from hf_static_kv.decoding.call import OWNER, Owner
 from hf_static_kv.decoding.decoder import GraphDecoder
-from hf_static_kv.decoding.seats import OWNER, Cancelled
+from hf_static_kv.decoding.seats import Cancelled
 from hf_static_kv.decoding.turns import turns_of
 
 _WAITING = 4  # calls beside those that have a row: prepared when one is free
 
 
 @dataclass(eq=False)
-class _Request:
+class _Request(Owner):
     request_id: str
     prompt: list[int]
     how: dict[str, Any]  # keywords of `generate`
     is_streamed: bool
     timestamps: list[float] | None
+    seed: int | None
     created: float = field(default_factory=time.perf_counter)
     begun: float = -1
     tokens: list[int] = field(default_factory=list)
@@ -159,6 +161,7 @@ class BatchManager:
         how["max_new_tokens"] = self._limit(input_ids, max_new_tokens)
         if eos_token_id is not None:
             how["eos_token_id"] = eos_token_id
+        is_sampled = how.get("do_sample", self.generation_config.do_sample)
         with self._lock:
             if self._threads is None:
                 raise RuntimeError("The manager is not running: call start() before add_request().")
@@ -168,7 +171,9 @@ class BatchManager:
             children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
             for own_id in (*children, request_id):
                 times: list[float] | None = [] if record_timestamps else None
-                request = _Request(own_id, list(input_ids), how, streaming, times)
+                # Here, not in its thread: in the order in which requests come.
+                seed = int(torch.randint(1 << 62, ())) if is_sampled else None
+                request = _Request(own_id, list(input_ids), how, streaming, times, seed)
                 self._requests[own_id] = request
                 self._threads.submit(self._run, request)
         return request_id

@@ -89,6 +89,22 @@ def test_several_sequences_of_a_prompt(model):
     assert len(set(map(tuple, results.values()))) == 3
 
 
+@pytest.mark.parametrize("max_new_tokens", [1, 12])
+@pytest.mark.parametrize("is_on_host", [False, True])
+def test_sampled_requests_repeat_under_a_seed(model, max_new_tokens, is_on_host, monkeypatch):
+    config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=max_new_tokens)
+    if is_on_host:  # the threads of calls select
+        monkeypatch.setattr("hf_static_kv.decoding.decoder.selection_of", lambda call: None)
+    runs = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        results = model.generate_batch(prompts(12), config)
+        runs.append([result.generated_tokens for result in results.values()])
+    assert runs[0] == runs[1]
+    assert runs[0] != runs[2]
+    assert len(set(map(tuple, runs[0]))) > 1
+
+
 def test_a_request_has_keywords_of_its_own(manager):
     ids = prompts(1)[0]
     short = manager.add_request(ids, max_new_tokens=3)

@@ -6,6 +6,7 @@ import copy
 import math
 import time
 from contextlib import nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import NoneType
@@ -56,6 +57,16 @@ _SETTINGS = (bool, int, float, str, NoneType)
 _TOKENS_FOR_CUDNN = 32768
 # The newest look at each model: when, and its state.
 _LOOKS: WeakKeyDictionary[Any, tuple[float, State]] = WeakKeyDictionary()
+
+
+class Owner:
+    """What a call was made for, if somebody may cancel it."""
+
+    is_cancelled = False
+    seed: int | None = None  # of the numbers that it draws; None: they are torch's
+
+
+OWNER: ContextVar[Owner | None] = ContextVar("owner", default=None)
 
 
 class ModelChanged(Exception):
@@ -119,6 +130,7 @@ class Call:
         self.began = math.inf  # `generate`; inf: that is not known
         self.is_in_rows = False  # see `in_rows`
         self.is_alone = False  # whatever other calls there are
+        self.owner = OWNER.get()
         self.fallback_reason: str | None = None  # why it runs in transformers' loop
         # To be that of the model as it is.
         self.is_prefix_assumed = False
@@ -149,6 +161,11 @@ class Call:
         return cls(
             model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
+
+    @property
+    def seed(self) -> int | None:
+        """Of the numbers that it draws; None: it draws none, or from torch's generator."""
+        return None if self.owner is None or not self.config.do_sample else self.owner.seed
 
     @property
     def brings_no_cache(self) -> bool:

@@ -262,7 +262,9 @@ class GraphDecoder:
         """Whether the call goes on in a row beside others; if it cannot, it lets them go first."""
         turns = turns_of(call.model)
         loop = self.loop_of(call.model)
-        if not turns.is_wanted and (call.is_alone or not loop.num_rows):
+        is_company = turns.is_wanted or (loop.num_rows and not call.is_alone)
+        # A row can draw from a generator of its own.
+        if not is_company and (call.is_alone or call.seed is None):
             return False
         call.is_alone = call.is_alone or self.max_rows < 2 or refusal(call) is not None
         if call.is_alone or loop.is_full:

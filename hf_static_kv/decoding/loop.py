@@ -170,7 +170,7 @@ class Loop:
             if seat.selection is not None and logits is not None:
                 tokens.select(logits)
             self._seat(seat, step, cache)
-            if getattr(seat.owner, "is_cancelled", False):
+            if seat.owner is not None and seat.owner.is_cancelled:
                 raise Cancelled
             if not seat.returns_cache:
                 seat.call.remember(tokens.ids)

@@ -1,6 +1,5 @@
 """A call that has a row among others, and which calls may have one."""
 
-from contextvars import ContextVar
 from queue import SimpleQueue
 from threading import get_ident
 from typing import Any
@@ -15,9 +14,6 @@ from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.patching import TRACED_ATTENTION_NAME
 
 TAKES_THE_LARGEST = Selection()
-
-# What a call was made for, if somebody may cancel it: an object with `is_cancelled`.
-OWNER: ContextVar[Any] = ContextVar("owner", default=None)
 
 
 class Cancelled(Exception):
@@ -45,7 +41,7 @@ class Seat:
         self.sent = 0.0  # when the last piece was
         self.inbox: SimpleQueue[Any] = SimpleQueue()  # what its thread waits for
         self.thread = get_ident()
-        self.owner = OWNER.get()
+        self.owner = call.owner
         self.returns_cache = bool(call.config.return_dict_in_generate)
         # Of a call whose sequence is kept; it goes on without this cache.
         is_kept = call.entry is not None and call.entry.identity is not None

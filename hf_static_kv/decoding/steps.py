@@ -67,7 +67,8 @@ class Steps:
 
     def get(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
-        return self.get_for(call, selection_of(call))
+        # A step draws from torch's generator.
+        return self.get_for(call, selection_of(call) if call.seed is None else None)
 
     def get_for_rows(self, call: Call, selection: Selection) -> RowsStep:
         """Of a call in rows."""

@@ -63,6 +63,8 @@ class Tokens:
         self.logits: list[Tensor] = []
         self._newest = self.unfinished  # tokens [B]
         self._own_generator: torch.Generator | None = None  # None: torch's
+        if call.seed is not None:
+            self._own_generator = torch.Generator(self.ids.device).manual_seed(call.seed)
         # Whether code of the caller sees tokens.
         self.is_watched = is_watched or not is_known
 
@@ -74,7 +76,7 @@ class Tokens:
         """
         self.finished.is_deferred = False
         self.set_limit(self._asked, self._asked)
-        if not self.config.do_sample:
+        if not self.config.do_sample or self._own_generator is not None:
             return
         own = torch.Generator(self.ids.device)
         if is_first or self.length > self._prompt_length:

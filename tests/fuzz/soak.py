@@ -20,16 +20,13 @@ from collections import Counter
 import torch
 
 from hf_static_kv import attach, attaching
-from hf_static_kv.decoding.seats import OWNER, Cancelled
+from hf_static_kv.decoding.call import OWNER, Owner
+from hf_static_kv.decoding.seats import Cancelled
 from tests.conftest import shared_toy_model
 from tests.fuzz.company import DEVICE, Caller, Stop, StopsAt, Streamer, draw, left_behind
 
 KINDS = ("greedy", "stream", "ended", "criteria", "processors", "kept", "ngram", "least")
 REQUESTS = 60  # unlike ones, which come again and again
-
-
-class Owner:
-    is_cancelled = False
 
 
 class Soak:
