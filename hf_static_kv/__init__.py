@@ -3,7 +3,6 @@ captured step.
 """
 
 from hf_static_kv.attaching import (
-    Attachment,
     attach,
     attached,
     attaching_loaded_models,
@@ -20,6 +19,7 @@ from hf_static_kv.exactness.exact import exact
 from hf_static_kv.exactness.logprobs import selected_logprobs, token_logprobs
 from hf_static_kv.inspection.attention_trace import full_attention, trace_attention
 from hf_static_kv.inspection.step_recorder import StepRecorder
+from hf_static_kv.served import Attachment
 
 __version__ = "0.2.0"
 __all__ = [

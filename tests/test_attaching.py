@@ -20,11 +20,11 @@ from hf_static_kv import (
     StaticContiguousCache,
     attach,
     attached,
-    attaching,
     attachment,
     cache_bytes,
     detach,
     exact,
+    served,
 )
 from hf_static_kv.cache import storage
 from hf_static_kv.testing import load_model
@@ -38,7 +38,7 @@ ON_GPU = DEVICE == "cuda"
 
 @pytest.fixture(autouse=True)
 def _prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 def generate(model, ids=PROMPT, seed=0, **how):
@@ -86,7 +86,7 @@ def test_the_tokens_are_those_of_generate(name, mode):
 def either_loop(request, monkeypatch):
     """transformers' loop, and the decoder, which on a CPU runs steps without a graph."""
     if request.param == "decoder":
-        monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,))
+        monkeypatch.setattr(served, "_DECODER_DEVICES", (DEVICE,))
     elif ON_GPU:
         pytest.skip("on a GPU it is the decoder")
 
@@ -742,23 +742,27 @@ def test_two_chats_in_turn_share_a_cache(model):
     assert info.reused_tokens == sum(2 * (13 + 14 * turn - 1) + 2 for turn in (1, 2))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_many_chats_under_one_system_prompt_compute_new_tokens_only(name):
+@pytest.mark.parametrize(
+    ("name", "number", "turns", "length"),
+    [("llama", 9, 3, 50), ("gemma3", 9, 3, 50), ("llama", 32, 4, 1000)],
+)
+def test_many_chats_under_one_system_prompt_compute_new_tokens_only(name, number, turns, length):
     model = toy_model(name)
-    system = torch.randint(1, 120, (1, 50), device=DEVICE)
-    chats = [torch.cat([system, (PROMPT + number) % 100], dim=1) for number in range(9)]
+    system = torch.randint(1, 120, (1, length), device=DEVICE)
+    chats = [torch.cat([system, (PROMPT + own) % 100], dim=1) for own in range(number)]
     expected, kept = chats, 0
     info = attach(model, reuse_prefix=True)
-    for turn in range(3):
+    for turn in range(turns):
         asked = [torch.cat([chat, PROMPT + turn], dim=1) for chat in expected]
         expected = [generate(model, chat, max_new_tokens=5, use_cache=False) for chat in asked]
         got = [generate(model, chat, max_new_tokens=5) for chat in asked]
         assert all(map(torch.equal, got, expected))
         # The system prompt is computed once; later all but the last token of the turn before.
-        kept += sum(chat.shape[1] - 13 - 1 for chat in asked) if turn else 8 * 50
+        kept += sum(chat.shape[1] - 13 - 1 for chat in asked) if turn else (number - 1) * length
         assert info.reused_tokens == kept
     assert len(info.caches) == 1
-    assert len(info.pool.histories) == 9  # one of them is an older turn of the chat in the cache
+    # One of them is an older turn of the chat in the cache.
+    assert len(info.pool.histories) == number
 
 
 def test_a_long_chat_leaves_the_system_prompt_where_windows_drop_it():
@@ -1049,11 +1053,11 @@ def test_calls_replay_a_captured_step(model):
 @pytest.mark.skipif(ON_GPU, reason="what a machine without graphs says")
 def test_a_cpu_uses_the_cache_alone_where_it_is_no_slower(model, monkeypatch):
     info = attach(model)
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 14)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 14)
     generate(model)
     assert info.fallback_reason == "on a cpu our cache is no faster for a prompt this short"
     assert info.caches == []
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 13)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 13)
     generate(model)
     assert len(info.caches) == 1
     assert info.fallback_reason == "there are no graphs on cpu"

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_static_kv import attach, attached, attaching, cache_bytes, detach
+from hf_static_kv import attach, attached, cache_bytes, detach, served
 from hf_static_kv.decoding.tokens import StopFlags
 from tests.conftest import Collect
 from tests.decoding.conftest import DEVICE, toy_model
@@ -23,7 +23,7 @@ MODES = (
 
 @pytest.fixture(autouse=True)
 def _prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 class Stop(Exception):
@@ -167,7 +167,7 @@ class OneBehind(StopFlags):
 def test_a_token_too_many_is_removed_from_the_cache_that_has_it(monkeypatch, new_tokens):
     """Also if the prefix was of another model, and the call goes on with another cache."""
     monkeypatch.setattr("hf_static_kv.decoding.tokens.StopFlags", OneBehind)
-    monkeypatch.setattr("hf_static_kv.attaching._DECODER_DEVICES", (DEVICE,))
+    monkeypatch.setattr("hf_static_kv.served._DECODER_DEVICES", (DEVICE,))
     model = toy_model("llama").to(DEVICE)
     ids = torch.arange(1, 21, device=DEVICE)[None]
     options = {"do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import ModelOutput
 from transformers.utils import logging as transformers_logging
 
-from hf_static_kv import attached, attaching
+from hf_static_kv import attached, served
 from tests.conftest import ARCHITECTURES, Collect, tiny_model
 from tests.decoding.conftest import BATCH, DEVICE, PROMPT, padded, toy_model
 from tests.fuzz.models import at_least
@@ -48,7 +48,7 @@ KEPT = {"return_dict_in_generate": True}
 
 @pytest.fixture(autouse=True)
 def _prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 def call(model, ids=PROMPT, **how):
@@ -506,7 +506,7 @@ def test_a_scenario_of_generate(name, scenario):
 )
 def test_a_scenario_in_the_hands_of_the_decoder(scenario, monkeypatch):
     """What a GPU runs, without the graphs; of a model with dropout."""
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu",))
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu",))
     _, info = check(lambda: toy_model("gpt2"), SCENARIOS[scenario], reuse_prefix=True)
     assert info.pool.in_use == []
 

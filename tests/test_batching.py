@@ -13,7 +13,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation import utils as generation
 
-from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv import attach, attachment, detach, served
 from hf_static_kv.batching import BatchManager
 from hf_static_kv.decoding.turns import Turns
 from tests.decoding.conftest import DEVICE, toy_model
@@ -24,8 +24,8 @@ SECONDS = 60
 
 @pytest.fixture
 def model(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
     model = toy_model("llama")
     attach(model, max_rows=8)
     yield model
@@ -336,7 +336,7 @@ def test_what_is_not_served_is_left_to_transformers(model, monkeypatch):
     assert not isinstance(manager, BatchManager)
     reason = "generate_batch: log probabilities are asked for"
     assert attachment(model).fallback_reason == reason
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ())
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ())
     assert not isinstance(model.init_continuous_batching(GREEDY), BatchManager)
     detach(model)
     assert not isinstance(model.init_continuous_batching(GREEDY), BatchManager)

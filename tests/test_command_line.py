@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import hf_static_kv
 from hf_static_kv import __main__ as command_line
-from hf_static_kv import attach, attaching, attaching_loaded_models, attachment
+from hf_static_kv import attach, attaching_loaded_models, attachment, served
 from hf_static_kv.__main__ import main
 from hf_static_kv.testing import find_source, load_model, tiny_config
 
@@ -30,7 +30,7 @@ def _program(monkeypatch):
 
 @pytest.fixture
 def _prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 def facts(output):
@@ -73,14 +73,14 @@ class TestCheck:
         ],
     )
     def test_other_tokens(self, dtype, reason, capsys, monkeypatch):
-        run_loop = attaching.Attachment.run_loop
+        run_loop = served.Attachment.run_loop
 
         def wrong_loop(self, *args):
             output = run_loop(self, *args)
             output[:, 18:] = 7
             return output
 
-        monkeypatch.setattr(attaching.Attachment, "run_loop", wrong_loop)
+        monkeypatch.setattr(served.Attachment, "run_loop", wrong_loop)
         assert main(["check", "llama", "--dtype", dtype, *SMALL]) == 1
         found = facts(capsys.readouterr().out)
         assert found["tokens"].startswith("different from new token 3 on: ")

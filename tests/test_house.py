@@ -36,7 +36,7 @@ READING_ORDER = {
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],
-    "..": ["batching", "attaching", "testing", "__init__", "__main__"],
+    "..": ["batching", "served", "attaching", "testing", "__init__", "__main__"],
 }  # fmt: skip
 ORDER = [
     f"{folder.strip('.')}/{name}".lstrip("/")

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching, attachment
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching, attachment, served
 from tests.cache.conftest import PROMPT, generate
 from tests.conftest import toy_model
 
@@ -141,8 +141,8 @@ def test_the_first_pass_of_a_lazy_cache(sliding):
 )
 def test_a_call_of_an_attached_model(name, reuse_prefix, loop, monkeypatch):
     """It runs with transformers' own cache, or raises; no cache of the pool stays in use."""
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,) if loop == "decoder" else ())
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_DECODER_DEVICES", (DEVICE,) if loop == "decoder" else ())
     model = toy_model(name).to(DEVICE)
     how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     mask = torch.ones_like(PROMPT)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_static_kv import StaticContiguousCache, attach, attaching, cache_bytes
+from hf_static_kv import StaticContiguousCache, attach, cache_bytes, served
 from hf_static_kv.cache import pool as pool_module
 from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.request import Fallback, Request
@@ -189,7 +189,7 @@ class TestGrow:
 
 
 def test_a_window_that_was_changed_makes_another_cache(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
     model = toy_model("gemma3")
     attach(model)  # without prefixes any free cache of the same kind is taken
     how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
@@ -205,7 +205,7 @@ def test_a_window_that_was_changed_makes_another_cache(monkeypatch):
 
 
 def test_layers_that_were_removed_fall_back(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
     model = toy_model("llama")
     info = attach(model)
     how = {"max_new_tokens": 8, "eos_token_id": None, "do_sample": False}

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 
-from hf_static_kv import attach, attaching, attachment, detach
+from hf_static_kv import attach, attachment, detach, served
 from hf_static_kv.testing import MINIATURES, load_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(autouse=True)
 def _prompts_of_any_length(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 @cache

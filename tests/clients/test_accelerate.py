@@ -6,7 +6,7 @@ from accelerate import Accelerator, dispatch_model
 from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_static_kv import attach, attaching, attachment
+from hf_static_kv import attach, attachment, served
 from hf_static_kv.batching import BatchManager
 from hf_static_kv.testing import find_source, load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION, same_with_attach
@@ -117,7 +117,7 @@ def test_mixed_precision_begins_and_ends_between_calls(accelerator):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
 def test_generate_batch_of_a_prepared_model(accelerator, mode, monkeypatch):
     """The tokens of `generate`. In mixed precision there is no captured step, and no rows."""
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
     model, tokenizer = load_model("llama", device=DEVICE)
     prompts = tokenizer([QUESTION, "KING: My", ANSWER, f"{QUESTION} {ANSWER}"]).input_ids
     config = GenerationConfig(do_sample=False, max_new_tokens=8, eos_token_id=-1, pad_token_id=0)

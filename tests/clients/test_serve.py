@@ -34,10 +34,10 @@ USERS = 6
 # its id, its tokens, the tokens that rows have had, and why calls fell back.
 TELLING = """
 import sys
-from hf_static_kv import attaching, attachment
+from hf_static_kv import served, attachment
 from hf_static_kv.__main__ import main
 
-class Manager(attaching.BatchManager):
+class Manager(served.BatchManager):
     def _run(self, request):
         super()._run(request)
         in_rows = sum(loop.num_tokens for loop in self._decoder.loops)
@@ -46,9 +46,9 @@ class Manager(attaching.BatchManager):
         sys.stdout.write(f"ended: {request.request_id} {number} {in_rows} {reasons}\\n")
         sys.stdout.flush()
 
-attaching.BatchManager = Manager
-attaching._DECODER_DEVICES = ("cpu", "cuda")
-attaching._MIN_PROMPT_ON_CPU = 0
+served.BatchManager = Manager
+served._DECODER_DEVICES = ("cpu", "cuda")
+served._MIN_PROMPT_ON_CPU = 0
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from hf_static_kv import attach, attaching, attachment, exact, selected_logprobs, token_logprobs
+from hf_static_kv import attach, attachment, exact, selected_logprobs, served, token_logprobs
 from hf_static_kv.batching import BatchManager
 from hf_static_kv.testing import load_model
 from tests.clients.conftest import ANSWER, DEVICE, QUESTION
@@ -139,7 +139,7 @@ def test_continuous_batching(setting, tmp_path, monkeypatch):
     """The completions come from our manager. Each time it is asked for greedy tokens too: they are
     those of a copy of the model as it is then, which is not attached.
     """
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
     own = {**SETTINGS[setting], "use_transformers_continuous_batching": True}
     trainer, completions = make_trainer(trl.GRPOTrainer, "llama", tmp_path, {}, **own)
     model = trainer.model

@@ -576,8 +576,8 @@ class TestFallback:
     @pytest.mark.parametrize("mode", [*MODES, "streamed", "returned", "attached"])
     def test_the_prompt_is_computed_once(self, noisy, mode, monkeypatch):
         monkeypatch.setattr("hf_static_kv.decoding.steps.verify", self.fail)
-        monkeypatch.setattr("hf_static_kv.attaching._DECODER_DEVICES", (DEVICE,))
-        monkeypatch.setattr("hf_static_kv.attaching._MIN_PROMPT_ON_CPU", 0)
+        monkeypatch.setattr("hf_static_kv.served._DECODER_DEVICES", (DEVICE,))
+        monkeypatch.setattr("hf_static_kv.served._MIN_PROMPT_ON_CPU", 0)
         how = {"seed": 1, **MODES.get(mode, {}), "return_dict_in_generate": mode == "returned"}
 
         def call(decoder=None, **own):

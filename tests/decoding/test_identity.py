@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache
 from transformers.models.llama import modeling_llama
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, attaching, exact
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.cache.identity import content_state, pass_state
 from hf_static_kv.cache.values import unwrapped
 from hf_static_kv.compat import has_hooks
@@ -424,7 +424,7 @@ class TestAStepThatRunsBeforeTheModelIsLookedAt:
 
     @pytest.mark.parametrize("how", ["greedy", "sampled", "host", "ends", "streamer", "one token"])
     def test_a_prefix_of_a_changed_model(self, how, monkeypatch):
-        monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
         keywords = {
             "greedy": {},
             "sampled": {"do_sample": True, "temperature": 1.5},

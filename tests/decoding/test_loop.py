@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from hf_static_kv import attach, attaching, attachment, cache_bytes, compat, detach
+from hf_static_kv import attach, attachment, cache_bytes, compat, detach, served
 from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import loop as loop_module
 from hf_static_kv.decoding import prompts
@@ -28,8 +28,8 @@ SECONDS = 60
 
 @pytest.fixture(autouse=True)
 def _decodes_on_any_device(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
 
 
 def prompt(number, length=6):

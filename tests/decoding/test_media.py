@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, attaching
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attached, served
 from tests.conftest import COMMON
 from tests.decoding.conftest import CAPACITY, DEVICE
 from tests.decoding.media_models import FAMILIES, FIRST, LAST, MEDIA, media_model, media_prompt
@@ -22,8 +22,8 @@ def tokens(model, prompt, seed=0, **how):
 
 @pytest.fixture
 def attach_on_any_device(monkeypatch):
-    monkeypatch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
-    monkeypatch.setattr(attaching, "_DECODER_DEVICES", (DEVICE,))
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_DECODER_DEVICES", (DEVICE,))
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -14,7 +14,7 @@ from threading import Thread
 
 import pytest
 
-from hf_static_kv import attaching, attachment, detach
+from hf_static_kv import attachment, detach
 from hf_static_kv.testing import load_model
 from tests.examples.test_scripts import ROOT
 
@@ -36,8 +36,8 @@ def served():
     """The module, a model and its tokenizer, and what `generate` alone answers."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "examples")
-        patch.setattr(attaching, "_DECODER_DEVICES", ("cpu", "cuda"))
-        patch.setattr(attaching, "_MIN_PROMPT_ON_CPU", 0)
+        patch.setattr("hf_static_kv.served._DECODER_DEVICES", ("cpu", "cuda"))
+        patch.setattr("hf_static_kv.served._MIN_PROMPT_ON_CPU", 0)
         serve = importlib.import_module("serve")
         model, tokenizer = load_model("llama")
         answers = {}

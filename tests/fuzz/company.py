@@ -23,7 +23,7 @@ import torch
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-from hf_static_kv import attach, attaching, detach
+from hf_static_kv import attach, detach, served
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import turns_of
 from tests.conftest import shared_toy_model
@@ -262,8 +262,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first history")
     parser.add_argument("--seconds", type=float, help="start no more histories after this time")
     args = parser.parse_args()
-    attaching._MIN_PROMPT_ON_CPU = 0
-    attaching._DECODER_DEVICES = ("cpu", "cuda")
+    served._MIN_PROMPT_ON_CPU = 0
+    served._DECODER_DEVICES = ("cpu", "cuda")
     Tokens.join_others = note_generators(Tokens.join_others)
     started = time.monotonic()
     faults: list[str] = []

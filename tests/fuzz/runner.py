@@ -32,8 +32,8 @@ from hf_static_kv import (
     StaticContiguousCache,
     StepRecorder,
     attach,
-    attaching,
     attachment,
+    served,
 )
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.passes import UnfinishedPass
@@ -341,7 +341,7 @@ class WithPool(Contender):
 
 def served_on_cpu() -> Any:
     """Short prompts are given our cache on a CPU too."""
-    return patch.object(attaching, "_MIN_PROMPT_ON_CPU", 0)
+    return patch.object(served, "_MIN_PROMPT_ON_CPU", 0)
 
 
 def at_once(acts: list[Callable[[], Any]]) -> list[Any]:

@@ -19,7 +19,7 @@ from collections import Counter
 
 import torch
 
-from hf_static_kv import attach, attaching
+from hf_static_kv import attach, served
 from hf_static_kv.decoding.call import OWNER, Owner
 from hf_static_kv.decoding.seats import Cancelled
 from tests.conftest import shared_toy_model
@@ -117,8 +117,8 @@ def main() -> int:
     parser.add_argument("--model", default="llama")
     parser.add_argument("--reuse-prefix", action="store_true")
     args = parser.parse_args()
-    attaching._MIN_PROMPT_ON_CPU = 0
-    attaching._DECODER_DEVICES = ("cpu", "cuda")
+    served._MIN_PROMPT_ON_CPU = 0
+    served._DECODER_DEVICES = ("cpu", "cuda")
     soak = Soak(args.model, args.seed, args.reuse_prefix)
     used: list[int] = []
     parts = 5
