@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 import textwrap
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -107,7 +108,12 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors, f"{link}#{anchor}"
 
 
+@cache
 def package_messages():
+    return list(_package_strings())
+
+
+def _package_strings():
     """Every string of the package; a value that is put into one is a NUL."""
     for path in (ROOT / "hf_static_kv").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
