@@ -51,7 +51,7 @@ from hf_static_kv.patching import (
     attention_of,
 )
 
-logger = logging.getLogger("hf_static_kv.attaching")
+logger = logging.getLogger("hf_static_kv.attaching")  # one name for both files
 ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
 CALL: ContextVar["Served | None"] = ContextVar("call", default=None)
 _Function = Callable[..., Any]

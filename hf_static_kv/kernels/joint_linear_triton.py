@@ -83,8 +83,8 @@ def linear_parts_triton(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 def num_parts(weight: Tensor) -> int:
     """Into how many parts of K the sums of a weight [N, K] are cut: two instances for each processor,
-    and about 1024 or more of K for each instance. Never slower than a library, by 15 shapes from
-    135M to 14B (H200, 2026-11-18).
+    and about 1024 or more of K for each instance. By 15 shapes from 135M to 14B, of 17, 32 and 64
+    tokens, faster than a library by up to a third, and slower by 1.5 % at most (H200, 2026-11-18).
     """
     processors = torch.cuda.get_device_properties(weight.device).multi_processor_count
     size, dim = weight.shape
