@@ -43,6 +43,7 @@ class Positions:
         compact_windows: the windows whose layers are compact.
         parts: the leading dims of `position_ids`, as [3] for [3, B, q].
         computes_ids: False: the host writes `position_ids` before each pass.
+        shared: the positions of another pass over the same rows, which this one goes on from.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Positions:
         parts: Sequence[int],
         device: torch.device,
         computes_ids: bool = True,
+        shared: "Positions | None" = None,
     ) -> None:
         self.computes_ids = computes_ids
         chunks = [w if c else None for w, c in zip(windows, are_chunked, strict=True)]
@@ -68,6 +70,15 @@ class Positions:
         self.position_ids = self.lengths.new_zeros(*parts, batch_size, num_tokens)
         self.full = self._new_cursor(num_tokens)
         self.compact = {window: self._new_cursor(num_tokens) for window in compact_windows}
+        if shared is not None:
+            self._share(shared)
+
+    def _share(self, other: "Positions") -> None:
+        self.lengths = other.lengths
+        self.seq_start = other.seq_start
+        self.shift = other.shift
+        for window, cursor in self.compact.items():
+            self.compact[window] = cursor._replace(offset=other.compact[window].offset)
 
     def _new_cursor(self, num_tokens: int) -> Cursor:
         batch_size = len(self.lengths)

@@ -26,13 +26,18 @@ class SelectingStep(DecodeStep):
 
     It selects the most likely token, or samples with the processors of `kinds`; `what` as for
     `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
-    that would repeat `ngram` ones.
+    that would repeat `ngram` ones. `spare`: columns of `sequences` beyond the capacity.
     """
 
     MAX_EOS = 16
 
     def __init__(
-        self, *what: Any, kinds: Processors | None, bans: bool = False, ngram: int = 0
+        self,
+        *what: Any,
+        kinds: Processors | None,
+        bans: bool = False,
+        ngram: int = 0,
+        spare: int = 0,
     ) -> None:
         super().__init__(*what)
         self._bans = bans
@@ -41,7 +46,7 @@ class SelectingStep(DecodeStep):
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position
             # more.
-            sequences=self.token.new_zeros(rows, self.max_cache_len + 1),
+            sequences=self.token.new_zeros(rows, self.max_cache_len + 1 + spare),
             token=self.token,
             unfinished=torch.ones_like(self.token, dtype=torch.bool),
             eos=self.token.new_full((rows, self.MAX_EOS), -1),
@@ -114,6 +119,8 @@ class RowsStep(SelectingStep):
     Each has numbers, ends, and noise of its own. A row that has ended takes no part: it writes
     nothing and its length stays.
     """
+
+    rows_differ = True
 
     def __init__(self, *what: Any, **how: Any) -> None:
         super().__init__(*what, **how)

@@ -71,7 +71,11 @@ class DecodeStep:
             [3, B, 1].
         settings: further keywords of the model.
         computes_ids: False: `set_tokens` is given the position ids.
+        beside: another step over the same rows: both move the same lengths.
     """
+
+    gives_all_logits = False  # [B, q, V]; else [B, V], of the last token
+    rows_differ = False  # in their lengths, or some take no part
 
     def __init__(
         self,
@@ -82,6 +86,7 @@ class DecodeStep:
         settings: Mapping[str, Any] | None = None,
         num_tokens: int = 1,
         computes_ids: bool = True,
+        beside: "DecodeStep | None" = None,
     ) -> None:
         self.max_cache_len = cache.max_cache_len
         # A graph needs neither model nor cache, and a decoder may outlive them. A cache that grows
@@ -90,7 +95,7 @@ class DecodeStep:
         self._cache = weakref.ref(cache)
         self._groups = [weakref.ref(group) for group in cache.storage_groups]
         device = cache.storage_groups[0].keys.device
-        self.positions = Positions(
+        self.positions: Positions = Positions(
             windows=[layer.sliding_window for layer in cache.kv_layers],
             are_chunked=[plan.is_chunked for plan in plan_layers(model.config) if plan.has_keys],
             compact_windows=list(cache.offsets),
@@ -99,12 +104,14 @@ class DecodeStep:
             parts=parts,
             device=device,
             computes_ids=computes_ids,
+            shared=None if beside is None else beside.positions,
         )
         self.token = torch.zeros(batch_size, num_tokens, dtype=torch.int64, device=device)
         # A mask of one key keeps the model from making one.
         self.mask = torch.ones(batch_size, 1, 1, 1, dtype=torch.bool, device=device)
         self.layers = self._step_layers(cache)
-        self.cache = _StepCache(cache, self.layers, self.positions)
+        has_one_length = batch_size == 1 or not self.rows_differ
+        self.cache = _StepCache(cache, self.layers, self.positions, has_one_length)
         self.layers |= _sharing_layers(model, self.layers)
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
@@ -312,7 +319,7 @@ class DecodeStep:
             torch.cuda.current_stream().wait_stream(stream)
 
     def _forward(self) -> Tensor:
-        """Place the token and compute the logits [B, V], by the program if there is one."""
+        """Place the tokens and compute the logits, by the program if there is one."""
         self.positions.place()
         programs = _PROGRAMS.get(self.model)
         program = None if programs is None else programs.get(self)
@@ -329,10 +336,11 @@ class DecodeStep:
             "attention_mask": self.mask,
         }
         with self.on_shadow() as model, replaced("layer_idx", self._layers_of(model)):
-            if self.token.shape[1] > 1:
+            if self.token.shape[1] > 1 and not self.gives_all_logits:
                 inputs |= last_logits_only(model)
             outputs = model(**inputs, past_key_values=self.cache, use_cache=True, **self._settings)
-        return outputs.logits[:, -1]  # type: ignore[no-any-return]
+        logits: Tensor = outputs.logits
+        return logits if self.gives_all_logits else logits[:, -1]
 
     def _layers_of(self, model: PreTrainedModel) -> dict[Module, StepLayer]:
         # A module of another part, such as a vision tower, may have an index that no layer of the
@@ -418,16 +426,22 @@ class _StepCache(Cache):
 
     Recurrent states are those of the cache, which change in place. The length is a tensor on the
     device: Python that branches on it would branch alike in every replay, and a recording refuses
-    to read it.
+    to read it. If rows have several lengths, no layer may ask for it. What else asks is told the
+    longest: verification sees if that matters.
     """
 
     def __init__(
-        self, cache: StaticContiguousCache, stored: Iterable[int], positions: Positions
+        self,
+        cache: StaticContiguousCache,
+        stored: Iterable[int],
+        positions: Positions,
+        has_one_length: bool,
     ) -> None:
         super().__init__(layers=list(cache.layers) if cache.stateful_layers else [])
         self.positions = positions
         self.written: set[int] = set()  # the layers that have the new tokens
         self.capacity = cache.max_cache_len
+        self.has_one_length = has_one_length
         # Keys and values [B, H, S, D] by layer.
         self.storage = {
             i: [states[: len(positions.lengths)] for states in cache.layers[i].storage]
@@ -452,6 +466,10 @@ class _StepCache(Cache):
         return keys, values
 
     def get_seq_length(self, layer_idx: int | StepLayer = 0) -> Any:
+        if not self.has_one_length and isinstance(layer_idx, StepLayer):
+            raise RuntimeError("a layer asks for the length of the cache, and rows have several")
+        if not self.has_one_length:
+            return torch.full_like(self.positions.counts[:1], self.capacity - 1)
         end = self.positions.full.slots[0, -1:] + 1  # [1]
         return end if int(layer_idx) in self.written else end - self.positions.counts[:1]
 

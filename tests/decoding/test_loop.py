@@ -116,9 +116,9 @@ class Waits:
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
 
-def in_company(model, *calls, new=60):
+def in_company(model, *calls, new=60, name="gemma3"):
     """The results of these functions while another call has a row."""
-    plain = toy_model("gemma3")
+    plain = toy_model(name)
     waits, threads = Waits(), Threads()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Turns, "is_wanted", True)  # no call goes on by itself
@@ -765,3 +765,17 @@ def test_random_histories(seed, monkeypatch):
     monkeypatch.setattr(Tokens, "join_others", company.note_generators(Tokens.join_others))
     wrong, _ = company.run_history(seed)
     assert wrong == []
+
+
+def test_layers_that_ask_for_the_length_decode_alone():
+    """Llama 4 scales queries by the length of the cache, of which rows have several."""
+    model, plain = toy_model("llama4", floor_scale=4), toy_model("llama4", floor_scale=4)
+    attach(model)
+    torch.manual_seed(0)
+    calls = [partial(call, model, number) for number in range(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.decoding.test_loop.toy_model", lambda name: plain)
+        others = in_company(model, *calls, name="llama4")
+    for number, tokens in enumerate(others):
+        assert torch.equal(tokens, call(plain, number))
+    detach(model)

@@ -29,7 +29,7 @@ from hf_static_kv.decoding.turns import turns_of
 from tests.conftest import shared_toy_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODELS = ("llama", "gemma3", "gpt2", "qwen3", "mixtral", "phi3")
+MODELS = ("llama", "gemma3", "gpt2", "qwen3", "mixtral", "phi3", "llama4")
 KINDS = (
     "greedy", "greedy", "greedy", "sampled", "sampled", "stream", "stream", "ended", "criteria",
     "processors", "fails", "goes away", "batch", "kept", "ngram", "least", "beams", "one token",
