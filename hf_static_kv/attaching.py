@@ -80,7 +80,7 @@ class _Hooks:
             return original(*args, **kwargs)
         call.is_in_loop = True  # the decoder may fall back to it
         entry = call.attachment.pool.entry_of(cache)
-        output = call.attachment.run_loop(call, model, args, kwargs)
+        output = call.attachment.run_loop(call, model, original, args, kwargs)
         if entry is not None and entry.identity is not None:
             call.attachment.state = entry.identity
         # Not if it is back in the pool, where another call may use it.
@@ -98,12 +98,13 @@ def attach(
     reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False,
     exact: bool = False,
     max_rows: int = MAX_ROWS,
+    speculate: str | None = None,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
     A call that brings its own `past_key_values`, `custom_generate` or `cache_implementation` is not
-    touched. Calls that the decoder does not serve (beam search, an assistant model, prompt lookup)
-    run in transformers' loop on our cache. A second `attach` replaces the settings of the first.
+    touched. Calls that the decoder does not serve (beam search, an assistant model) run in
+    transformers' loop on our cache. A second `attach` replaces the settings of the first.
 
     Args:
         max_cache_len: the least capacity of a cache: calls of up to that many tokens share one.
@@ -116,6 +117,9 @@ def attach(
         exact: run every call inside `exact(model)`.
         max_rows: of several threads so many calls at most decode together, 64 at most; others wait
             for a row. 1: each call by itself.
+        speculate: "prompt" drafts tokens in every call from its own text, as
+            `prompt_lookup_num_tokens` does in one: faster if answers repeat parts of it, with the
+            same tokens.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -134,7 +138,7 @@ def attach(
             f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
             "head."
         )
-    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows)
+    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows, speculate)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
             pass

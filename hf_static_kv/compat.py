@@ -119,7 +119,7 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
 
     `hooks.generate(model, original, args, kwargs)` and `hooks.loop(...)` run in place of `generate`
-    and of its loop for greedy decoding and sampling, `hooks.batching(...)` in place of
+    and of its loops for greedy decoding, sampling and drafted tokens, `hooks.batching(...)` in place of
     `init_continuous_batching`, `hooks.config(model, original, kwargs)` in place
     of preparing a config that the call does not bring. `hooks.cache(model, model_kwargs, kind)` runs
     when `generate` has made a cache of this kind for a call that brings none; or, if
@@ -162,11 +162,8 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
             original = partial(base.init_continuous_batching, self)
             return hooks.batching(self, original, args, kwargs)
 
-        def _sample(self, *args: Any, **kwargs: Any) -> Any:
-            own_loop = partial(base._sample, self)
-            if _is_common(base, "_sample"):
-                return hooks.loop(self, own_loop, args, kwargs)
-            return own_loop(*args, **kwargs)
+        _sample = _hooked_loop(base, hooks, "_sample")
+        _assisted_decoding = _hooked_loop(base, hooks, "_assisted_decoding")
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _, _, *state = super().__reduce_ex__(protocol)
@@ -175,6 +172,17 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(HookedModel, name, getattr(base, name))
     return HookedModel
+
+
+def _hooked_loop(base: type[Any], hooks: Any, name: str) -> Callable[..., Any]:
+    @wraps(getattr(base, name, None))  # type: ignore[arg-type]  # `generate` reads its signature
+    def loop(model: Any, *args: Any, **kwargs: Any) -> Any:
+        own_loop = partial(getattr(base, name), model)
+        if _is_common(base, "_sample") and _is_common(base, name):
+            return hooks.loop(model, own_loop, args, kwargs)
+        return own_loop(*args, **kwargs)
+
+    return loop
 
 
 @cache
@@ -230,6 +238,11 @@ def sampling_loop(model: Any, prefill: Callable[..., Any] | None = None) -> Call
     if prefill is None or not has_common_loop(model):
         return model._sample  # type: ignore[no-any-return]
     return partial(GenerationMixin._sample, _WithPrefill(model, prefill))
+
+
+def assisted_loop(model: Any) -> Callable[..., Any] | None:
+    """The loop of `generate` for drafted tokens. Without it: calls fall back to `sampling_loop`."""
+    return getattr(model, "_assisted_decoding", None)
 
 
 def optimized_for_decode(model: Any) -> AbstractContextManager[Any]:

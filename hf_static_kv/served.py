@@ -41,6 +41,7 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.decoder import GraphDecoder
+from hf_static_kv.decoding.drafts import NUMBER, SIZE
 from hf_static_kv.decoding.loop import MAX_ROWS
 from hf_static_kv.decoding.prepared import PreparedConfigs
 from hf_static_kv.decoding.turns import turns_of
@@ -50,6 +51,7 @@ from hf_static_kv.patching import (
     SharedContext,
     attention_of,
 )
+from hf_static_kv.program.drafting import Drafts
 
 logger = logging.getLogger("hf_static_kv.attaching")  # one name for both files
 ATTACHMENTS: WeakKeyDictionary[PreTrainedModel, "Attachment"] = WeakKeyDictionary()
@@ -61,7 +63,9 @@ _MIN_PROMPT_ON_CPU = 512
 _DECODER_DEVICES = ("cuda",)  # on others there is no graph to replay
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 _LOOP_ONLY = {
+    "assistant_model",
     "assistant_tokenizer",
+    "inputs_tensor",
     "streamer",
     "synced_gpus",
     "tokenizer",
@@ -86,6 +90,12 @@ class Settings:
     reuse_prefix: bool | str | os.PathLike[str] | PrefixStore | None = False
     exact: bool = False
     max_rows: int = MAX_ROWS
+    speculate: str | None = None
+
+    @property
+    def drafts(self) -> Drafts | None:
+        """Of every call."""
+        return None if self.speculate is None else Drafts(NUMBER, SIZE)
 
     @property
     def store(self) -> PrefixStore | None:
@@ -102,6 +112,11 @@ class Settings:
             "max_rows": self.max_rows,
         }
         check_positive(**{name: size for name, size in sizes.items() if size is not None})
+        if self.speculate not in (None, "prompt"):
+            raise ValueError(
+                f'speculate must be "prompt" (drafts from the text itself) or None, got '
+                f"{self.speculate!r}."
+            )
 
 
 @dataclass(eq=False)
@@ -112,6 +127,7 @@ class Served:
     caches: ExitStack  # gives them back
     began: float
     cache: StaticContiguousCache | None = None
+    is_decoded: bool = False  # by the decoder, as far as that is known before the prompt
     is_in_loop: bool = False
     # The attention mask and whether it hides more than padding, if that was looked at.
     mask: Tensor | None = None
@@ -136,6 +152,7 @@ class Attachment:
         self.fallbacks: Counter[str] = Counter()
         self.decoder = GraphDecoder()
         self.decoder.max_rows = settings.max_rows
+        self.decoder.drafts = settings.drafts
         # Nobody has asked for a captured step; `fallback_reason` tells.
         self.decoder.show_no_warnings()
         self.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
@@ -195,6 +212,21 @@ class Attachment:
         """Why the model had to compute the last prompt; None: it did not, or its size was new."""
         return self.decoder.prompts.reason
 
+    @property
+    def draft_reason(self) -> str | None:
+        """Why no tokens were drafted in the last call that should have them; None: they were."""
+        return self.decoder.draft_reason
+
+    @property
+    def drafted_passes(self) -> int:
+        """Passes over several tokens, the newest and drafts."""
+        return self.decoder.accepted.passes
+
+    @property
+    def accepted_drafts(self) -> int:
+        """Drafts that were the tokens which the model selects."""
+        return self.decoder.accepted.tokens
+
     def __repr__(self) -> str:
         caches = ", ".join(
             f"{cache.batch_size} x {cache.max_cache_len} tokens" for cache in self.caches
@@ -204,6 +236,8 @@ class Attachment:
         reasons = f", fallbacks={dict(self.fallbacks)}" if self.fallbacks else ""
         captured = f"captured_steps={self.captured_steps}, captured_prompts={self.captured_prompts}"
         together = f", rows={self.rows}, queue={self.queue}" if self.rows or self.queue else ""
+        if self.drafted_passes:
+            together += f", {self.accepted_drafts} drafts accepted in {self.drafted_passes} passes"
         return f"Attachment({figures}, {captured}{together}{reasons})"
 
     def save(self, input_ids: Tensor | None = None) -> Path:
@@ -273,10 +307,11 @@ class Attachment:
             self.calls += 1
         self.fallback_reason = None
         self.pool.last = None
+        call.is_decoded = request.is_decoded = self._decodes(request)
         try:
             self._check(request, made)
             has_ids_alone = self._has_ids_alone(request)
-            if self._decodes(request):
+            if call.is_decoded:
                 self._take_turn(call, request)
             identity = self._identity(request) if has_ids_alone else None
             cache = call.caches.enter_context(self.pool.cache_for(request, identity))
@@ -286,7 +321,7 @@ class Attachment:
             return
         call.cache = cache
         model_kwargs["past_key_values"] = cache
-        if request.mode not in _ONE_SEQUENCE_A_ROW:
+        if not _has_one_sequence_a_row(request):
             self._note(f"the mode is {request.mode.value}")
 
     def _take_turn(self, call: Served, request: Request) -> None:
@@ -322,11 +357,17 @@ class Attachment:
         if is_first:
             logger.info("attach: a call falls back: %s. `attachment(model)` counts them.", reason)
 
-    def run_loop(self, served: Served, model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
+    def run_loop(
+        self, served: Served, model: PreTrainedModel, original: _Function, args: Any, kwargs: Any
+    ) -> Any:
         """The decoder on a GPU, else transformers' loop."""
         device = compute_device(model).type
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
         call = Call.of(model, *args, **given)
+        if call.request.mode not in _ONE_SEQUENCE_A_ROW and not served.is_decoded:
+            if call.request.looks_up:
+                self._note(f"there are no graphs on {device}")
+            return original(*args, **kwargs)
         call.began = served.began
         if served.mask is not None and served.mask is call.request.mask:
             call.has_holes = served.has_holes
@@ -358,7 +399,7 @@ class Attachment:
         return original(*args, **kwargs)
 
     def _decodes(self, request: Request) -> bool:
-        is_served = request.mode in _ONE_SEQUENCE_A_ROW and compat.has_common_loop(request.model)
+        is_served = _has_one_sequence_a_row(request) and compat.has_common_loop(request.model)
         return is_served and compute_device(request.model).type in _DECODER_DEVICES
 
     def _pays(self, request: Request) -> bool:
@@ -374,7 +415,10 @@ class Attachment:
 
     def _has_ids_alone(self, request: Request) -> bool:
         """Whether tokens may be reused. Notes them; before the turn, as this waits for the device."""
-        starts = _starts_of_ids_alone(request) if self.settings.reuse_prefix else None
+        # Transformers' loop for drafted tokens computes the whole prompt.
+        is_continued = request.mode in _ONE_SEQUENCE_A_ROW or request.is_decoded
+        is_wanted = is_continued and self.settings.reuse_prefix
+        starts = _starts_of_ids_alone(request) if is_wanted else None
         if starts is None:
             return False
         request.starts = starts
@@ -421,6 +465,10 @@ def _exact(model: PreTrainedModel) -> AbstractContextManager[None]:
     return nullcontext() if is_exact else exact_context(model)
 
 
+def _has_one_sequence_a_row(request: Request) -> bool:
+    return request.mode in _ONE_SEQUENCE_A_ROW or request.looks_up
+
+
 def _starts_of_ids_alone(request: Request) -> list[int] | None:
     """Where the rows of a prompt begin, if it is its ids in a mode that can continue a sequence:
     after padding at the left, at positions from 0 on. Else None.
@@ -435,7 +483,7 @@ def _starts_of_ids_alone(request: Request) -> list[int] | None:
     prepare = getattr(model.prepare_inputs_for_generation, "__func__", None)
     if prepare is not type(model).prepare_inputs_for_generation:
         return None
-    if request.mode not in _ONE_SEQUENCE_A_ROW or request.config.prefill_chunk_size is not None:
+    if not _has_one_sequence_a_row(request) or request.config.prefill_chunk_size is not None:
         return None
     positions = request.model_kwargs.get("position_ids")
     unusual: Tensor | bool = False

@@ -18,7 +18,8 @@ READING_ORDER = {
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
-        "select_greedy_triton", "select_greedy", "ban_tokens_triton", "ban_tokens", "sample_triton", "sample",
+        "select_greedy_triton", "select_greedy", "drafts", "ban_tokens_triton", "ban_tokens",
+        "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "rows_attention_triton", "decode_attention",
         "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear",
@@ -28,11 +29,11 @@ READING_ORDER = {
     ".": ["patching", "attention"],
     "program": [
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
-        "positions", "step", "selecting",
+        "positions", "step", "selecting", "drafting",
     ],
     "decoding": [
-        "turns", "prepared", "call", "eligibility", "selection", "tokens", "verification", "steps", "prompts",
-        "seats", "loop", "decoder",
+        "turns", "prepared", "call", "eligibility", "selection", "drafts", "tokens", "verification", "steps",
+        "speculation", "prompts", "seats", "loop", "decoder",
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],

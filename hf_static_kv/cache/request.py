@@ -89,6 +89,7 @@ class Request:
     stopping_criteria: Sequence[Any] = ()  # the caller's own
     has_own_limit: bool = True  # False: only the model's defaults limit the length
     has_own_positions: bool = True  # False: `generate` has made them
+    is_decoded: bool = False  # by GraphDecoder, which drafts tokens itself
 
     def __post_init__(self) -> None:
         self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n]
@@ -129,12 +130,19 @@ class Request:
     def max_positions(self) -> int:
         """Positions that the longest generation writes; its last token has none."""
         # Prompt lookup may propose so many tokens when two are missing, and writes them all.
-        proposed = int(self.config.prompt_lookup_num_tokens or 1)
+        proposed = 1 if self.is_decoded else int(self.config.prompt_lookup_num_tokens or 1)
         return self.prompt_length + self.max_new_tokens + proposed - 2
 
     @property
     def mode(self) -> GenerationMode:
         return self.config.get_generation_mode(self.assistant_model)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether tokens are drafted from the text itself (prompt lookup)."""
+        is_assisted = self.mode == GenerationMode.ASSISTED_GENERATION
+        number = self.config.prompt_lookup_num_tokens
+        return is_assisted and number is not None and self.assistant_model is None
 
 
 def running_request() -> Request | None:
@@ -212,7 +220,7 @@ def check_request(
     if positions <= max_cache_len:
         return
     fitting = max(0, request.max_new_tokens - (positions - max_cache_len))
-    proposed = config.prompt_lookup_num_tokens or 1
+    proposed = 1 if request.is_decoded else config.prompt_lookup_num_tokens or 1
     lookup = f", and prompt lookup may write {proposed - 1} beyond its end" if proposed > 1 else ""
     raise ValueError(
         f"A prompt of {request.prompt_length} and {request.max_new_tokens} new tokens take "
@@ -223,7 +231,7 @@ def check_request(
 
 
 def _check_continuation(request: Request, seq_len: int, known_ids: Tensor | None) -> None:
-    if request.mode == GenerationMode.ASSISTED_GENERATION:
+    if request.mode == GenerationMode.ASSISTED_GENERATION and not request.is_decoded:
         raise ValueError(
             "Assisted and prompt-lookup decoding compute the whole prompt, and the cache already "
             f"holds {seq_len} tokens. Call reset() first."

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import (
+    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -42,6 +43,7 @@ from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request, running_request
 from hf_static_kv.cache.states import state_tensors
 from hf_static_kv.patching import ATTENTION_NAME, OWN_NAMES, attention_of, without_cudnn
+from hf_static_kv.program.drafting import Drafts
 from hf_static_kv.program.record import leaves
 from hf_static_kv.program.rotary import frequencies_depend_on_length
 
@@ -113,6 +115,8 @@ class Call:
         self.cache: Any = self.model_kwargs.get("past_key_values")
         self.pool: CachePool | None = None  # that has the cache
         self.entry: Entry | None = None  # of the pool: another can take its place
+        # Where torch's generators stood before the prompt, if that may be computed again.
+        self._drawn: Any = None
         self.why_replaced: str | None = None  # where it did: the model skips layers
         self.outputs: Any = None  # of the prompt, until a loop goes on from there
         # Of the model, where the prefix is not of this one.
@@ -130,6 +134,7 @@ class Call:
         self.began = math.inf  # `generate`; inf: that is not known
         self.is_in_rows = False  # see `in_rows`
         self.is_alone = False  # whatever other calls there are
+        self.drafts: Drafts | None = None  # the tokens of a pass beside the newest one
         self.owner = OWNER.get()
         self.fallback_reason: str | None = None  # why it runs in transformers' loop
         # To be that of the model as it is.
@@ -174,7 +179,7 @@ class Call:
         # An offloaded one is of this type, too.
         return type(self.cache) is DynamicCache and not is_asked_for
 
-    def use_cache(self, cache: StaticContiguousCache) -> None:
+    def use_cache(self, cache: Cache) -> None:
         self.cache = self.model_kwargs["past_key_values"] = cache
 
     def use_pool(self, pool: CachePool) -> None:
@@ -367,7 +372,7 @@ class Call:
 
         A model that skips layers does so with transformers' own cache, if ours is of a pool.
         """
-        before = None if self.entry is None else random_state(self.device)
+        self._drawn = before = None if self.entry is None else random_state(self.device)
         try:
             self._compute_prompt()
             has_identity = self.entry is not None and self.entry.identity is not None
@@ -513,8 +518,11 @@ class Call:
 
     def run_eagerly(self) -> GenerateDecoderOnlyOutput | Tensor:
         """The same call in transformers' own loop, after the prompt if that is computed."""
-        prefill = None if compat.prefill(self.model) is None else self._take_outputs
-        output: Any = compat.sampling_loop(self.model, prefill)(
+        loop = self._loop_with_drafts()
+        if loop is None:
+            prefill = None if compat.prefill(self.model) is None else self._take_outputs
+            loop = compat.sampling_loop(self.model, prefill)
+        output: Any = loop(
             self.input_ids,
             logits_processor=self.processors,
             stopping_criteria=self.criteria,
@@ -525,6 +533,22 @@ class Call:
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
+
+    def _loop_with_drafts(self) -> Any:
+        """Transformers' own, if the call asks for it: it takes one row, and computes the whole prompt."""
+        if not self.request.looks_up or len(self.input_ids) != 1:
+            return None
+        self.request.is_decoded = False  # it writes drafts beyond the end
+        if isinstance(self.cache, StaticContiguousCache):
+            capacity = self.cache.max_cache_len
+            is_long = self.request.max_positions > capacity and not self.cache.grows
+            if is_long or self.start is None or self.start[0]:
+                return None
+            self.cache.restore(self.start)
+        elif self.outputs is not None:
+            self.use_cache(DynamicCache(config=self.model.config))
+        set_random_state(self.device, self._drawn)
+        return compat.assisted_loop(self.model)
 
 
 def repeatable_state(model: Any, modules: list[torch.nn.Module] | None = None) -> State | None:

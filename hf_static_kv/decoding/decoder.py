@@ -35,14 +35,17 @@ from hf_static_kv.decoding.call import (
     random_state,
     set_random_state,
 )
+from hf_static_kv.decoding.drafts import drafts_of
 from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
 from hf_static_kv.decoding.loop import MAX_ROWS, Loop
 from hf_static_kv.decoding.prompts import Prompts
 from hf_static_kv.decoding.seats import Seat, refusal
 from hf_static_kv.decoding.selection import selection_of
+from hf_static_kv.decoding.speculation import Accepted, Speculation
 from hf_static_kv.decoding.steps import Steps, decoding
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.decoding.turns import turns_of
+from hf_static_kv.program.drafting import Drafts, LookupStep
 from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.selecting import SelectingStep
@@ -106,6 +109,9 @@ class GraphDecoder:
         self.fallback_reason: str | None = None
         self.steps = Steps(self.without, self._warn)
         self.max_rows = MAX_ROWS  # calls that decode together
+        self.drafts: Drafts | None = None  # of calls that do not ask for any
+        self.accepted = Accepted()
+        self.draft_reason: str | None = None  # why the last call had none that asked for them
 
     def __call__(
         self,
@@ -126,6 +132,7 @@ class GraphDecoder:
         """
         with turns_of(call.model).turn(), ExitStack() as own_cache:
             self.loop_of(call.model).follow(call.device)
+            call.request.is_decoded = True
             refused = None
             if call.brings_no_cache:
                 try:
@@ -139,7 +146,10 @@ class GraphDecoder:
 
     def _generate(self, call: Call, refused: Fallback | None) -> _Output:
         mode = call.request.mode
-        if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        call.drafts = drafts_of(call) or self.drafts
+        self.draft_reason = None
+        is_undrafted = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+        if not is_undrafted and not call.request.looks_up:
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave "
                 "`custom_generate` out."
@@ -204,7 +214,7 @@ class GraphDecoder:
             tokens = Tokens(call)
             if (output := self._in_company(call, tokens, logits)) is not None:
                 return output
-        step = self.steps.get(call) if needs_step else None
+        step = self._first_step(call) if needs_step else None
         call.outputs = None  # from here on there is no way back to the prompt
         tokens = Tokens(call)
         if step is None or not tokens.may_be_ahead(0):
@@ -303,6 +313,8 @@ class GraphDecoder:
             if step.runs_model:
                 running.enter_context(decoding(call.model))
                 running.enter_context(step.on_shadow(call.own_attention))
+            if isinstance(step, LookupStep):
+                return self._run_with_drafts(step, tokens, call)
             if isinstance(step, SelectingStep):
                 return self._run_on_device(step, tokens, call)
             return self._run_on_host(step, tokens, call)
@@ -355,7 +367,33 @@ class GraphDecoder:
         tokens.unfinished = step.state.unfinished[:, 0].to(tokens.unfinished)
         return is_over
 
+    def _run_with_drafts(self, step: LookupStep, tokens: Tokens, call: Call) -> bool:
+        """As `_run_on_device`; a pass may have several tokens."""
+
+        def show(new: list[int]) -> None:
+            with self._watched(tokens, call):
+                for token in new:
+                    tokens.stream(token)
+
+        with step.drafted.on_shadow(call.own_attention) if step.runs_model else nullcontext():
+            return Speculation(
+                step, tokens, call, show, lambda: self._is_among_others(call), self.accepted
+            ).run()
+
     # --- steps
+
+    def _first_step(self, call: Call) -> DecodeStep:
+        """The step after the prompt, without drafts if the call can have none. Raises `Fallback`."""
+        if call.drafts is not None:
+            try:
+                return self.steps.get(call)
+            except Fallback as fallback:
+                if call.is_overwritten:
+                    raise
+                self.draft_reason = fallback.reason
+                self._warn(f"{fallback.reason}. No tokens are drafted")
+                call.drafts = None
+        return self.steps.get(call)
 
     def _later_step(self, call: Call) -> DecodeStep | None:
         """Another step in the middle of a call; None where the model itself goes on: tokens are

@@ -16,6 +16,7 @@ from hf_static_kv.decoding.call import Call
 from hf_static_kv.kernels.ban_tokens import MAX_NGRAM
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.patching import EXACT_ATTENTION_NAME
+from hf_static_kv.program.drafting import Drafts
 from hf_static_kv.program.selecting import SelectingStep
 
 _KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
@@ -24,18 +25,20 @@ _KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 class Selection(NamedTuple):
     """How a step selects: the most likely token (no kinds), or by sampling with these numbers.
 
-    With `bans` tokens are removed first: `ngram` as `no_repeat_ngram_size`, 0: any may repeat.
+    With `bans` tokens are removed first: `ngram` as `no_repeat_ngram_size`, 0: any may repeat. With
+    `drafts` a pass may have several tokens.
     """
 
     kinds: Processors | None = None
     bans: bool = False
     ngram: int = 0
     numbers: tuple[tuple[str, float], ...] = ()  # by name
+    drafts: Drafts | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for two selections that one captured step can serve."""
-        return self.kinds, self.bans, self.ngram
+        return self.kinds, self.bans, self.ngram, self.drafts
 
 
 def selection_of(call: Call) -> Selection | None:

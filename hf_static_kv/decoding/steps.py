@@ -15,9 +15,16 @@ from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.request import Fallback
 from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.drafts import check_drafts
 from hf_static_kv.decoding.selection import Selection, selection_of
-from hf_static_kv.decoding.verification import unverified_inputs, verify, without_side_effects
+from hf_static_kv.decoding.verification import (
+    unverified_inputs,
+    verify,
+    verify_drafts,
+    without_side_effects,
+)
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, SharedContext
+from hf_static_kv.program.drafting import LookupStep
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
@@ -68,7 +75,10 @@ class Steps:
     def get(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
         # A step draws from torch's generator.
-        return self.get_for(call, selection_of(call) if call.seed is None else None)
+        selection = selection_of(call) if call.seed is None else None
+        if call.drafts is not None:
+            check_drafts(call, selection)
+        return self.get_for(call, selection and selection._replace(drafts=call.drafts))
 
     def get_for_rows(self, call: Call, selection: Selection) -> RowsStep:
         """Of a call in rows."""
@@ -153,26 +163,44 @@ class Steps:
     def _verified_step(
         self, call: Call, selection: Selection | None, is_recorded: bool = False
     ) -> DecodeStep:
-        length = call.cache.seq_len
         inputs = call.step_inputs
         parts = inputs.position_ids.shape[:-2]
         what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
-        at = length, call.seq_start.to(call.device), call.position_ids(length)
+        step: DecodeStep
         if selection is None:
             step = DecodeStep(*what)
+        elif selection.drafts is not None:
+            step = LookupStep(*what, drafts=selection.drafts, kinds=selection.kinds)
         else:
-            kinds, bans, ngram = selection.kind
             kind = RowsStep if call.is_in_rows else SelectingStep
+            kinds, bans, ngram, _ = selection.kind
             step = kind(*what, kinds=kinds, bans=bans, ngram=ngram)
+        self._make(step, call, is_recorded, verify)
+        if isinstance(step, LookupStep):
+            self._make(step.drafted, call, is_recorded, verify_drafts)
+        return step
+
+    def _make(
+        self,
+        step: DecodeStep,
+        call: Call,
+        is_recorded: bool,
+        verify: Callable[[DecodeStep, Call], None],
+    ) -> None:
+        """Record, capture and verify a step."""
+        length = call.cache.seq_len
+        at = length, call.seq_start.to(call.device), call.position_ids(length)
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
                     if is_recorded:
+                        positions, token = unverified_inputs(call)
                         skipped = set() if call.has_usual_positions else {"angles_from_table"}
                         step.record(
                             *at[:2],
-                            *unverified_inputs(call),
+                            positions,
+                            token[:, None].expand(-1, step.token.shape[1]),
                             is_exact=call.own_attention == EXACT_ATTENTION_NAME,
                             without=self._without | skipped,
                         )
@@ -182,7 +210,6 @@ class Steps:
                 call.cache.restore(before)
             with without_side_effects(shadow):
                 verify(step, call)
-        return step
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failed], most: int) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:

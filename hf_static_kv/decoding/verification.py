@@ -159,9 +159,9 @@ def _verify(step: DecodeStep, call: Call, case: Case, num_tokens: int) -> None:
 
 
 class Passed(NamedTuple):
-    """What a pass over a prompt gave."""
+    """What a pass over several tokens gave."""
 
-    logits: Tensor  # [B, V], float32
+    logits: Tensor  # [B, V] or [B, n, V], float32
     states: list[tuple[int, Tensor]]  # the first position, and keys or values [B, H, n, D]
 
 
@@ -188,6 +188,34 @@ def verify_prompt(step: DecodeStep, call: Call, tokens: Tensor, lengths: Sequenc
             _compare(call, passed, expected, noisy)
 
 
+def verify_drafts(step: DecodeStep, call: Call) -> None:
+    """Raise if a pass of several tokens gives other logits, after any of them, or other states than
+    the model: of two tokens, and of as many as the pass takes. The cache is left as it was.
+    """
+    here = call.cache.snapshot()
+    most = min(step.token.shape[1], call.cache.reserve(step.token.shape[1]))
+    before = IS_VERIFICATION.set(True)
+    try:
+        for length in sorted({min(2, most), most}):
+            newest = _newest_tokens(call)[:, None]
+            tokens = (newest - torch.arange(length, device=newest.device)).abs()
+            at = here[0], call.seq_start.to(call.device), call.position_ids(here[0])
+            expected = _ordinary_prompt(step, call, tokens, all_logits=True)
+            noisy = None
+            if call.model.dtype in (torch.bfloat16, torch.float16):
+                with step.on_shadow() as model, _rounding_noise(compat.all_modules(model)):
+                    noisy = _ordinary_prompt(step, call, tokens, all_logits=True)
+            step.set_position(*at)
+            logits = step.run(tokens)[:, -length:]
+            call.cache.mark_written(length, len(tokens))
+            passed = _written_since(call, here[0], logits)
+            call.cache.restore(here)
+            _compare(call, passed, expected, noisy)
+    finally:
+        IS_VERIFICATION.reset(before)
+        call.cache.restore(here)
+
+
 def append_prompt(step: DecodeStep, call: Call, tokens: Tensor, position_ids: Tensor) -> Tensor:
     """Append tokens [B, n] by one run of the pass; the logits [B, V] of the last."""
     call.cache.reserve(tokens.shape[1])
@@ -205,7 +233,9 @@ def _default_positions(call: Call, tokens: Tensor) -> Tensor:
     return (positions - call.seq_start.to(tokens)[:, None]).clamp(min=0)
 
 
-def _ordinary_prompt(step: DecodeStep, call: Call, tokens: Tensor) -> Passed:
+def _ordinary_prompt(
+    step: DecodeStep, call: Call, tokens: Tensor, all_logits: bool = False
+) -> Passed:
     here = call.cache.snapshot()
     positions = torch.arange(here[0] + tokens.shape[1], device=tokens.device)
     inputs = {
@@ -218,8 +248,10 @@ def _ordinary_prompt(step: DecodeStep, call: Call, tokens: Tensor) -> Passed:
         attention_implementation(model, call.attention),
         without_cudnn(),
     ):
-        outputs = model(input_ids=tokens, use_cache=True, **inputs, **last_logits_only(model))
-    passed = _written_since(call, here[0], outputs.logits[:, -1].float())
+        kept = {} if all_logits else last_logits_only(model)
+        outputs = model(input_ids=tokens, use_cache=True, **inputs, **kept)
+    logits = outputs.logits.float()
+    passed = _written_since(call, here[0], logits if all_logits else logits[:, -1])
     call.cache.restore(here)
     return passed
 

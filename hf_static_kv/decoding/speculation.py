@@ -1,0 +1,220 @@
+"""Decoding with drafts: passes of one token or of several, as the device reports that drafts pay.
+
+    launch   pass 1 | pass 2 | pass 3 | ...
+    read              pass 1 | pass 2 | ...      the host is one pass behind, and says what the next is
+
+How many tokens a pass adds is known on the device. A row that has ended takes no part, so what is
+launched too much changes nothing. The host waits for each pass if somebody watches, or if tokens are
+sampled: random numbers that were drawn for wrong drafts are drawn again.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.cache import debug
+from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.tokens import Tokens
+from hf_static_kv.program.drafting import LookupStep
+
+_BEHIND = 1  # passes, where the host need not wait
+
+
+@dataclass
+class Accepted:
+    """What came of drafts so far, to tell a user."""
+
+    passes: int = 0  # that had drafts
+    tokens: int = 0  # drafts that were right
+
+
+class Speculation:
+    """One call, from its newest token on.
+
+    Args:
+        show: gives new tokens of the one batch row to those who watch.
+        is_left: whether the call should go on elsewhere.
+        accepted: is counted up.
+    """
+
+    def __init__(
+        self,
+        step: LookupStep,
+        tokens: Tokens,
+        call: Call,
+        show: Callable[[list[int]], None],
+        is_left: Callable[[], bool],
+        accepted: Accepted,
+    ) -> None:
+        self._step = step
+        self._tokens = tokens
+        self._call = call
+        self._show = show
+        self._is_left = is_left
+        self._accepted = accepted
+        self._begun_at: int = call.cache.seq_len  # the position of the newest token
+        self._lengths = [self._begun_at] * len(step.token)
+        self._reports = _Reports(step.drafts.report)
+        is_sampled = step.sampling is not None
+        self._draws = _Draws(step) if is_sampled else None
+        self._behind = 0 if is_sampled or tokens.is_watched else _BEHIND
+        self._room = 0
+        self._pays = False
+        self._has_ended = False
+
+    def run(self) -> bool:
+        """False: the call is left before its end."""
+        self._begin()
+        is_left = False
+        while not (self._has_ended or is_left):
+            self._launch()
+            self._call.confirm()  # while the device computes
+            self._read(self._behind)
+            is_left = not self._has_ended and self._is_left()
+        self._read(0)
+        self._finish()
+        return self._has_ended
+
+    def _begin(self) -> None:
+        tokens = self._tokens
+        position = self._begun_at + 1
+        eos = next(iter(self._call.ends), None)
+        begun = tokens.ids[:, : tokens.length]
+        self._step.set_state(begun, position, tokens.unfinished, eos, tokens.pad)
+        known_from = position - begun.shape[1]
+        last = self._begun_at + tokens.max_length - tokens.length
+        self._step.begin(self._call.seq_start.clamp(min=known_from), last)
+        self._begun_length = tokens.length
+
+    def _launch(self) -> None:
+        step = self._step.drafted if self._pays else self._step
+        needed = step.token.shape[1]
+        if self._room < needed:
+            self._read(0)  # layers are compacted up to the newest token
+            if self._has_ended:
+                return
+            # Near its end the cache has fewer; drafts behind it are left out.
+            self._room = max(needed, self._call.cache.reserve(needed))
+            self._step.sync_offsets()
+        self._room -= needed
+        if self._draws is not None:
+            self._draws.begin()
+        step.advance()
+        self._reports.push(has_drafts=self._pays)
+
+    def _read(self, behind: int) -> None:
+        """Take the reports of all passes but the newest ones."""
+        while self._reports.num_pending > behind:
+            has_drafts, (lengths, unfinished, pays) = self._reports.pop()
+            self._pays = bool(pays[0])
+            new = [after - own for after, own in zip(lengths, self._lengths, strict=True)]
+            self._lengths = lengths
+            if has_drafts and self._draws is not None:
+                self._draws.keep(new[0])
+            if has_drafts:
+                self._accepted.passes += 1
+                self._accepted.tokens += sum(max(0, number - 1) for number in new)
+            self._count(max(lengths))
+            is_late = time.time() > self._tokens.deadline
+            self._has_ended = self._has_ended or is_late or not any(unfinished)
+
+    def _count(self, length: int) -> None:
+        cache = self._call.cache
+        before = cache.seq_len
+        debug.log_step(before, length - before, len(self._step.token), cache.max_cache_len)
+        cache.mark_written(length - before)
+        self._tokens.length = self._begun_length + length - self._begun_at
+        if self._tokens.streamer is not None:
+            new = self._step.state.sequences[0, before + 1 : length + 1]
+            self._show(new.tolist())
+
+    def _finish(self) -> None:
+        """The tokens of all rows, as long as the longest; if some have not ended, as the shortest of
+        these.
+        """
+        tokens = self._tokens
+        state = self._step.state
+        ids = state.sequences
+        newest_at = self._step.drafts.lengths  # [B]
+        lengths = newest_at.tolist()
+        unfinished = state.unfinished[:, 0].tolist()
+        still = [n for n, goes_on in zip(lengths, unfinished, strict=True) if goes_on]
+        end = min(still) if still else max(lengths)
+        position = torch.arange(self._begun_at + 1, end + 1, device=ids.device)
+        new = ids[:, position]
+        if tokens.pad is not None:
+            is_padding = position > newest_at[:, None]
+            new = torch.where(is_padding, tokens.pad.to(new), new)
+        tokens.length = self._begun_length + end - self._begun_at
+        tokens.ids[:, self._begun_length : tokens.length] = new
+        has_ended = (ids.gather(1, newest_at[:, None]) == state.eos).any(dim=1)
+        tokens.unfinished = (~has_ended).to(tokens.unfinished)
+        tokens.finished.is_set = bool(has_ended.all())
+        # A row that ended before the others has no states behind its end.
+        self._call.cache.crop(min(*lengths, end) - self._call.cache.seq_len)
+
+
+class _Draws:
+    """Where torch's generator stands: it goes on behind the numbers of the tokens that count."""
+
+    def __init__(self, step: LookupStep) -> None:
+        self._step = step
+        device = step.token.device
+        self._generator = None
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generator = torch.cuda.default_generators[index]
+
+    def begin(self) -> None:
+        """Before a pass."""
+        if self._generator is not None:
+            self._before = self._generator.get_offset()
+
+    def keep(self, number: int) -> None:
+        """Of the numbers that a pass with drafts has drawn, only those of the first tokens count."""
+        drafted = self._step.drafted
+        if self._generator is None:
+            torch.set_rng_state(drafted.generator_states[number - 1])
+            return
+        of_a_token = (self._generator.get_offset() - self._before) // drafted.token.shape[1]
+        self._generator.set_offset(self._before + number * of_a_token)
+
+
+class _Reports:
+    """What passes have reported, in their order; each is read when it has arrived on the host."""
+
+    def __init__(self, report: Tensor) -> None:
+        self._report = report
+        self._free: list[Tensor] = []
+        self._pending: deque[tuple[bool, Tensor, Any]] = deque()
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._pending)
+
+    def push(self, has_drafts: bool) -> None:
+        if not self._report.is_cuda:
+            self._pending.append((has_drafts, self._report.clone(), None))
+            return
+        on_host = self._free.pop() if self._free else self._pinned()
+        on_host.copy_(self._report, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        # The model may not be on the current device.
+        arrived.record(torch.cuda.current_stream(self._report.device))
+        self._pending.append((has_drafts, on_host, arrived))
+
+    def _pinned(self) -> Tensor:
+        return torch.empty(self._report.shape, dtype=self._report.dtype, pin_memory=True)
+
+    def pop(self) -> tuple[bool, list[list[int]]]:
+        """Whether the oldest pass had drafts, and its report."""
+        has_drafts, on_host, arrived = self._pending.popleft()
+        if arrived is not None:
+            arrived.synchronize()
+            self._free.append(on_host)
+        return has_drafts, on_host.tolist()

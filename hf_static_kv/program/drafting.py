@@ -1,0 +1,172 @@
+"""Two steps over the same rows: one token a pass, or a token with its drafts.
+
+    LookupStep     newest token          -> logits -> token  -> drafts for the next pass
+    DraftedStep    newest token, drafts  -> logits -> tokens -> drafts for the next pass
+
+Both move the same lengths on, and either may follow the other: the host takes the longer pass while
+its drafts are right often enough.
+"""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_static_kv.kernels.drafts import (
+    DraftState,
+    accept_drafts,
+    find_drafts,
+    note_token,
+    place_drafts,
+    report,
+)
+from hf_static_kv.kernels.sample import SampleState, select_sampled
+from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
+from hf_static_kv.program.selecting import NEVER, SelectingStep
+from hf_static_kv.program.step import DecodeStep
+
+
+class Drafts(NamedTuple):
+    """How tokens are drafted."""
+
+    num_tokens: int  # in a pass
+    size: int  # the longest text that is looked up
+
+
+class LookupStep(SelectingStep):
+    """A selecting step that looks up drafts for the pass after it; a row that has ended takes no part."""
+
+    rows_differ = True
+
+    def __init__(self, *what: Any, drafts: Drafts, **how: Any) -> None:
+        super().__init__(*what, spare=drafts.num_tokens, **how)
+        self.state = self.state._replace(counts=self.positions.counts)
+        if self.sampling is not None:
+            self.sampling = self.sampling._replace(selection=self.state)
+        self.size = drafts.size
+        rows = len(self.token)
+        self.drafts = DraftState(
+            self.state,
+            lengths=self.positions.lengths,
+            first=self.token.new_zeros(rows),
+            drafts=self.token.new_zeros(rows, drafts.num_tokens),
+            found=self.token.new_zeros(rows),
+            rate=torch.zeros(rows, device=self.token.device),
+            report=self.token.new_zeros(3, rows),
+        )
+        self.drafted = DraftedStep(*what, lookup=self)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self.drafts[1:], *self.drafted.buffers]
+
+    def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
+        numbers = list(numbers)
+        super().set_numbers(numbers)
+        self.drafted.set_numbers(numbers)
+
+    def begin(self, first: Tensor, last: int) -> None:
+        """Before the first pass: rows are known from `first` [B] on, and end at the position `last`."""
+        self.drafts.first.copy_(first)
+        self.state.last.fill_(last)
+        self.state.counts.copy_(self.state.unfinished[:, 0])
+        self.drafts.found.zero_()
+        self.drafts.rate.zero_()
+
+    def advance(self) -> None:
+        """One pass; what it says is in `drafts.report`."""
+        self._replay_or_forward()
+
+    def _forward(self) -> Tensor:
+        logits = super()._forward()
+        note_token(self.drafts)
+        find_drafts(self.drafts, self.size)
+        report(self.drafts)
+        return logits
+
+
+class DraftedStep(DecodeStep):
+    """The same with the drafts of `lookup`, on whose state it works."""
+
+    gives_all_logits = True
+    rows_differ = True
+
+    def __init__(self, *what: Any, lookup: LookupStep) -> None:
+        state = lookup.drafts
+        rows, num_drafts = state.drafts.shape
+        more: dict[str, Any] = {"num_tokens": num_drafts + 1, "beside": lookup}
+        super().__init__(*what, **more)
+        self.state = state
+        self._size = lookup.size
+        self._selected = self.token.new_zeros(rows * (num_drafts + 1), 1)
+        # A row for each token: what ends them is looked at later, all at once.
+        none = torch.zeros_like(self._selected)
+        flags = torch.ones_like(self._selected, dtype=torch.bool)
+        flat = none[:, 0].clone()
+        self._positions = flat.clone()
+        self._choice = GreedyState(
+            sequences=none.clone(), token=self._selected, unfinished=flags, eos=none - 1,
+            pad=flat.clone(), is_over=flags[0, 0].clone(), last=flat + NEVER, counts=flat.clone(),
+            report=flat.clone(),
+        )  # fmt: skip
+        self.generator_states: list[Tensor] = []  # on a CPU, after each number of the newest pass
+        self._sampling: SampleState | None = None
+        if lookup.sampling is not None:
+            numbers = (number.repeat_interleave(num_drafts + 1) for number in lookup.sampling[2:])
+            self._sampling = SampleState(self._choice, lookup.sampling.kinds, *numbers)
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        return [*super().buffers, *self._choice]
+
+    def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
+        """The next pass has these tokens [B, n]: the newest, and drafts after it."""
+        selection = self.state.selection
+        selection.token.copy_(tokens[:, :1])
+        selection.unfinished.fill_(True)
+        selection.last.fill_(NEVER)
+        self.state.drafts[:, : tokens.shape[1] - 1] = tokens[:, 1:]
+        self.state.found.fill_(tokens.shape[1] - 1)
+        self._place()
+
+    def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
+        """Set numbers of the `SampleState`, by name."""
+        for name, number in numbers:
+            getattr(self._sampling, name).fill_(number)
+
+    def advance(self) -> None:
+        """One pass; what it says is in `report`."""
+        self._replay_or_forward()
+
+    def _place(self) -> None:
+        place_drafts(self.state, self.token, self.positions.counts)
+
+    def _forward(self) -> Tensor:
+        self._place()
+        logits = super()._forward()  # [B, q, V]
+        accept_drafts(self._select(logits), self.token, self.positions.counts, self.state)
+        find_drafts(self.state, self._size)
+        report(self.state)
+        return logits
+
+    def _noise_for(self, rows: Tensor) -> Tensor:
+        """For each token of the one batch row what the passes of one token would draw, in their order."""
+        drawn = torch.empty_like(rows, dtype=torch.float32)
+        self.generator_states = []
+        for one in drawn.unbind():
+            one.exponential_(1)
+            if not rows.is_cuda:
+                self.generator_states.append(torch.get_rng_state())
+        # Padding comes first in a pass, and draws nothing.
+        token = torch.arange(len(rows), device=rows.device) + self.positions.counts
+        return drawn[token % len(rows)]
+
+    def _select(self, logits: Tensor) -> Tensor:
+        """The token [B, q] after each token of the pass."""
+        rows = logits.flatten(0, 1)
+        if self._sampling is None:
+            select_greedy(rows, self._positions, self._choice)
+        else:
+            select_sampled(rows, self._positions, self._sampling, self._noise_for(rows))
+        return self._selected.view(self.token.shape)
