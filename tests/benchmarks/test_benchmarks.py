@@ -292,6 +292,7 @@ TINY = {
     "first_token": "--lengths 5 9 --batch 2 --batch-len 6 --held 12 --new 4 --answered 3 --trials 2",
     "context": "--contexts 12 24 --capacities 16 32 --steps 4 --sequence 10 --rounds 1",
     "context --updates": "--contexts 8 16 --steps 5",
+    "drafts": "--prompt-len 30 --new-tokens 20 --plain-tokens 4 --right 1.0 0.0 --trials 1",
     "exact": "--prompt-len 53 --new-tokens 3 --prefills 8",
     "generation": "--compare --prompt-len 8 --new-tokens 5 --uncached-tokens 4 --trials 2",
     "generation --lengths 3 6": "--trials 2",
@@ -343,6 +344,16 @@ class TestScripts:
         if name == "sampling":
             ours = [row for row in record["rows"] if row["contender"] == "graph"]
             assert all(row["on_device"] and row["fallback_reason"] is None for row in ours)
+
+    def test_forced_drafts(self, record_of):
+        """All of them right: nine tokens a pass. None, and always tried: one."""
+        rows = {row["case"]: row for row in record_of(*tiny("drafts"))["rows"]}
+        assert list(rows) == [
+            "plain", "lookup", "transformers", "forced 1.0", "forced 0.0", "always 0.0",
+        ]  # fmt: skip
+        assert rows["forced 1.0"]["accepted_drafts"] > 4 * rows["forced 1.0"]["drafted_passes"] > 0
+        assert rows["forced 0.0"]["drafted_passes"] == rows["forced 0.0"]["accepted_drafts"] == 0
+        assert rows["always 0.0"]["accepted_drafts"] == 0 < rows["always 0.0"]["drafted_passes"]
 
     def test_first_tokens_of_prompts_batches_and_turns(self, record_of):
         record = record_of(*tiny("first_token"))

@@ -1,0 +1,182 @@
+"""What drafted tokens (`prompt_lookup_num_tokens`) gain, by how many of them are right.
+
+    python benchmarks/bench_drafts.py --model llama-3.2-1b --json drafts.json
+    python benchmarks/bench_drafts.py --model llama --device cpu --trials 2
+
+All cases run in this process on one model, in turns, greedily. After a call for one token and a call
+for all N as warm-up, each trial is a call for one token (T1) and a call for N (TN): a token takes
+(TN - T1) / (N - 1).
+  plain          `GraphDecoder()` without drafts
+  lookup         with drafts from the text itself: of a miniature or another model with weights its
+                 corpus, else random tokens
+  transformers   the same with transformers' own loop and `DynamicCache`, `--plain-tokens` only
+  forced p       drafts of which each is right with probability p, whatever the model selects: it
+                 computes all the same. Expected: (1 - p^(K + 1)) / (1 - p) tokens in a pass
+  always 0.0     all drafts are wrong, and every pass has them: what such a pass costs
+Exit status 1 if the decoder fell back or had no drafts, 2 for a bad argument.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import TimedGenerate, in_turns, spread, token_ms
+from outputs import at_least, benchmark_parser, run_benchmark
+from records import Record
+from transformers import PreTrainedModel
+from workload import Workload, build_workload
+
+from hf_static_kv import testing
+from hf_static_kv.kernels import drafts as draft_kernels
+from hf_static_kv.program import drafting
+
+CORPUS = Path(__file__).parents[1] / "examples" / "data" / "tinyshakespeare.txt"
+
+
+class Forced:
+    """Takes the place of what a model selects, and of what is looked up, inside `applied`."""
+
+    def __init__(self, workload: Workload, vocab_size: int, right: float, num_drafts: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        shape = workload.batch_size, workload.max_cache_len + num_drafts + 2
+        self.answer = torch.randint(vocab_size, shape, generator=generator).to(workload.device)
+        is_wrong = torch.rand(shape, generator=generator) >= right
+        self.drafts = (self.answer + is_wrong.to(workload.device)) % vocab_size
+        self.ahead = torch.arange(num_drafts, device=workload.device)
+
+    @contextmanager
+    def applied(self, always: bool) -> Iterator[None]:
+        names = [(drafting, "find_drafts"), (drafting, "note_token")]
+        names += [(drafting.DraftedStep, "_select"), (draft_kernels, "_PAYS")]
+        before = [(*name, getattr(*name)) for name in names]
+        note, select = drafting.note_token, drafting.DraftedStep._select
+
+        def find_drafts(state: Any, size: int) -> None:
+            at = state.lengths[:, None] + 1 + self.ahead
+            state.drafts.copy_(self.drafts.gather(1, at.clamp(max=self.drafts.shape[1] - 1)))
+            state.found.fill_(len(self.ahead))
+
+        def note_token(state: Any) -> None:
+            at = state.lengths[:, None].clamp(max=self.answer.shape[1] - 1)
+            state.selection.token.copy_(self.answer.gather(1, at))
+            note(state)
+
+        def forced_selection(step: Any, logits: torch.Tensor) -> torch.Tensor:
+            select(step, logits)
+            at = step.positions.full.slots + 1
+            return self.answer.gather(1, at.clamp(max=self.answer.shape[1] - 1))
+
+        replaced = [find_drafts, note_token, forced_selection, -1.0 if always else before[3][2]]
+        for (owner, name), value in zip(names, replaced, strict=True):
+            setattr(owner, name, value)
+        try:
+            yield
+        finally:
+            for owner, name, value in before:
+                setattr(owner, name, value)
+
+
+def text_of(workload: Workload) -> torch.Tensor:
+    """A prompt of the corpus, if the model has weights and a tokenizer."""
+    _, tokenizer = testing.load_model(workload.model, device="cpu", dtype=torch.float32)
+    ids = tokenizer(CORPUS.read_text()[: 20 * workload.prompt_len], return_tensors="pt").input_ids
+    return ids[:, : workload.prompt_len].to(workload.device)
+
+
+def cases_of(workload: Workload, model: PreTrainedModel, args: argparse.Namespace) -> Any:
+    """(name, contender, new tokens, keywords, context of its calls) of each case."""
+    lookup = {"prompt_lookup_num_tokens": args.drafts}
+    few = min(args.plain_tokens, workload.new_tokens)
+    size = model.config.get_text_config().vocab_size
+    yield "plain", "graph", workload.new_tokens, {}, None
+    yield "lookup", "graph", workload.new_tokens, lookup, None
+    yield "transformers", "dynamic", few, lookup, None
+    for right in args.right:
+        forced = Forced(workload, size, right, args.drafts)
+        yield (
+            f"forced {right}",
+            "graph",
+            workload.new_tokens,
+            lookup,
+            partial(forced.applied, False),
+        )
+    forced = Forced(workload, size, 0.0, args.drafts)
+    yield "always 0.0", "graph", workload.new_tokens, lookup, partial(forced.applied, True)
+
+
+def measure_cases(workload: Workload, args: argparse.Namespace) -> list[Record]:
+    model = workload.build_model()
+    text = None if workload.has_random_weights else text_of(workload)
+    rows: dict[str, Record] = {}
+    calls = {}
+    for name, contender, new_tokens, how, context in cases_of(workload, model, args):
+        side = TimedGenerate(model, contender, workload)
+        if text is not None:
+            side.prompt = {"input_ids": text, "attention_mask": torch.ones_like(text)}
+        trial = partial(timed_trial, side, new_tokens, how, context)
+        trial()
+        decoder = side.keywords.get("custom_generate")
+        row: Record = {"case": name, "new_tokens": new_tokens}
+        row["fallback_reason"] = decoder and decoder.fallback_reason
+        if decoder is not None and how:
+            row["draft_reason"] = decoder.draft_reason
+            row |= {"drafted_passes": decoder.accepted.passes}
+            row |= {"accepted_drafts": decoder.accepted.tokens}
+        rows[name] = row
+        calls[name] = trial
+    times = in_turns(calls, args.trials)
+    for name, row in rows.items():
+        row["trials_s"] = times[name]
+        row["ms"] = spread(token_ms(row["trials_s"], row["new_tokens"]))
+        row["times_plain"] = rows["plain"]["ms"]["median"] / row["ms"]["median"]
+    return list(rows.values())
+
+
+def timed_trial(
+    side: TimedGenerate, new_tokens: int, how: dict[str, Any], context: Any
+) -> list[float]:
+    """Seconds of a call for one token, and of a call for all."""
+    if context is None:
+        return [side.seconds(length, **how) for length in (1, new_tokens)]
+    with context():
+        return [side.seconds(length, **how) for length in (1, new_tokens)]
+
+
+def measure(args: argparse.Namespace) -> Record:
+    at_least(args, prompt_len=1, new_tokens=3, trials=1, plain_tokens=3, drafts=1)
+    workload = build_workload(args)
+    rows = measure_cases(workload, args)
+    return {**workload.origin(), "trials": args.trials, "drafts": args.drafts, "rows": rows}
+
+
+def problems(record: Record) -> list[str]:
+    reasons = [(row["case"], row.get("fallback_reason")) for row in record["rows"]]
+    reasons += [(row["case"], row.get("draft_reason")) for row in record["rows"]]
+    return [f"{case}: {reason}" for case, reason in reasons if reason]
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = benchmark_parser(__doc__)
+    add = parser.add_argument
+    add("--drafts", type=int, default=8, help="in a pass (%(default)s)")
+    add(
+        "--right", type=float, nargs="*", default=[1.0, 0.8, 0.7, 0.6, 0.3, 0.0], help="%(default)s"
+    )
+    add("--plain-tokens", type=int, default=64, help="limit for transformers' loop (%(default)s)")
+    add("--trials", type=int, default=5, help="%(default)s")
+    return parser
+
+
+def main() -> int:
+    return run_benchmark(parser(), measure, problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
