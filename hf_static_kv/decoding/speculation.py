@@ -9,9 +9,9 @@ sampled: random numbers that were drawn for wrong drafts are drawn again.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,8 @@ class Accepted:
 
     passes: int = 0  # that had drafts
     tokens: int = 0  # drafts that were right
+    # How many drafts were right, and how often, in a row of a pass.
+    counts: Counter[int] = field(default_factory=Counter)
 
 
 class Speculation:
@@ -117,8 +119,10 @@ class Speculation:
             if has_drafts and self._draws is not None:
                 self._draws.keep(new[0])
             if has_drafts:
+                right = [number - 1 for number in new if number]
                 self._accepted.passes += 1
-                self._accepted.tokens += sum(max(0, number - 1) for number in new)
+                self._accepted.tokens += sum(right)
+                self._accepted.counts.update(right)
             self._count(max(lengths))
             is_late = time.time() > self._tokens.deadline
             self._has_ended = self._has_ended or is_late or not any(unfinished)

@@ -236,3 +236,17 @@ def test_the_documents_name_scripts_that_exist(page):
         assert (ROOT / script).exists(), script
     for link in re.findall(r"\]\((?!http)([^)#]+)", text):
         assert (page.parent / link).exists(), link
+
+
+def test_speculate(run, tmp_path):
+    """Fewer passes, the same tokens, and a picture."""
+    pytest.importorskip(
+        "matplotlib", reason="matplotlib is not installed: see the extra `examples`"
+    )
+    plot = tmp_path / "accepted.png"
+    result = run("speculate", "--max-new-tokens", 120, "--plot", plot)
+    assert result.returncode == 0
+    assert "the same tokens: True" in result.stdout
+    (with_drafts,) = re.findall(r"with drafts: +\d+ tokens/s, (\d+) passes", result.stdout)
+    assert int(with_drafts) < 110
+    assert plot.stat().st_size > 1000
