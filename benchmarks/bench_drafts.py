@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from workload import Workload, build_workload
 
 from hf_static_kv import testing
-from hf_static_kv.kernels import drafts as draft_kernels
+from hf_static_kv.decoding import speculation
 from hf_static_kv.program import drafting
 
 CORPUS = Path(__file__).parents[1] / "examples" / "data" / "tinyshakespeare.txt"
@@ -54,7 +54,7 @@ class Forced:
     @contextmanager
     def applied(self, always: bool) -> Iterator[None]:
         names = [(drafting, "find_drafts"), (drafting, "note_token")]
-        names += [(drafting.DraftedStep, "_select"), (draft_kernels, "_PAYS")]
+        names += [(drafting.DraftedStep, "_select"), (speculation, "_PAYS")]
         before = [(*name, getattr(*name)) for name in names]
         note, select = drafting.note_token, drafting.DraftedStep._select
 

@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_static_kv import compat
 from hf_static_kv.cache.prefixes import PrefixStore
+from hf_static_kv.cache.request import reads_alike
 from hf_static_kv.decoding.loop import MAX_ROWS
 from hf_static_kv.exactness.exact import exact as exact_context
 from hf_static_kv.patching import replaced, unwrapped
@@ -99,12 +100,13 @@ def attach(
     exact: bool = False,
     max_rows: int = MAX_ROWS,
     speculate: str | None = None,
+    assistant: Any = None,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
     A call that brings its own `past_key_values`, `custom_generate` or `cache_implementation` is not
-    touched. Calls that the decoder does not serve (beam search, an assistant model) run in
-    transformers' loop on our cache. A second `attach` replaces the settings of the first.
+    touched. Calls that the decoder does not serve (beam search) run in transformers' loop on our
+    cache. A second `attach` replaces the settings of the first.
 
     Args:
         max_cache_len: the least capacity of a cache: calls of up to that many tokens share one.
@@ -117,9 +119,8 @@ def attach(
         exact: run every call inside `exact(model)`.
         max_rows: of several threads so many calls at most decode together, 64 at most; others wait
             for a row. 1: each call by itself.
-        speculate: "prompt" drafts tokens in every call from its own text, as
-            `prompt_lookup_num_tokens` does in one: faster if answers repeat parts of it, with the
-            same tokens.
+        speculate: "prompt" drafts tokens of every call from its text, as `prompt_lookup_num_tokens`.
+        assistant: a smaller model that drafts tokens of every call, as `assistant_model`.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -138,7 +139,8 @@ def attach(
             f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
             "head."
         )
-    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows, speculate)
+    helper = _helper(inner, assistant)
+    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows, speculate, helper)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
             pass
@@ -149,6 +151,17 @@ def attach(
     if (reason := unserved(inner)) is not None:
         logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
     return _hook(inner, Attachment(settings))
+
+
+def _helper(model: PreTrainedModel, assistant: Any) -> PreTrainedModel | None:
+    """The assistant without wrappers, if it can draft for the model."""
+    helper = None if assistant is None else unwrapped(assistant, "attach")
+    if helper is not None and not reads_alike(model, helper):
+        raise ValueError(
+            f"{type(helper).__name__} cannot assist {type(model).__name__}: both need the same "
+            "vocabulary, and neither may be an encoder-decoder."
+        )
+    return helper
 
 
 def _hook(model: PreTrainedModel, attachment: Attachment) -> Attachment:

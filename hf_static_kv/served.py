@@ -41,7 +41,7 @@ from hf_static_kv.decoding.call import (
     set_random_state,
 )
 from hf_static_kv.decoding.decoder import GraphDecoder
-from hf_static_kv.decoding.drafts import NUMBER, SIZE
+from hf_static_kv.decoding.drafts import NUMBER, SIZE, drafts_by
 from hf_static_kv.decoding.loop import MAX_ROWS
 from hf_static_kv.decoding.prepared import PreparedConfigs
 from hf_static_kv.decoding.turns import turns_of
@@ -91,10 +91,13 @@ class Settings:
     exact: bool = False
     max_rows: int = MAX_ROWS
     speculate: str | None = None
+    assistant: PreTrainedModel | None = None
 
     @property
     def drafts(self) -> Drafts | None:
         """Of every call."""
+        if self.assistant is not None:
+            return drafts_by(self.assistant)
         return None if self.speculate is None else Drafts(NUMBER, SIZE)
 
     @property
@@ -117,6 +120,8 @@ class Settings:
                 f'speculate must be "prompt" (drafts from the text itself) or None, got '
                 f"{self.speculate!r}."
             )
+        if self.speculate is not None and self.assistant is not None:
+            raise ValueError("Drafts come from the text or from an assistant: omit one of both.")
 
 
 @dataclass(eq=False)
@@ -153,6 +158,7 @@ class Attachment:
         self.decoder = GraphDecoder()
         self.decoder.max_rows = settings.max_rows
         self.decoder.drafts = settings.drafts
+        self.decoder.assistant = settings.assistant
         # Nobody has asked for a captured step; `fallback_reason` tells.
         self.decoder.show_no_warnings()
         self.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
@@ -365,7 +371,7 @@ class Attachment:
         given = {key: value for key, value in kwargs.items() if key not in _LOOP_ONLY}
         call = Call.of(model, *args, **given)
         if call.request.mode not in _ONE_SEQUENCE_A_ROW and not served.is_decoded:
-            if call.request.looks_up:
+            if call.request.has_drafts:
                 self._note(f"there are no graphs on {device}")
             return original(*args, **kwargs)
         call.began = served.began
@@ -466,7 +472,7 @@ def _exact(model: PreTrainedModel) -> AbstractContextManager[None]:
 
 
 def _has_one_sequence_a_row(request: Request) -> bool:
-    return request.mode in _ONE_SEQUENCE_A_ROW or request.looks_up
+    return request.mode in _ONE_SEQUENCE_A_ROW or request.has_drafts
 
 
 def _starts_of_ids_alone(request: Request) -> list[int] | None:

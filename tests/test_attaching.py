@@ -292,7 +292,9 @@ def test_an_assistant_runs_on_our_cache(model):
     attach(model)
     attach(assistant)
     assert torch.equal(generate(model, assistant_model=assistant), expected)
-    assert attachment(model).fallback_reason == "the mode is assisted_generation"
+    has_graphs = model.device.type in served._DECODER_DEVICES
+    reason = None if has_graphs else f"there are no graphs on {model.device.type}"
+    assert attachment(model).fallback_reason == reason
     assert attachment(assistant).calls == 0
 
 

@@ -33,7 +33,7 @@ READING_ORDER = {
     ],
     "decoding": [
         "turns", "prepared", "call", "eligibility", "selection", "drafts", "tokens", "verification", "steps",
-        "speculation", "prompts", "seats", "loop", "decoder",
+        "assistant", "speculation", "prompts", "seats", "loop", "decoder",
     ],
     "exactness": ["linears", "invariant_operations", "experts", "self_check", "exact", "logprobs"],
     "inspection": ["attention_trace", "step_recorder"],

@@ -376,7 +376,8 @@ class CachePool:
             return cache_bytes(model.config, length, rows, model.dtype, **parts)
 
         windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
-        sliding = "compact" if windows and capacity > 4 * max(windows) else "full"
+        is_long = windows and capacity > 4 * max(windows)
+        sliding = "compact" if is_long and not request.keeps_all_positions else "full"
         try:
             wanted_bytes = num_bytes(capacity)
         except ValueError as unserved:
@@ -411,7 +412,8 @@ class CachePool:
                 self._complete = seen
         except ValueError as unserved:
             raise Fallback(str(unserved)) from unserved
-        return weakref.ref(model), model.dtype, model.device, autocast, plans
+        keeps_all = request.keeps_all_positions
+        return weakref.ref(model), model.dtype, model.device, autocast, plans, keeps_all
 
     def _keep(self, entry: Entry) -> None:
         cache = entry.cache

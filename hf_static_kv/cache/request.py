@@ -89,7 +89,8 @@ class Request:
     stopping_criteria: Sequence[Any] = ()  # the caller's own
     has_own_limit: bool = True  # False: only the model's defaults limit the length
     has_own_positions: bool = True  # False: `generate` has made them
-    is_decoded: bool = False  # by GraphDecoder, which drafts tokens itself
+    keeps_all_positions: bool = False  # also in layers with a window
+    is_decoded: bool = False  # by GraphDecoder, which places drafted tokens itself
 
     def __post_init__(self) -> None:
         self.mask: Tensor | None = self.model_kwargs.get("attention_mask")  # [B, n]
@@ -143,6 +144,30 @@ class Request:
         is_assisted = self.mode == GenerationMode.ASSISTED_GENERATION
         number = self.config.prompt_lookup_num_tokens
         return is_assisted and number is not None and self.assistant_model is None
+
+    @property
+    def has_assistant(self) -> bool:
+        """Whether another model drafts tokens: one that reads tokens as this one does, and no more."""
+        if self.mode != GenerationMode.ASSISTED_GENERATION or self.assistant_model is None:
+            return False
+        unusual = ("assistant_early_exit", "assistant_ensemble_weight", "prompt_lookup_num_tokens",
+                   "speculation_type")  # fmt: skip
+        if any(getattr(self.config, name, None) is not None for name in unusual):
+            return False
+        return reads_alike(self.model, self.assistant_model)
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens are drafted in a way that GraphDecoder knows."""
+        return self.looks_up or self.has_assistant
+
+
+def reads_alike(model: Any, assistant: Any) -> bool:
+    """Whether an assistant reads the tokens of a model, and nothing else of it (Gemma4Assistant)."""
+    both = [own.config for own in (model, assistant)]
+    sizes = {config.get_text_config(decoder=True).vocab_size for config in both}
+    is_plain = "Assistant" not in type(assistant).__name__
+    return is_plain and len(sizes) == 1 and not any(own.is_encoder_decoder for own in both)
 
 
 def running_request() -> Request | None:

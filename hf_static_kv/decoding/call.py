@@ -5,7 +5,7 @@ transformers' loop.
 import copy
 import math
 import time
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -135,6 +135,9 @@ class Call:
         self.is_in_rows = False  # see `in_rows`
         self.is_alone = False  # whatever other calls there are
         self.drafts: Drafts | None = None  # the tokens of a pass beside the newest one
+        self.more_caches = ExitStack()  # given back at the end of the call
+        self.assistant_model: Any = None  # which drafts them; None: they are looked up
+        self.assistant: Any = None  # the same in this call (assistant.py)
         self.owner = OWNER.get()
         self.fallback_reason: str | None = None  # why it runs in transformers' loop
         # To be that of the model as it is.
@@ -519,7 +522,10 @@ class Call:
     def run_eagerly(self) -> GenerateDecoderOnlyOutput | Tensor:
         """The same call in transformers' own loop, after the prompt if that is computed."""
         loop = self._loop_with_drafts()
-        if loop is None:
+        more = {}
+        if loop is not None:
+            more = {"assistant_model": self.request.assistant_model}
+        else:
             prefill = None if compat.prefill(self.model) is None else self._take_outputs
             loop = compat.sampling_loop(self.model, prefill)
         output: Any = loop(
@@ -529,14 +535,17 @@ class Call:
             generation_config=self.config,
             synced_gpus=bool(self.request.synced_gpus),
             streamer=self.streamer,
+            **more,
             **self.model_kwargs,
         )
         self.remember(output if isinstance(output, Tensor) else output.sequences)
         return output  # type: ignore[no-any-return]
 
     def _loop_with_drafts(self) -> Any:
-        """Transformers' own, if the call asks for it: it takes one row, and computes the whole prompt."""
-        if not self.request.looks_up or len(self.input_ids) != 1:
+        """Transformers' own, if the call asks for it: it takes one row, and computes the whole prompt.
+        It draws other numbers than a loop without drafts.
+        """
+        if not self.request.has_drafts or len(self.input_ids) != 1 or self.config.do_sample:
             return None
         self.request.is_decoded = False  # it writes drafts beyond the end
         if isinstance(self.cache, StaticContiguousCache):

@@ -28,6 +28,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.request import Fallback
+from hf_static_kv.decoding.assistant import Assistant
 from hf_static_kv.decoding.call import (
     Call,
     ModelChanged,
@@ -110,6 +111,7 @@ class GraphDecoder:
         self.steps = Steps(self.without, self._warn)
         self.max_rows = MAX_ROWS  # calls that decode together
         self.drafts: Drafts | None = None  # of calls that do not ask for any
+        self.assistant: PreTrainedModel | None = None  # that makes these
         self.accepted = Accepted()
         self.draft_reason: str | None = None  # why the last call had none that asked for them
 
@@ -140,16 +142,21 @@ class GraphDecoder:
                 except Fallback as fallback:
                     refused = fallback
             call.use_pool(self.pool)
+            call.more_caches = own_cache
             output = self.pool.hand_over(self._generate(call, refused))
             self.fallback_reason = call.fallback_reason
             return output  # type: ignore[no-any-return]
 
     def _generate(self, call: Call, refused: Fallback | None) -> _Output:
         mode = call.request.mode
-        call.drafts = drafts_of(call) or self.drafts
+        call.drafts = drafts_of(call)
+        call.assistant_model = call.request.assistant_model
+        if call.drafts is None:
+            call.drafts = self.drafts
+            call.assistant_model = self.assistant
         self.draft_reason = None
         is_undrafted = mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-        if not is_undrafted and not call.request.looks_up:
+        if not is_undrafted and not call.request.has_drafts:
             raise ValueError(
                 f"GraphDecoder decodes greedily or by sampling, and this is {mode.value}. Leave "
                 "`custom_generate` out."
@@ -184,6 +191,8 @@ class GraphDecoder:
 
     def _note(self, call: Call, fallback: Fallback, consequence: str) -> None:
         call.fallback_reason = fallback.reason
+        if call.drafts is not None:
+            self.draft_reason = fallback.reason
         self._warn(f"{fallback.reason}. {consequence}")
 
     def _decode(self, call: Call) -> _Output:
@@ -288,6 +297,8 @@ class GraphDecoder:
         """The rest of the call in a row; None: it stays alone."""
         call.confirm()
         seat = Seat(call, tokens, selection_of(call))
+        if call.drafts is not None:
+            self.draft_reason = "it decodes together with other calls"
         if not self.loop_of(call.model).run(seat, logits):
             call.is_alone = True
             return None
@@ -375,6 +386,12 @@ class GraphDecoder:
                 for token in new:
                     tokens.stream(token)
 
+        if call.assistant is not None:
+            try:
+                call.assistant.use_state_of(step)  # another one in the middle of a call
+            except Fallback as fallback:
+                self._warn(f"{fallback.reason}. No tokens are drafted")
+                call.assistant = None
         with step.drafted.on_shadow(call.own_attention) if step.runs_model else nullcontext():
             return Speculation(
                 step, tokens, call, show, lambda: self._is_among_others(call), self.accepted
@@ -386,10 +403,17 @@ class GraphDecoder:
         """The step after the prompt, without drafts if the call can have none. Raises `Fallback`."""
         if call.drafts is not None:
             try:
-                return self.steps.get(call)
+                if call.assistant_model is not None and call.assistant is None:
+                    how = self.steps, self.pool, call.more_caches, self.prompts
+                    call.assistant = Assistant(call, *how)
+                step = self.steps.get(call)
+                if isinstance(step, LookupStep) and call.assistant is not None:
+                    call.assistant.use_state_of(step)
+                return step
             except Fallback as fallback:
                 if call.is_overwritten:
                     raise
+                call.assistant = None
                 self.draft_reason = fallback.reason
                 self._warn(f"{fallback.reason}. No tokens are drafted")
                 call.drafts = None
@@ -400,7 +424,7 @@ class GraphDecoder:
         drawn and streamed.
         """
         try:
-            return self.steps.get(call)
+            return self._first_step(call)
         except Fallback as fallback:
             if call.is_overwritten:
                 raise RuntimeError(
@@ -428,7 +452,8 @@ class GraphDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         # A graph belongs to one process.
-        return {**self.__dict__, "steps": None, "_loops": None, "pool": None, "prompts": None}
+        gone = dict.fromkeys(("steps", "_loops", "pool", "prompts", "assistant", "drafts"))
+        return {**self.__dict__, **gone}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -2,7 +2,7 @@
 model before it is used.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,7 +24,7 @@ from hf_static_kv.decoding.verification import (
     without_side_effects,
 )
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, SharedContext
-from hf_static_kv.program.drafting import LookupStep
+from hf_static_kv.program.drafting import AssistantStep, LookupStep
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
@@ -86,6 +86,45 @@ class Steps:
         assert isinstance(step, RowsStep)
         return step
 
+    def get_assistant(
+        self, call: Call, lookup: LookupStep, sizes: Sequence[int]
+    ) -> list[AssistantStep]:
+        """Passes of an assistant that drafts for `lookup`: of so many newest tokens, and of one draft."""
+        steps = self.by_cache.setdefault(call.cache, {})
+        found: list[Any] = []
+        for size in (*sizes, 1):
+            key = (("assistant", size, lookup, call.step_kind, call.fingerprint), call.state)
+            if not isinstance(steps.get(key), AssistantStep):
+                self._evict(steps, _MAX_STEPS)
+                beside = found[0] if found else None
+                steps[key] = self._assistant_step(call, lookup, size, beside)
+            found.append(steps[key])
+        return found
+
+    def _assistant_step(
+        self, call: Call, lookup: LookupStep, size: int, beside: AssistantStep | None
+    ) -> AssistantStep:
+        inputs = call.step_inputs
+        parts = inputs.position_ids.shape[:-2]
+        what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
+        devices = [call.device] if call.device.type == "cuda" else []
+        try:
+            with (
+                torch.inference_mode(False),
+                torch.no_grad(),
+                torch.random.fork_rng(devices),
+                decoding(call.model),
+            ):
+                step = AssistantStep(*what, drafts=lookup.drafts, num_tokens=size, beside=beside)
+                lookup.state.unfinished.zero_()  # so that a capture writes nothing
+                # Not verified: a wrong draft is not accepted.
+                self._make(step, call, True, lambda step, call: None)
+        except Exception as error:
+            debug.logger.debug("A pass of an assistant could not be captured.", exc_info=True)
+            first_line = next(iter(str(error).splitlines()), type(error).__name__)
+            raise Fallback(f"the assistant's pass cannot be captured ({first_line})") from error
+        return step
+
     def get_for(self, call: Call, selection: Selection | None) -> DecodeStep:
         """The step that selects in this way; None: the host selects. Raises `Fallback`."""
         call.cache.reserve()  # a new step is tried at the next position
@@ -94,11 +133,15 @@ class Steps:
         state = None if call.must_assume else call.state
         has_hooks = call.has_hooks
         selects = selection and selection.kind
+        has_drafts = selection is not None and selection.drafts is not None
         what = selects, call.step_kind, has_hooks, call.fingerprint
         if state is None:
             state = call.assumed = _assumed_state(steps, what)
         key = what, state or call.state
         known = steps.pop(key, None)
+        if has_drafts and isinstance(known, _Failed) and known.attempts >= _MAX_ATTEMPTS:
+            steps[key] = known
+            raise known.fallback
         if known is None:
             self._evict(steps, _MAX_STEPS_OF_ROWS if call.is_in_rows else _MAX_STEPS)
         step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
@@ -131,6 +174,8 @@ class Steps:
                 decoding(call.model),
             ):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
+        except Fallback:  # now, and perhaps not later
+            raise
         except Exception as error:  # whatever a model does that a fixed step cannot do
             debug.logger.debug("A step could not be captured.", exc_info=True)
             if _sums(call.cache) != sums:
@@ -152,7 +197,7 @@ class Steps:
             return None
         try:
             return self._verified_step(call, selection, is_recorded=True)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, Fallback):
             raise
         except Exception:  # such as a kernel that torch does not see
             debug.logger.debug(
@@ -171,6 +216,9 @@ class Steps:
             step = DecodeStep(*what)
         elif selection.drafts is not None:
             step = LookupStep(*what, drafts=selection.drafts, kinds=selection.kinds)
+            needed = step.drafted.token.shape[1]
+            if (free := call.cache.reserve(needed)) < needed:
+                raise Fallback(f"a pass with drafts is tried with {needed} tokens, and {free} fit")
         else:
             kind = RowsStep if call.is_in_rows else SelectingStep
             kinds, bans, ngram, _ = selection.kind
@@ -235,12 +283,17 @@ class Steps:
         failed = [
             (step, what[-1], state)
             for (what, state), step in self.by_cache.get(call.cache, {}).items()
-            if isinstance(step, _Failed) and step.attempts >= _MAX_ATTEMPTS
+            if isinstance(step, _Failed) and step.attempts >= _MAX_ATTEMPTS and not _drafts(what)
         ]
         given = frozenset(call.given)
         for step, fingerprint, state in failed:
             if (step.given, fingerprint, state) == (given, call.fingerprint, call.state):
                 raise step.fallback
+
+
+def _drafts(what: Any) -> bool:
+    """Whether a step of this kind has drafts: without, it may be captured."""
+    return isinstance(what[0], tuple) and what[0][-1] is not None
 
 
 def _sums(cache: StaticContiguousCache) -> list[int]:

@@ -193,12 +193,13 @@ def verify_drafts(step: DecodeStep, call: Call) -> None:
     the model: of two tokens, and of as many as the pass takes. The cache is left as it was.
     """
     here = call.cache.snapshot()
-    most = min(step.token.shape[1], call.cache.reserve(step.token.shape[1]))
+    most = step.token.shape[1]
+    vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
     before = IS_VERIFICATION.set(True)
     try:
         for length in sorted({min(2, most), most}):
             newest = _newest_tokens(call)[:, None]
-            tokens = (newest - torch.arange(length, device=newest.device)).abs()
+            tokens = (newest - torch.arange(length, device=newest.device)) % vocabulary
             at = here[0], call.seq_start.to(call.device), call.position_ids(here[0])
             expected = _ordinary_prompt(step, call, tokens, all_logits=True)
             noisy = None

@@ -23,6 +23,8 @@ accept_drafts    the tokens that the pass selects, as far as the drafts before t
 After each pass `rate` moves towards the part of the drafts that was right, and `report` is written for
 the host. A row that has ended takes no part.
 
+pass_newest, pass_draft, append_draft      an assistant, another model, drafts one token a pass
+
     selected, tokens: [B, q]   counts: [B]   q = K + 1
 """
 
@@ -33,24 +35,25 @@ from torch import Tensor
 
 from hf_static_kv.kernels.select_greedy import GreedyState
 
-# The weight of the newest pass in `rate`, and the rate from which on drafts pay, if a pass of 9 tokens
-# takes 1.25 times as long as one of one. By counts of passes (texts of the trained Llama miniature and
-# of its corpus, 2026-11): 3.0 times as fast on text that is copied with changes in 7 % of its tokens,
-# 1.6 on greedy text, 0.99 to 1.00 on sampled and on random text.
-_NEWEST = 0.125
-_PAYS = 0.2
+_NEWEST = 0.125  # the weight of the newest pass in `rate`: see decoding/speculation.py
+MILLION = 1_000_000
 
 
 class DraftState(NamedTuple):
     """The tensors of decoding with drafts; all but `first` are written in place."""
 
+    capacity: int  # S
+
     selection: GreedyState
-    lengths: Tensor  # [B], the position of the newest token, whose states are not written
+    # [B], the position of the newest token, whose states are not written; of a row that has ended at the
+    # capacity one less, as no position is there.
+    lengths: Tensor
+    ends: Tensor  # [B], the position of the newest token
     first: Tensor  # [B], the position of the first token that is known
     drafts: Tensor  # [B, K]
     found: Tensor  # [B], how many drafts there are
     rate: Tensor  # [B], float32
-    report: Tensor  # [3, B]: lengths, whether unfinished, whether drafts pay
+    report: Tensor  # [3, B]: `ends`, whether unfinished, millionths of `rate`
 
 
 def find_drafts(state: DraftState, size: int) -> None:
@@ -73,10 +76,38 @@ def find_drafts(state: DraftState, size: int) -> None:
     state.found.copy_((score.amax(dim=1) >= 0) * state.drafts.shape[1])
 
 
+def pass_newest(state: DraftState, tokens: Tensor, counts: Tensor, lengths: Tensor) -> None:
+    """The next pass of an assistant has the newest tokens of each row, again or for the first time; no
+    draft is there yet. `lengths` are those of its own cache.
+    """
+    num_tokens = tokens.shape[1]
+    known = (state.lengths + 1 - state.first).clamp(min=0, max=num_tokens)
+    counts.copy_(known * state.selection.unfinished[:, 0])
+    lengths.copy_(state.lengths + 1 - counts)
+    at = state.lengths[:, None] + 1 - num_tokens
+    at = at + torch.arange(num_tokens, device=tokens.device)
+    tokens.copy_(state.selection.sequences.gather(1, at.clamp(min=0)))
+    state.found.zero_()
+
+
+def pass_draft(state: DraftState, tokens: Tensor, counts: Tensor) -> None:
+    """The next pass of an assistant has the newest draft."""
+    tokens.copy_(state.drafts.gather(1, (state.found - 1).clamp(min=0)[:, None]))
+    counts.copy_(state.selection.unfinished[:, 0])
+
+
+def append_draft(state: DraftState, token: Tensor) -> None:
+    """An assistant has drafted one more `token` [B, 1]."""
+    at = state.found.clamp(max=state.drafts.shape[1] - 1)[:, None]
+    state.drafts.scatter_(1, at, token)
+    state.found.add_(1)
+
+
 def place_drafts(state: DraftState, tokens: Tensor, counts: Tensor) -> None:
     """Write the `tokens` of the next pass, and how many each row has."""
     selection = state.selection
-    most = (selection.last - state.lengths - 1).clamp(min=0)
+    last = selection.last.clamp(max=state.capacity)
+    most = (last - state.lengths - 1).clamp(min=0)
     counts.copy_((1 + torch.minimum(state.found, most)) * selection.unfinished[:, 0])
     both = torch.cat([selection.token, state.drafts], dim=1)  # [B, q]
     at = torch.arange(tokens.shape[1], device=tokens.device) - tokens.shape[1] + counts[:, None]
@@ -106,7 +137,7 @@ def accept_drafts(selected: Tensor, tokens: Tensor, counts: Tensor, state: Draft
     newest = chosen.gather(1, (count - 1).clamp(min=0)[:, None])
     token.copy_(torch.where(unfinished, newest, token))
     state.lengths.copy_(start + count)
-    _note_hits(state, num_right, num_right < state.drafts.shape[1])
+    _note_hits(state, num_right, num_right < counts - 1)
     unfinished.logical_and_(~(is_new & is_end).any(dim=1, keepdim=True))
     is_over.copy_(~unfinished.any())
     next_counts.copy_(unfinished[:, 0])
@@ -124,9 +155,10 @@ def _note_hits(state: DraftState, hits: Tensor, has_missed: Tensor) -> None:
 
 
 def report(state: DraftState) -> None:
-    """Write `report`. The rows share a pass, so it is their mean rate that pays or not."""
-    unfinished = state.selection.unfinished[:, 0]
-    lengths, is_unfinished, pays = state.report
-    lengths.copy_(state.lengths)
-    is_unfinished.copy_(unfinished)
-    pays.copy_((state.rate * unfinished).sum() >= _PAYS * unfinished.sum())
+    """Write `report`."""
+    torch.maximum(state.ends, state.lengths, out=state.ends)
+    state.lengths.clamp_(max=state.capacity - 1)
+    ends, unfinished, rate = state.report
+    ends.copy_(state.ends)
+    unfinished.copy_(state.selection.unfinished[:, 0])
+    rate.copy_(state.rate * MILLION)

@@ -4,7 +4,10 @@
     DraftedStep    newest token, drafts  -> logits -> tokens -> drafts for the next pass
 
 Both move the same lengths on, and either may follow the other: the host takes the longer pass while
-its drafts are right often enough.
+its drafts are right often enough. Drafts are looked up in the text, or an assistant makes them:
+
+    AssistantStep  newest tokens         -> logits -> draft
+    AssistantStep  draft                 -> logits -> draft      and so on
 """
 
 from collections.abc import Iterable
@@ -16,8 +19,11 @@ from torch import Tensor
 from hf_static_kv.kernels.drafts import (
     DraftState,
     accept_drafts,
+    append_draft,
     find_drafts,
     note_token,
+    pass_draft,
+    pass_newest,
     place_drafts,
     report,
 )
@@ -30,8 +36,8 @@ from hf_static_kv.program.step import DecodeStep
 class Drafts(NamedTuple):
     """How tokens are drafted."""
 
-    num_tokens: int  # in a pass
-    size: int  # the longest text that is looked up
+    num_tokens: int  # in a pass, at most
+    size: int  # the longest text that is looked up; 0: an assistant drafts
 
 
 class LookupStep(SelectingStep):
@@ -47,8 +53,10 @@ class LookupStep(SelectingStep):
         self.size = drafts.size
         rows = len(self.token)
         self.drafts = DraftState(
+            self.max_cache_len,
             self.state,
             lengths=self.positions.lengths,
+            ends=self.token.new_zeros(rows),
             first=self.token.new_zeros(rows),
             drafts=self.token.new_zeros(rows, drafts.num_tokens),
             found=self.token.new_zeros(rows),
@@ -59,20 +67,27 @@ class LookupStep(SelectingStep):
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [*super().buffers, *self.drafts[1:], *self.drafted.buffers]
+        return [*super().buffers, *self.drafts[2:], *self.drafted.buffers]
+
+    @property
+    def is_in_place(self) -> bool:
+        return super().is_in_place and self.drafted.is_in_place
 
     def set_numbers(self, numbers: Iterable[tuple[str, float]]) -> None:
         numbers = list(numbers)
         super().set_numbers(numbers)
         self.drafted.set_numbers(numbers)
 
-    def begin(self, first: Tensor, last: int) -> None:
-        """Before the first pass: rows are known from `first` [B] on, and end at the position `last`."""
+    def begin(self, first: Tensor, last: int, rate: float) -> None:
+        """Before the first pass: rows are known from `first` [B] on, and end at the position `last`; so
+        many drafts are expected to be right.
+        """
         self.drafts.first.copy_(first)
+        self.drafts.ends.copy_(self.drafts.lengths)
         self.state.last.fill_(last)
         self.state.counts.copy_(self.state.unfinished[:, 0])
         self.drafts.found.zero_()
-        self.drafts.rate.zero_()
+        self.drafts.rate.fill_(rate)
 
     def advance(self) -> None:
         """One pass; what it says is in `drafts.report`."""
@@ -80,8 +95,9 @@ class LookupStep(SelectingStep):
 
     def _forward(self) -> Tensor:
         logits = super()._forward()
-        note_token(self.drafts)
-        find_drafts(self.drafts, self.size)
+        if self.size:
+            note_token(self.drafts)
+            find_drafts(self.drafts, self.size)
         report(self.drafts)
         return logits
 
@@ -146,7 +162,8 @@ class DraftedStep(DecodeStep):
         self._place()
         logits = super()._forward()  # [B, q, V]
         accept_drafts(self._select(logits), self.token, self.positions.counts, self.state)
-        find_drafts(self.state, self._size)
+        if self._size:
+            find_drafts(self.state, self._size)
         report(self.state)
         return logits
 
@@ -170,3 +187,43 @@ class DraftedStep(DecodeStep):
         else:
             select_sampled(rows, self._positions, self._sampling, self._noise_for(rows))
         return self._selected.view(self.token.shape)
+
+
+class AssistantStep(DecodeStep):
+    """A pass of an assistant over its own cache, which drafts a token for the rows of `drafts`.
+
+    It has the `num_tokens` newest tokens of each row: those that it has not seen, and others again. Of
+    one token it has the newest draft, behind the pass `beside`.
+    """
+
+    rows_differ = True
+
+    def __init__(
+        self,
+        *what: Any,
+        drafts: DraftState,
+        num_tokens: int,
+        beside: "AssistantStep | None" = None,
+    ) -> None:
+        more: dict[str, Any] = {"num_tokens": num_tokens, "beside": beside}
+        super().__init__(*what, **more)
+        self.state = drafts
+
+    def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
+        super().set_tokens(tokens, position_ids)
+        self.positions.counts.zero_()  # a recording writes nothing: these are no tokens of a call
+
+    def advance(self) -> None:
+        self._replay_or_forward()
+
+    def _forward(self) -> Tensor:
+        places = self.positions
+        if self.token.shape[1] > 1:
+            pass_newest(self.state, self.token, places.counts, places.lengths)
+        else:
+            pass_draft(self.state, self.token, places.counts)
+        # What would be beyond the end: drafts that nobody needs.
+        places.lengths.clamp_(max=self.max_cache_len - self.token.shape[1])
+        logits = super()._forward()
+        append_draft(self.state, logits.argmax(dim=-1, keepdim=True))
+        return logits

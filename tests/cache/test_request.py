@@ -396,14 +396,16 @@ class TestWhatGenerateKeepsFromALoop:
         assert stream.tokens == tokens[0].tolist()
         assert stream.ended
 
-    def test_an_assistant_is_refused(self, model):
+    def test_an_assistant_with_other_tokens_is_refused(self, model):
         with pytest.raises(
             ValueError, match=r"this is assisted_generation. Leave `custom_generate` out"
         ):
             generate(
                 model,
                 StaticContiguousCache(model.config, 40),
-                assistant_model=toy_model("llama"),
+                assistant_model=toy_model("llama", vocab_size=64),
+                tokenizer=object(),
+                assistant_tokenizer=object(),
                 custom_generate=GraphDecoder(),
             )
 

@@ -26,7 +26,7 @@ from hf_static_kv import (
     served,
 )
 from hf_static_kv.decoding import speculation
-from hf_static_kv.kernels import drafts as draft_kernels
+from hf_static_kv.decoding.assistant import Assistant
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.drafting import DraftedStep, LookupStep
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
@@ -44,7 +44,7 @@ ROWS = torch.tensor([[9, 8, 31, 9, 8, 31, 9, 8], [5, 5, 5, 5, 5, 5, 5, 5]], devi
 
 @pytest.fixture
 def always(monkeypatch):
-    monkeypatch.setattr(draft_kernels, "_PAYS", 0.0)
+    monkeypatch.setattr(speculation, "_PAYS", 0.0)
 
 
 def call(model, ids=TEXT, decoder=None, cache=None, seed=None, **how):
@@ -173,6 +173,41 @@ class TestTheCache:
         cache = StaticContiguousCache.from_model(model, TEXT.shape[1] + new - 1)
         got = call(model, decoder=GraphDecoder(), cache=cache, max_new_tokens=new)
         assert torch.equal(got, call(model, max_new_tokens=new))
+
+    @pytest.mark.parametrize("name", ["llama", "gpt2"])
+    def test_rows_that_end_at_the_capacity_wait_for_the_others(self, always, name):
+        """Positions of a row that has ended are those of its table, which has no more."""
+        model = shared_toy_model(name, device=DEVICE)
+        ids = torch.cat([ROWS, ROWS.flip(1)[:1]])
+        cache = StaticContiguousCache.from_model(model, ids.shape[1] + 39, batch_size=3)
+        decoder = GraphDecoder()
+        assert torch.equal(call(model, ids, decoder, cache), call(model, ids))
+        assert decoder.draft_reason is None
+
+    def test_a_batch_that_may_outgrow_it_has_no_drafts(self, always):
+        model = toy_model("gemma3")
+        model.generation_config.max_length = 60
+        cache = StaticContiguousCache.from_model(model, 24, batch_size=2)
+        cache.grows = True
+        decoder = GraphDecoder()
+        how = {"eos_token_id": list(range(60, 70)), "pad_token_id": 3, "do_sample": False}
+        got = model.generate(ROWS, past_key_values=cache, custom_generate=decoder, **LOOKUP, **how)
+        assert torch.equal(got, model.generate(ROWS, use_cache=False, **how))
+        assert decoder.draft_reason == "a batch may outgrow the cache"
+
+    def test_a_first_call_without_room_for_a_trial_has_no_drafts(self, always):
+        """A later one with room has, and its pass is tried with all tokens."""
+        model = shared_toy_model("llama", device=DEVICE)
+        cache = StaticContiguousCache.from_model(model, TEXT.shape[1] + 3)
+        decoder = GraphDecoder()
+        got = call(model, decoder=decoder, cache=cache, max_new_tokens=4)
+        assert torch.equal(got, call(model, max_new_tokens=4))
+        assert decoder.draft_reason == "a pass with drafts is tried with 6 tokens, and 3 fit"
+        cache.reset()
+        ids = TEXT[:, :5]
+        got = call(model, ids, decoder, cache, max_new_tokens=13)
+        assert torch.equal(got, call(model, ids, max_new_tokens=13))
+        assert decoder.draft_reason is None
 
     @pytest.mark.usefixtures("small_spare", "always")
     def test_compact_layers_move(self):
@@ -324,8 +359,14 @@ def test_a_failing_verification_leaves_the_plain_step(monkeypatch):
     monkeypatch.setattr(steps, "verify_drafts", fail)
     model = shared_toy_model("llama", device=DEVICE)
     decoder = GraphDecoder()
-    assert torch.equal(call(model, decoder=decoder), call(model))
-    assert "planted" in decoder.draft_reason
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    for _ in range(4):  # a failure is remembered, and harms no call without drafts
+        cache.reset()
+        assert torch.equal(call(model, decoder=decoder, cache=cache), call(model))
+        assert "planted" in decoder.draft_reason
+        assert decoder.fallback_reason is None
+    cache.reset()
+    model.generate(TEXT, past_key_values=cache, custom_generate=decoder, **COMMON)
     assert decoder.fallback_reason is None
 
 
@@ -443,6 +484,29 @@ class TestAttached:
         assert torch.equal(got.sequences, expected)
         assert loops == [model]
         assert "hidden states" in attachment(model).fallback_reason
+        assert "hidden states" in attachment(model).draft_reason
+
+    def test_sampled_calls_run_in_the_loop_without_drafts(self, model):
+        """transformers' loop for drafts draws other numbers."""
+        how = {"do_sample": True, "top_k": 4, "max_new_tokens": 40}
+        expected = call(model, seed=3, **how)
+        attach(model)
+        torch.manual_seed(3)
+        how = {**COMMON, **how, **LOOKUP, "return_dict_in_generate": True}
+        got = model.generate(TEXT, output_hidden_states=True, **how)
+        assert torch.equal(got.sequences, expected)
+
+
+def test_more_drafts_than_tokens_in_the_vocabulary():
+    model = toy_model("llama", vocab_size=8)
+    decoder = GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    ids = TEXT % 8
+    how = {"past_key_values": cache, "custom_generate": decoder, "prompt_lookup_num_tokens": 20}
+    plain = {**COMMON, "attention_mask": torch.ones_like(ids)}
+    got = model.generate(ids, **how, max_matching_ngram_size=5000, **plain)
+    assert torch.equal(got, model.generate(ids, use_cache=False, **plain))
+    assert decoder.draft_reason is None
 
 
 def test_a_number_that_is_not_positive():
@@ -452,3 +516,139 @@ def test_a_number_that_is_not_positive():
         model.generate(
             TEXT, past_key_values=cache, custom_generate=GraphDecoder(), prompt_lookup_num_tokens=0
         )
+
+
+class TestAssistant:
+    """`assistant_model=` of another model, which passes drafts while they pay."""
+
+    @pytest.fixture(autouse=True)
+    def _is_cheap(self, monkeypatch):
+        """As if it were a small model: it drafts in every pass."""
+        original = Assistant.__init__
+
+        def init(assistant, *args):
+            original(assistant, *args)
+            assistant.cost = 0.01
+
+        monkeypatch.setattr(Assistant, "__init__", init)
+        monkeypatch.setattr(speculation, "_COST", 0.5)
+
+    def call(self, model, assistant, ids=TEXT, decoder=None, seed=None, **how):
+        if seed is not None:
+            torch.manual_seed(seed)
+        how = {**COMMON, "max_new_tokens": 40, "attention_mask": torch.ones_like(ids), **how}
+        cache = StaticContiguousCache.from_model(model, CAPACITY, batch_size=len(ids))
+        ours = {"past_key_values": cache, "custom_generate": decoder or GraphDecoder()}
+        return model.generate(ids, assistant_model=assistant, **ours, **how)
+
+    MODES: ClassVar = {name: MODES[name] for name in MODES if name != "longer texts"}
+
+    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "mixtral"])
+    def test_the_tokens_are_those_of_plain_decoding(self, name, mode):
+        model = shared_toy_model(name, device=DEVICE)
+        decoder = GraphDecoder()
+        how = self.MODES[mode]
+        expected = call(model, **how)
+        assert torch.equal(self.call(model, nearly(name), decoder=decoder, **how), expected)
+        assert decoder.fallback_reason is decoder.draft_reason is None
+        if mode in ("one row", "rows", "padded", "sampled"):
+            assert decoder.accepted.tokens > 4
+
+    def test_the_model_itself_is_always_right(self):
+        model = shared_toy_model("llama", device=DEVICE)
+        decoder = GraphDecoder()
+        assert torch.equal(self.call(model, model, decoder=decoder), call(model))
+        assert decoder.accepted.tokens + decoder.accepted.passes == 39
+        assert decoder.accepted.passes == 5
+
+    def test_one_that_is_always_wrong_is_given_up(self, monkeypatch):
+        monkeypatch.setattr(speculation, "_COST", 1.25)
+        passes = count_passes(monkeypatch)
+        model = shared_toy_model("llama", device=DEVICE)
+        wrong = toy_model("llama", seed=5)
+        how = {"max_new_tokens": 80}
+        assert torch.equal(self.call(model, wrong, **how), call(model, **how))
+        assert passes["DraftedStep"] < 20 < 50 < passes["LookupStep"]
+
+    def test_it_is_asked_again(self, monkeypatch):
+        """It was too dear at first, and reads what it has missed."""
+        monkeypatch.setattr(speculation, "_COST", 1.25)
+        monkeypatch.setattr(speculation, "_EXPECTED", 0.0)
+        model = shared_toy_model("llama", device=DEVICE)
+        decoder = GraphDecoder()
+        how = {"max_new_tokens": 80}
+        assert torch.equal(self.call(model, model, decoder=decoder, **how), call(model, **how))
+        assert decoder.accepted.tokens > 20
+
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_inside_exact(self, name):
+        model = toy_model(name).bfloat16()
+        decoder = GraphDecoder()
+        assistant = nearly(name).bfloat16()
+        with exact(model):
+            expected = call(model, max_new_tokens=16)
+            got = self.call(model, assistant, decoder=decoder, max_new_tokens=16)
+        assert torch.equal(got, expected)
+        assert decoder.accepted.passes
+
+    def test_a_second_call_uses_the_same_passes(self):
+        model = shared_toy_model("llama", device=DEVICE)
+        assistant = nearly("llama")
+        decoder = GraphDecoder()
+        cache = StaticContiguousCache.from_model(model, CAPACITY)
+        how = {**COMMON, "past_key_values": cache, "custom_generate": decoder}
+        for _ in range(2):
+            cache.reset()
+            model.generate(TEXT, assistant_model=assistant, **how)
+            steps = decoder.steps.captured
+            assert len(steps) == 4  # of the model, and of 2, 32 and 1 tokens of the assistant
+        assert steps == decoder.steps.captured
+        assert len(decoder.pool.free) == 1
+
+    def test_one_with_other_tokens_is_refused(self):
+        model = shared_toy_model("llama", device=DEVICE)
+        other = toy_model("llama", vocab_size=64)
+        with pytest.raises(ValueError, match="assisted_generation"):
+            self.call(model, other, tokenizer=object(), assistant_tokenizer=object())
+        with pytest.raises(ValueError, match="both need the same vocabulary"):
+            attach(model, assistant=other)
+        with pytest.raises(ValueError, match="omit one of both"):
+            attach(model, assistant=model, speculate="prompt")
+
+    def test_one_with_a_recurrent_state_drafts_nothing(self):
+        model = shared_toy_model("llama", device=DEVICE)
+        decoder = GraphDecoder()
+        assistant = hybrid_model("qwen3_5_text").to(DEVICE)
+        assert assistant.config.vocab_size == model.config.vocab_size
+        assert torch.equal(self.call(model, assistant, decoder=decoder), call(model))
+        assert decoder.draft_reason == "a recurrent state of the assistant cannot go back"
+
+    def test_attached(self, monkeypatch):
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
+        monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+        model = copy.copy(shared_toy_model("gemma3", device=DEVICE))
+        assistant = nearly("gemma3")
+        how = {**COMMON, "max_new_tokens": 40}
+        with attached(model) as info:
+            got = model.generate(TEXT, assistant_model=assistant, **how)
+            passes = info.drafted_passes
+            assert passes
+            assert info.fallback_reason is None
+        with attached(model, assistant=assistant) as info:
+            again = model.generate(TEXT, **how)
+            assert info.drafted_passes == passes
+        expected = call(model)
+        assert torch.equal(got, expected)
+        assert torch.equal(again, expected)
+
+
+def nearly(name):
+    """A copy whose weights are moved a little: right in most of its drafts."""
+    assistant = toy_model(name)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter += 0.02 * noise.to(parameter)
+    return assistant

@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.kernels import drafts as draft_kernels
+from hf_static_kv.decoding import speculation
 from tests.conftest import ARCHITECTURES, Collect, shared_toy_model, toy_model
 from tests.decoding.conftest import OWN_ATTENTION
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAPACITY = 160
-_PAYS = draft_kernels._PAYS
+_PAYS = speculation._PAYS
 
 
 @cache
@@ -77,7 +77,7 @@ def run_case(seed: int, counts: Counter[str]) -> list[str]:
     rng = random.Random(seed)
     vocabulary = rng.choice([8, 128])  # of few tokens more drafts are right
     model = model_of(rng.choice(list(ARCHITECTURES)), vocabulary)
-    draft_kernels._PAYS = rng.choice([0.0, 0.0, 0.05, _PAYS])  # from always to seldom
+    speculation._PAYS = rng.choice([0.0, 0.0, 0.05, _PAYS])  # from always to seldom
     rows = rng.choice([1, 1, 2, 3])
     sliding = rng.choice(["full", "compact"])
     own_cache = StaticContiguousCache(model.config, CAPACITY, sliding=sliding)

@@ -6,10 +6,14 @@ import pytest
 import torch
 
 from hf_static_kv.kernels.drafts import (
+    MILLION,
     DraftState,
     accept_drafts,
+    append_draft,
     find_drafts,
     note_token,
+    pass_draft,
+    pass_newest,
     place_drafts,
     report,
 )
@@ -35,8 +39,10 @@ def new_state(rows, capacity, num_drafts, ends=()):
         report=zeros(rows),
     )
     return DraftState(
+        capacity,
         selection,
         lengths=zeros(rows),
+        ends=zeros(rows),
         first=zeros(rows),
         drafts=zeros(rows, num_drafts),
         found=zeros(rows),
@@ -178,19 +184,47 @@ def test_drafts_count_up_to_the_first_wrong_one(seed):
     assert bool(state.selection.is_over) is not bool(state.selection.unfinished.any())
 
 
-def test_the_rate_of_right_drafts_decides():
-    """Two right drafts make drafts pay, and some wrong ones end that."""
+def test_the_rate_of_right_drafts():
+    """It moves by an eighth towards the part of the drafts that is right."""
     state = new_state(1, capacity=20, num_drafts=4)
     put(state, 0, [5])
     state.found.fill_(4)
 
-    def pays_after(is_right):
+    def rate_after(is_right):
         state.drafts.fill_(5 if is_right else 6)
         note_token(state)
         report(state)
-        return bool(state.report[2, 0])
+        return state.report[2, 0] / MILLION
 
-    assert [pays_after(True) for _ in range(3)] == [False, True, True]
-    assert [pays_after(False) for _ in range(8)][-1] is False
+    assert [rate_after(True) for _ in range(2)] == pytest.approx([1 / 8, 15 / 64], abs=1e-6)
+    assert rate_after(False) == pytest.approx(105 / 512, abs=1e-6)
     state.found.zero_()  # nothing matches: what `drafts` still holds is no draft
-    assert not any(pays_after(True) for _ in range(6))
+    assert rate_after(True) == pytest.approx(735 / 4096, abs=1e-6)
+
+
+def test_an_assistant_reads_the_newest_tokens_and_appends_drafts():
+    """
+    row 0    1 2 3 4 5, of which it is given 3 4 5; its own cache goes on at position 2
+    row 1    begins at position 4: [. . 8]
+    row 2    has ended
+    """
+    state = new_state(3, capacity=20, num_drafts=3)
+    put(state, 0, [1, 2, 3, 4, 5])
+    put(state, 1, [8], first=4)
+    put(state, 2, [1, 2, 3, 4])
+    state.selection.unfinished[2] = False
+    tokens, counts, lengths = torch.zeros(3, 3), torch.zeros(3), torch.zeros(3)
+    tokens, counts, lengths = (own.long().to(DEVICE) for own in (tokens, counts, lengths))
+    state.found.fill_(2)
+    pass_newest(state, tokens, counts, lengths)
+    assert counts.tolist() == [3, 1, 0]
+    assert lengths[:2].tolist() == [2, 4]
+    assert tokens[0].tolist() == [3, 4, 5]
+    assert tokens[1, 2:].tolist() == [8]
+    assert state.found.tolist() == [0, 0, 0]
+    for number in (11, 12):
+        append_draft(state, torch.full_like(state.selection.token, number))
+    assert state.drafts[:, :2].tolist() == [[11, 12]] * 3
+    pass_draft(state, tokens[:, :1], counts)
+    assert tokens[:, 0].tolist() == [12, 12, 12]
+    assert counts.tolist() == [1, 1, 0]
