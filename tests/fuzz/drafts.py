@@ -20,9 +20,12 @@ from typing import Any
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.decoding import decoder as decoder_module
 from hf_static_kv.decoding import speculation
+from hf_static_kv.decoding.assistant import Assistant
 from tests.conftest import ARCHITECTURES, Collect, shared_toy_model, toy_model
 from tests.decoding.conftest import OWN_ATTENTION
+from tests.fuzz.runner import assistant_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAPACITY = 160
@@ -72,12 +75,31 @@ def draw_call(rng: random.Random, vocabulary: int) -> dict[str, Any]:
     return how
 
 
+def draw_drafts(rng: random.Random, model: Any) -> dict[str, Any]:
+    if rng.random() < 0.4:
+        return {"assistant_model": assistant_of(model) if rng.random() < 0.8 else model}
+    drafts = {"prompt_lookup_num_tokens": rng.randrange(1, 11)}
+    if rng.random() < 0.3:
+        drafts["max_matching_ngram_size"] = rng.randrange(1, 5)
+    return drafts
+
+
+class CheapAssistant(Assistant):
+    """Drafts pay, as if it were a small model."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.cost = 0.01
+
+
 def run_case(seed: int, counts: Counter[str]) -> list[str]:
     """What is wrong in one chat."""
     rng = random.Random(seed)
     vocabulary = rng.choice([8, 128])  # of few tokens more drafts are right
     model = model_of(rng.choice(list(ARCHITECTURES)), vocabulary)
     speculation._PAYS = rng.choice([0.0, 0.0, 0.05, _PAYS])  # from always to seldom
+    speculation._COST = rng.choice([0.5, 1.25])
+    speculation._PASSES_WITHOUT = rng.choice([2, 24])
     rows = rng.choice([1, 1, 2, 3])
     sliding = rng.choice(["full", "compact"])
     own_cache = StaticContiguousCache(model.config, CAPACITY, sliding=sliding)
@@ -93,9 +115,7 @@ def run_case(seed: int, counts: Counter[str]) -> list[str]:
             break
         if DEVICE == "cuda" and ids.shape[1] % 64 == 1:
             break  # SDPA's memory-efficient kernel is wrong there (torch 2.11, H200)
-        drafts = {"prompt_lookup_num_tokens": rng.randrange(1, 11)}
-        if rng.random() < 0.3:
-            drafts["max_matching_ngram_size"] = rng.randrange(1, 5)
+        drafts = draw_drafts(rng, model)
         streamer = {"streamer": Collect()} if rows == 1 and rng.random() < 0.3 else {}
         ours = {"past_key_values": own_cache, "custom_generate": decoder, **drafts, **streamer}
         torch.manual_seed(seed)
@@ -108,7 +128,9 @@ def run_case(seed: int, counts: Counter[str]) -> list[str]:
         counts["accepted"] = counts["accepted"] + decoder.accepted.tokens
         decoder.accepted.tokens = 0
         if not torch.equal(got, expected):
-            wrong.append(f"turn {turn}, {how}, {drafts}: {got.tolist()}, not {expected.tolist()}")
+            wrong.append(
+                f"turn {turn}, {how}, {list(drafts)}: {got.tolist()}, not {expected.tolist()}"
+            )
             break
         if streamer and streamer["streamer"].tokens != got[0].tolist():
             wrong.append(f"turn {turn}: the streamer was given {streamer['streamer'].tokens}")
@@ -125,6 +147,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first case")
     parser.add_argument("--seconds", type=float, help="start no more cases after this time")
     args = parser.parse_args()
+    decoder_module.Assistant = CheapAssistant  # type: ignore[misc]
     started = time.monotonic()
     faults: list[str] = []
     counts: Counter[str] = Counter()
