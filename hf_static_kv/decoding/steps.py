@@ -2,8 +2,8 @@
 model before it is used.
 """
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -104,18 +104,10 @@ class Steps:
     def _assistant_step(
         self, call: Call, lookup: LookupStep, size: int, beside: AssistantStep | None
     ) -> AssistantStep:
-        inputs = call.step_inputs
-        parts = inputs.position_ids.shape[:-2]
-        what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
-        devices = [call.device] if call.device.type == "cuda" else []
         try:
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                torch.random.fork_rng(devices),
-                decoding(call.model),
-            ):
-                step = AssistantStep(*what, drafts=lookup.drafts, num_tokens=size, beside=beside)
+            with _trial(call):
+                how: dict[str, Any] = {"num_tokens": size, "beside": beside}
+                step = AssistantStep(*_what(call), drafts=lookup.drafts, **how)
                 lookup.state.unfinished.zero_()  # so that a capture writes nothing
                 # Not verified: a wrong draft is not accepted.
                 self._make(step, call, True, lambda step, call: None)
@@ -161,18 +153,9 @@ class Steps:
         """A step, captured on a GPU, and verified; or its failure, with the attempts of `failed`
         counted in.
         """
-        devices = [call.device] if call.device.type == "cuda" else []
         sums = _sums(call.cache)
         try:
-            # Tensors made in inference mode cannot be written outside of it, and a step outlives
-            # such blocks.
-            with (
-                torch.inference_mode(False),
-                torch.no_grad(),
-                # A step that samples draws in each of its first runs.
-                torch.random.fork_rng(devices),
-                decoding(call.model),
-            ):
+            with _trial(call):
                 return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Fallback:  # now, and perhaps not later
             raise
@@ -208,9 +191,7 @@ class Steps:
     def _verified_step(
         self, call: Call, selection: Selection | None, is_recorded: bool = False
     ) -> DecodeStep:
-        inputs = call.step_inputs
-        parts = inputs.position_ids.shape[:-2]
-        what = call.model, call.cache, len(call.seq_start), parts, inputs.settings
+        what = _what(call)
         step: DecodeStep
         if selection is None:
             step = DecodeStep(*what)
@@ -289,6 +270,29 @@ class Steps:
         for step, fingerprint, state in failed:
             if (step.given, fingerprint, state) == (given, call.fingerprint, call.state):
                 raise step.fallback
+
+
+@contextmanager
+def _trial(call: Call) -> Iterator[None]:
+    """Where a step is made and tried."""
+    devices = [call.device] if call.device.type == "cuda" else []
+    with (
+        # Tensors made in inference mode cannot be written outside of it, and a step outlives
+        # such blocks.
+        torch.inference_mode(False),
+        torch.no_grad(),
+        # A step that samples draws in each of its first runs.
+        torch.random.fork_rng(devices),
+        decoding(call.model),
+    ):
+        yield
+
+
+def _what(call: Call) -> tuple[Any, ...]:
+    """The first arguments of a `DecodeStep`."""
+    inputs = call.step_inputs
+    parts = inputs.position_ids.shape[:-2]
+    return call.model, call.cache, len(call.seq_start), parts, inputs.settings
 
 
 def _drafts(what: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Two steps over the same rows: one token a pass, or a token with its drafts.
+"""Steps over the same rows: one token a pass, or a token with its drafts.
 
     LookupStep     newest token          -> logits -> token  -> drafts for the next pass
     DraftedStep    newest token, drafts  -> logits -> tokens -> drafts for the next pass
@@ -89,10 +89,6 @@ class LookupStep(SelectingStep):
         self.drafts.found.zero_()
         self.drafts.rate.fill_(rate)
 
-    def advance(self) -> None:
-        """One pass; what it says is in `drafts.report`."""
-        self._replay_or_forward()
-
     def _forward(self) -> Tensor:
         logits = super()._forward()
         if self.size:
@@ -151,10 +147,6 @@ class DraftedStep(DecodeStep):
         for name, number in numbers:
             getattr(self._sampling, name).fill_(number)
 
-    def advance(self) -> None:
-        """One pass; what it says is in `report`."""
-        self._replay_or_forward()
-
     def _place(self) -> None:
         place_drafts(self.state, self.token, self.positions.counts)
 
@@ -212,9 +204,6 @@ class AssistantStep(DecodeStep):
     def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
         super().set_tokens(tokens, position_ids)
         self.positions.counts.zero_()  # a recording writes nothing: these are no tokens of a call
-
-    def advance(self) -> None:
-        self._replay_or_forward()
 
     def _forward(self) -> Tensor:
         places = self.positions

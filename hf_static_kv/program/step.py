@@ -214,6 +214,10 @@ class DecodeStep:
             self.positions.position_ids[..., :-count] = position_ids[..., :1]  # of padding
             self.positions.position_ids[..., -count:] = position_ids
 
+    def advance(self) -> None:
+        """Run the pass over what stands in its inputs."""
+        self._replay_or_forward()
+
     def _replay_or_forward(self) -> Tensor:
         if self.graph is None or self.logits is None:
             return self._forward()

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -256,6 +257,29 @@ def note_generators(original: Any) -> Any:
     return join_others
 
 
+def run_seeds(
+    seeds: range, seconds: float | None, run: Callable[[int], tuple[list[str], Counter[str]]]
+) -> int:
+    """Run a case for each seed, until the time is over; print what is wrong. The exit status."""
+    started = time.monotonic()
+    faults: list[str] = []
+    kinds: Counter[str] = Counter()
+    done = 0
+    for seed in seeds:
+        if seconds and time.monotonic() > started + seconds:
+            break
+        wrong, own = run(seed)
+        kinds += own
+        done += 1
+        for what in wrong:
+            print(what, flush=True)
+        faults += wrong
+    print(f"{done} seeds in {time.monotonic() - started:.0f} s")
+    print(", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items())))
+    print(f"faults: {len(faults)}")
+    return 1 if faults else 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=100)
@@ -265,23 +289,7 @@ def main() -> int:
     served._MIN_PROMPT_ON_CPU = 0
     served._DECODER_DEVICES = ("cpu", "cuda")
     Tokens.join_others = note_generators(Tokens.join_others)
-    started = time.monotonic()
-    faults: list[str] = []
-    kinds: Counter[str] = Counter()
-    done = 0
-    for seed in range(args.seed, args.seed + args.histories):
-        if args.seconds and time.monotonic() > started + args.seconds:
-            break
-        wrong, own = run_history(seed)
-        kinds += own
-        done += 1
-        for what in wrong:
-            print(what, flush=True)
-        faults += wrong
-    print(f"{done} histories, {kinds.total()} calls in {time.monotonic() - started:.0f} s")
-    print(", ".join(f"{kind} {number}" for kind, number in sorted(kinds.items())))
-    print(f"faults: {len(faults)}")
-    return 1 if faults else 0
+    return run_seeds(range(args.seed, args.seed + args.histories), args.seconds, run_history)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import sys
-import time
 from collections import Counter
 from functools import cache
 from typing import Any
@@ -25,6 +24,7 @@ from hf_static_kv.decoding import speculation
 from hf_static_kv.decoding.assistant import Assistant
 from tests.conftest import ARCHITECTURES, Collect, shared_toy_model, toy_model
 from tests.decoding.conftest import OWN_ATTENTION
+from tests.fuzz.company import run_seeds
 from tests.fuzz.runner import assistant_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,8 +92,9 @@ class CheapAssistant(Assistant):
         self.cost = 0.01
 
 
-def run_case(seed: int, counts: Counter[str]) -> list[str]:
-    """What is wrong in one chat."""
+def run_case(seed: int) -> tuple[list[str], Counter[str]]:
+    """What is wrong in one chat, and how many calls of each kind it had."""
+    counts: Counter[str] = Counter()
     rng = random.Random(seed)
     vocabulary = rng.choice([8, 128])  # of few tokens more drafts are right
     model = model_of(rng.choice(list(ARCHITECTURES)), vocabulary)
@@ -125,7 +126,7 @@ def run_case(seed: int, counts: Counter[str]) -> list[str]:
         got = model.generate(ids, attention_mask=mask, **ours, **how)
         kind = "sampled" if how["do_sample"] else "greedy"
         counts[f"{kind}, {'drafts' if decoder.accepted.passes > before else 'none'}"] += 1
-        counts["accepted"] = counts["accepted"] + decoder.accepted.tokens
+        counts["accepted"] += decoder.accepted.tokens
         decoder.accepted.tokens = 0
         if not torch.equal(got, expected):
             wrong.append(
@@ -138,7 +139,7 @@ def run_case(seed: int, counts: Counter[str]) -> list[str]:
         ids = torch.cat([got, more], dim=1)
         # What follows an end is seen by the next turn, too.
         mask = torch.cat([mask, torch.ones_like(ids[:, mask.shape[1] :])], dim=1)
-    return [f"seed {seed}: {what}" for what in wrong]
+    return [f"seed {seed}: {what}" for what in wrong], counts
 
 
 def main() -> int:
@@ -148,22 +149,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="start no more cases after this time")
     args = parser.parse_args()
     decoder_module.Assistant = CheapAssistant  # type: ignore[misc]
-    started = time.monotonic()
-    faults: list[str] = []
-    counts: Counter[str] = Counter()
-    done = 0
-    for seed in range(args.seed, args.seed + args.cases):
-        if args.seconds and time.monotonic() > started + args.seconds:
-            break
-        wrong = run_case(seed, counts)
-        done += 1
-        for what in wrong:
-            print(what, flush=True)
-        faults += wrong
-    print(f"{done} cases in {time.monotonic() - started:.0f} s")
-    print(", ".join(f"{kind} {number}" for kind, number in sorted(counts.items())))
-    print(f"faults: {len(faults)}")
-    return 1 if faults else 0
+    return run_seeds(range(args.seed, args.seed + args.cases), args.seconds, run_case)
 
 
 if __name__ == "__main__":
