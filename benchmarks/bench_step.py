@@ -2,6 +2,7 @@
 
     python benchmarks/bench_step.py --model llama-3.2-1b --json step.json
     python benchmarks/bench_step.py --model llama --device cpu --prompt-len 16 --new-tokens 64
+    python benchmarks/bench_step.py --model llama-3.2-1b --batch-size 64 --profile
 
 A rule that builds on the one left out does not apply either. A rule that does not change the
 recorded list of this model is not measured. Below the rules: a step without any rule, and one
@@ -9,6 +10,9 @@ without PDL. On a CPU the lists run without a graph, and there are no kernels to
   replay    milliseconds of the step alone: the mean of 50 in a row, 7 times in turns
   tokens/s  through `generate`, as in bench_generation.py: the median of 3, in turns
   kernels   launches of one step
+`--profile` (on a GPU) measures the step with all rules alone, and lists its kernels: how often a
+step launches each, and their microseconds together. With PDL kernels overlap, so their sum is more
+than the step takes.
 Exit status 1 if a decoder without a rule fell back, 2 for a bad argument, or if the one with all
 rules did.
 """
@@ -154,17 +158,50 @@ def measure_times(measured: list[tuple[Record, Side]], workload: Workload) -> No
 
 def count_kernels(replay: Callable[[int], None]) -> float:
     """Kernels of a step."""
+    return len(profiled(replay)) / PROFILED
+
+
+def profiled(replay: Callable[[int], None]) -> list[Any]:
+    """The kernels of `PROFILED` steps."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         replay(PROFILED)
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
-    return sum(event.device_type == on_gpu for event in profiler.events()) / PROFILED
+    return [event for event in profiler.events() if event.device_type == on_gpu]
+
+
+def time_by_kernel(replay: Callable[[int], None]) -> list[Record]:
+    """The kernels of a step by name, those that take longest first."""
+    times: dict[str, list[float]] = {}
+    for event in profiled(replay):
+        times.setdefault(event.name, []).append(event.device_time)
+    rows = [
+        {"kernel": name[:80], "launches": len(us) / PROFILED, "us": sum(us) / PROFILED}
+        for name, us in times.items()
+    ]
+    return sorted(rows, key=lambda row: -row["us"])
+
+
+def measure_profile(model: PreTrainedModel, workload: Workload) -> Record:
+    """The step with all rules, and its kernels."""
+    first = variants(workload.on_gpu)[0]
+    side = Side(model, workload, first)
+    if side.replay is None:
+        raise BadArgument(f"--model {workload.model}: {side.fallback_reason}")
+    row: Record = {"words": first.words, "without": []}
+    measure_times([(row, side)], workload)
+    return {"variants": [row], "profile": time_by_kernel(side.replay)}
 
 
 def measure(args: argparse.Namespace) -> Record:
     at_least(args, prompt_len=1, new_tokens=REPLAYS)
     workload = build_workload(args)
-    variants = measure_variants(workload.build_model(), workload)
+    if args.profile and not workload.on_gpu:
+        raise BadArgument("--profile needs a GPU: a CPU launches no kernels")
+    model = workload.build_model()
+    if args.profile:
+        return {**workload.origin(), **measure_profile(model, workload)}
+    variants = measure_variants(model, workload)
     return {**workload.origin(), "rules": list(RULES), "variants": variants}
 
 
@@ -174,7 +211,9 @@ def problems(record: Record) -> list[str]:
 
 
 def main() -> int:
-    return run_benchmark(benchmark_parser(__doc__), measure, problems)
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step")
+    return run_benchmark(parser, measure, problems)
 
 
 if __name__ == "__main__":

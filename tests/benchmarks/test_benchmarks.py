@@ -427,6 +427,7 @@ class TestScripts:
             ("training --prompt-len 7", "--prompt-len must be at least 8, got 7"),
             ("serve --questions 0", "--questions must be at least 1, got 0"),
             ("step --new-tokens 1", "--new-tokens must be at least 2, got 1"),
+            ("step --profile", "--profile needs a GPU: a CPU launches no kernels"),
             ("sampling --plain-tokens 2", "--plain-tokens must be at least 3, got 2"),
         ],
     )
