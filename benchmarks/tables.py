@@ -258,6 +258,33 @@ def _step_cell(row: Record) -> str:
     return f"{statistics.median(row['replay_ms']):.3f} ({row['kernels']:.0f})"
 
 
+def profiled(records: list[Record]) -> str:
+    """Kernels as rows, numbers of batch rows as columns: launches of a step, and their microseconds."""
+    records = sorted(records, key=lambda record: record["workload"]["batch_size"])
+    heads = [f"rows: {record['workload']['batch_size']}" for record in records]
+    cells: dict[str, list[str]] = {}
+    for column, record in enumerate(records):
+        for kernel in record["profile"]:
+            if kernel["us"] >= _LEAST_US:
+                row = cells.setdefault(_kernel(kernel["kernel"]), ["-"] * len(records))
+                row[column] = f"{kernel['launches']:.0f}: {figure(kernel['us'])}"
+    whole = [figure(1e3 * statistics.median(r["variants"][0]["replay_ms"])) for r in records]
+    rows = [["the step", *whole], *([name, *row] for name, row in cells.items())]
+    return table([f"{title(records[0])}: launches: us", *heads], rows)
+
+
+_LEAST_US = 10  # of a kernel that has a row
+
+
+def _kernel(name: str) -> str:
+    """A short name of a kernel."""
+    if name.startswith("nvjet"):
+        return "the head (cuBLAS)"
+    if "indexSelect" in name or "vectorized_gather" in name:
+        return "embedding, cosines and sines"
+    return f"`{name}`"
+
+
 def sampling(records: list[Record]) -> str:
     """One model and contender a row, one set of processors a column."""
     cases = list(dict.fromkeys(row["case"] for record in records for row in record["rows"]))

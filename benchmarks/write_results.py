@@ -98,6 +98,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "threads": tables.threads,
     "requests": tables.requests,
     "step": tables.step,
+    "profile": tables.profiled,
     "sampling": tables.sampling,
     "files": tables.files,
     "update": tables.update,
