@@ -18,7 +18,7 @@ READING_ORDER = {
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",
-        "select_greedy_triton", "select_greedy", "drafts", "ban_tokens_triton", "ban_tokens",
+        "select_greedy_triton", "select_greedy", "drafts_triton", "drafts", "ban_tokens_triton", "ban_tokens",
         "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "rows_attention_triton", "decode_attention",
         "norm_triton", "norm",

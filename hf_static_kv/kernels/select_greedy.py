@@ -7,6 +7,8 @@ is_over                     = no batch row is unfinished
 counts                      = 1 if unfinished, else 0
 report                      = token, or its bitwise complement if the row has finished
 
+`most_likely` is the first line alone.
+
 logits: [B, V]   positions: [B], int64, of the newest token of each row
 """
 
@@ -58,3 +60,16 @@ def select_plain(tokens: Tensor, positions: Tensor, state: GreedyState) -> None:
     state.token.copy_(tokens)
     state.counts.copy_(state.unfinished[:, 0])
     state.report.copy_(torch.where(state.unfinished, tokens, ~tokens)[:, 0])
+
+
+def most_likely(logits: Tensor) -> Tensor:
+    """The token [n] of the largest logit in each row of [n, V]."""
+    if logits.is_cuda:
+        from hf_static_kv.kernels.select_greedy_triton import most_likely_triton
+
+        return most_likely_triton(logits)
+    return most_likely_plain(logits)
+
+
+def most_likely_plain(logits: Tensor) -> Tensor:
+    return logits.argmax(dim=-1)

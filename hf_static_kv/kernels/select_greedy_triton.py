@@ -63,15 +63,23 @@ def select_token(
 
 def select_greedy_triton(logits: Tensor, positions: Tensor, *state: Tensor) -> None:
     """`state`: the fields of `GreedyState`, in their order."""
-    batch, vocabulary = logits.shape
-    maxima = logits.new_empty(batch, _NUM_CHUNKS, dtype=torch.float32)
-    tokens = logits.new_empty(batch, _NUM_CHUNKS, dtype=torch.int32)
+    maxima, tokens = _argmax_chunks(logits)
+    select_triton(maxima, tokens, logits.shape[1], positions, *state)
+
+
+def _argmax_chunks(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each chunk, [n, chunks] in float32, and its token, in int32."""
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocabulary = logits.shape
+    maxima = logits.new_empty(rows, _NUM_CHUNKS, dtype=torch.float32)
+    tokens = logits.new_empty(rows, _NUM_CHUNKS, dtype=torch.int32)
     chunk = triton.cdiv(vocabulary, _NUM_CHUNKS)
     launch(
-        argmax_chunks, (batch, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
+        argmax_chunks, (rows, _NUM_CHUNKS), logits, maxima, tokens, logits.stride(0), vocabulary,
         CHUNK=chunk, TILE=triton.next_power_of_2(chunk), num_warps=4,
     )  # fmt: skip
-    select_triton(maxima, tokens, vocabulary, positions, *state)
+    return maxima, tokens
 
 
 def select_triton(
@@ -88,3 +96,25 @@ def select_triton(
         positions.stride(0), sequences.stride(0), batch, sequences.shape[1], vocabulary,
         TILE_B=triton.next_power_of_2(batch), NUM_CHUNKS=num_chunks, NUM_EOS=eos.shape[1], num_warps=4,
     )  # fmt: skip
+
+
+@triton.jit
+def argmax_of_chunks(maxima, tokens, token, V, NUM_CHUNKS: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    offset = row * NUM_CHUNKS + tl.arange(0, NUM_CHUNKS)
+    pdl_sync(PDL)
+    maximum = tl.load(maxima + offset)
+    largest = tl.max(maximum, 0)
+    # As in `select_token`.
+    argmax = tl.min(tl.where(maximum == largest, tl.load(tokens + offset), V - 1), 0)
+    tl.store(token + row, argmax.to(tl.int64))
+
+
+def most_likely_triton(logits: Tensor) -> Tensor:
+    maxima, tokens = _argmax_chunks(logits)
+    token = logits.new_empty(len(logits), dtype=torch.int64)
+    launch(
+        argmax_of_chunks, (len(logits),), maxima, tokens, token, logits.shape[1],
+        NUM_CHUNKS=_NUM_CHUNKS, num_warps=1,
+    )  # fmt: skip
+    return token

@@ -17,18 +17,15 @@ import torch
 from torch import Tensor
 
 from hf_static_kv.kernels.drafts import (
+    DraftedPass,
     DraftState,
-    accept_drafts,
     append_draft,
-    find_drafts,
-    note_token,
-    pass_draft,
-    pass_newest,
+    end_pass,
     place_drafts,
-    report,
+    place_for_assistant,
 )
 from hf_static_kv.kernels.sample import SampleState, select_sampled
-from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy
+from hf_static_kv.kernels.select_greedy import GreedyState, most_likely
 from hf_static_kv.program.selecting import NEVER, SelectingStep
 from hf_static_kv.program.step import DecodeStep
 
@@ -91,10 +88,7 @@ class LookupStep(SelectingStep):
 
     def _forward(self) -> Tensor:
         logits = super()._forward()
-        if self.size:
-            note_token(self.drafts)
-            find_drafts(self.drafts, self.size)
-        report(self.drafts)
+        end_pass(self.drafts, self.size)
         return logits
 
 
@@ -106,31 +100,32 @@ class DraftedStep(DecodeStep):
 
     def __init__(self, *what: Any, lookup: LookupStep) -> None:
         state = lookup.drafts
-        rows, num_drafts = state.drafts.shape
-        more: dict[str, Any] = {"num_tokens": num_drafts + 1, "beside": lookup}
+        more: dict[str, Any] = {"num_tokens": state.drafts.shape[1] + 1, "beside": lookup}
         super().__init__(*what, **more)
         self.state = state
         self._size = lookup.size
-        self._selected = self.token.new_zeros(rows * (num_drafts + 1), 1)
-        # A row for each token: what ends them is looked at later, all at once.
-        none = torch.zeros_like(self._selected)
-        flags = torch.ones_like(self._selected, dtype=torch.bool)
-        flat = none[:, 0].clone()
-        self._positions = flat.clone()
-        self._choice = GreedyState(
-            sequences=none.clone(), token=self._selected, unfinished=flags, eos=none - 1,
-            pad=flat.clone(), is_over=flags[0, 0].clone(), last=flat + NEVER, counts=flat.clone(),
-            report=flat.clone(),
-        )  # fmt: skip
+        self._positions = self.token.new_zeros(self.token.numel())
         self.generator_states: list[Tensor] = []  # on a CPU, after each number of the newest pass
         self._sampling: SampleState | None = None
         if lookup.sampling is not None:
-            numbers = (number.repeat_interleave(num_drafts + 1) for number in lookup.sampling[2:])
-            self._sampling = SampleState(self._choice, lookup.sampling.kinds, *numbers)
+            self._sampling = self._sampling_of_tokens(lookup.sampling)
+
+    def _sampling_of_tokens(self, sampling: SampleState) -> SampleState:
+        """A row for each token of the pass. None of them ends: `end_pass` looks at all at once."""
+        zeros = torch.zeros_like(self._positions)
+        flags = torch.ones_like(zeros, dtype=torch.bool)
+        choice = GreedyState(
+            sequences=zeros[:, None].clone(), token=zeros[:, None].clone(), unfinished=flags[:, None],
+            eos=zeros[:, None] - 1, pad=zeros.clone(), is_over=flags[0].clone(), last=zeros + NEVER,
+            counts=zeros.clone(), report=zeros.clone(),
+        )  # fmt: skip
+        numbers = (own.repeat_interleave(self.token.shape[1]) for own in sampling[2:])
+        return SampleState(choice, sampling.kinds, *numbers)
 
     @property
     def buffers(self) -> list[Tensor]:
-        return [*super().buffers, *self._choice]
+        choice = () if self._sampling is None else self._sampling.selection
+        return [*super().buffers, *choice]
 
     def set_tokens(self, tokens: Tensor, position_ids: Tensor | None = None) -> None:
         """The next pass has these tokens [B, n]: the newest, and drafts after it."""
@@ -153,10 +148,8 @@ class DraftedStep(DecodeStep):
     def _forward(self) -> Tensor:
         self._place()
         logits = super()._forward()  # [B, q, V]
-        accept_drafts(self._select(logits), self.token, self.positions.counts, self.state)
-        if self._size:
-            find_drafts(self.state, self._size)
-        report(self.state)
+        selected = self._select(logits)
+        end_pass(self.state, self._size, DraftedPass(selected, self.token, self.positions.counts))
         return logits
 
     def _noise_for(self, rows: Tensor) -> Tensor:
@@ -175,10 +168,9 @@ class DraftedStep(DecodeStep):
         """The token [B, q] after each token of the pass."""
         rows = logits.flatten(0, 1)
         if self._sampling is None:
-            select_greedy(rows, self._positions, self._choice)
-        else:
-            select_sampled(rows, self._positions, self._sampling, self._noise_for(rows))
-        return self._selected.view(self.token.shape)
+            return most_likely(rows).view(self.token.shape)
+        select_sampled(rows, self._positions, self._sampling, self._noise_for(rows))
+        return self._sampling.selection.token.view(self.token.shape)
 
 
 class AssistantStep(DecodeStep):
@@ -207,12 +199,8 @@ class AssistantStep(DecodeStep):
 
     def _forward(self) -> Tensor:
         places = self.positions
-        if self.token.shape[1] > 1:
-            pass_newest(self.state, self.token, places.counts, places.lengths)
-        else:
-            pass_draft(self.state, self.token, places.counts)
-        # What would be beyond the end: drafts that nobody needs.
-        places.lengths.clamp_(max=self.max_cache_len - self.token.shape[1])
+        own = self.token, places.counts, places.lengths
+        place_for_assistant(self.state, *own, self.max_cache_len)
         logits = super()._forward()
-        append_draft(self.state, logits.argmax(dim=-1, keepdim=True))
+        append_draft(self.state, most_likely(logits))
         return logits
