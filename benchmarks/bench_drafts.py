@@ -49,31 +49,27 @@ class Forced:
         self.answer = torch.randint(vocab_size, shape, generator=generator).to(workload.device)
         is_wrong = torch.rand(shape, generator=generator) >= right
         self.drafts = (self.answer + is_wrong.to(workload.device)) % vocab_size
-        self.ahead = torch.arange(num_drafts, device=workload.device)
+        self.ahead = torch.arange(num_drafts, device=workload.device) + 1
 
     @contextmanager
     def applied(self, always: bool) -> Iterator[None]:
-        names = [(drafting, "find_drafts"), (drafting, "note_token")]
-        names += [(drafting.DraftedStep, "_select"), (speculation, "_PAYS")]
+        names = [(drafting, "end_pass"), (drafting.DraftedStep, "_select"), (speculation, "_PAYS")]
         before = [(*name, getattr(*name)) for name in names]
-        note, select = drafting.note_token, drafting.DraftedStep._select
+        end, select, pays = (value for *_, value in before)
 
-        def find_drafts(state: Any, size: int) -> None:
-            at = state.lengths[:, None] + 1 + self.ahead
-            state.drafts.copy_(self.drafts.gather(1, at.clamp(max=self.drafts.shape[1] - 1)))
+        def end_pass(state: Any, size: int, drafted: Any = None) -> None:
+            if drafted is None:
+                torch.gather(self.answer, 1, state.lengths[:, None], out=state.selection.token)
+            end(state, size, drafted)
+            torch.gather(self.drafts, 1, state.lengths[:, None] + self.ahead, out=state.drafts)
             state.found.fill_(len(self.ahead))
-
-        def note_token(state: Any) -> None:
-            at = state.lengths[:, None].clamp(max=self.answer.shape[1] - 1)
-            state.selection.token.copy_(self.answer.gather(1, at))
-            note(state)
 
         def forced_selection(step: Any, logits: torch.Tensor) -> torch.Tensor:
             select(step, logits)
             at = step.positions.full.slots + 1
             return self.answer.gather(1, at.clamp(max=self.answer.shape[1] - 1))
 
-        replaced = [find_drafts, note_token, forced_selection, -1.0 if always else before[3][2]]
+        replaced = [end_pass, forced_selection, -1.0 if always else pays]
         for (owner, name), value in zip(names, replaced, strict=True):
             setattr(owner, name, value)
         try:

@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from hf_static_kv.kernels import (
     ban_tokens_triton,
     decode_attention_triton,
+    drafts_triton,
     experts_triton,
     invariant_linear_triton,
     joint_linear_triton,
@@ -28,6 +29,7 @@ from hf_static_kv.kernels import (
     sample_triton,
     select_greedy_triton,
 )
+from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
@@ -158,10 +160,26 @@ def launch_small(dtype):
     ends = torch.zeros(2, 16).long()
     state = column, column, column.bool(), ends, row, torch.tensor(False), row, row, row
     select_greedy_triton.select_greedy_triton(torch.empty(2, 9000, dtype=dtype), row, *state)
+    select_greedy_triton.most_likely_triton(torch.empty(2, 9000, dtype=dtype))
+    launch_drafts(GreedyState(*state))
     ban_tokens_triton.ban_tokens_triton(
         torch.empty(2, 9000, dtype=dtype), row, column, ends, row, 3
     )
     launch_sampling(dtype, state)
+
+
+def launch_drafts(selection):
+    row, tokens = torch.zeros(2).long(), torch.zeros(2, 9).long()
+    ours = row, row, row, tokens[:, 1:].contiguous(), row, row.float(), torch.zeros(3, 2).long()
+    state = DraftState(400, selection, *ours)
+    for size in (0, 2, 16):
+        drafts_triton.end_pass_triton(state, size, None, 0.125, 10**6)
+        drafts_triton.end_pass_triton(state, size, DraftedPass(tokens, tokens, row), 0.125, 10**6)
+    drafts_triton.place_drafts_triton(state, tokens, row)
+    for number in (1, 2, 32):
+        newest = torch.zeros(2, number).long()
+        drafts_triton.place_for_assistant_triton(state, newest, row, row, 400)
+    drafts_triton.append_draft_triton(state, row)
 
 
 def launch_sampling(dtype, state):

@@ -28,6 +28,7 @@ from benchmarks.provenance import provenance
 from hf_static_kv.kernels import (
     ban_tokens_triton,
     decode_attention_triton,
+    drafts_triton,
     experts_triton,
     invariant_linear_triton,
     joint_linear_triton,
@@ -41,6 +42,7 @@ from hf_static_kv.kernels import (
     sample_triton,
     select_greedy_triton,
 )
+from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
@@ -317,6 +319,35 @@ def run_step(dtype: torch.dtype) -> None:
     select_greedy_triton.select_greedy_triton(normal(2, 777, dtype=dtype), lengths, *state)
     logits, least = normal(2, 777, dtype=dtype), torch.tensor([9, 9])
     ban_tokens_triton.ban_tokens_triton(logits, lengths, state.sequences, state.eos, least, 3)
+    select_greedy_triton.most_likely_triton(normal(3, 777, dtype=dtype))
+    run_drafts()
+
+
+def run_drafts() -> None:
+    """A row at the capacity, and one whose lengths stand before its text, as in a trial."""
+    for lengths in ([13, 2], [12, -5]):
+        zeros = torch.zeros(2, dtype=torch.int64)
+        tokens, drafts = (torch.zeros(2, n, dtype=torch.int64) for n in (4, 3))
+        state = DraftState(
+            capacity=13,
+            selection=greedy_state(),
+            lengths=torch.tensor(lengths),
+            ends=zeros.clone(),
+            first=zeros.clone(),
+            drafts=drafts,
+            found=zeros + 9,
+            rate=torch.zeros(2),
+            report=torch.zeros(3, 2, dtype=torch.int64),
+        )
+        counts = zeros + 4
+        drafted = DraftedPass(tokens + 1, tokens, counts)
+        for size, passed in ((2, drafted), (0, drafted), (2, None), (0, None)):
+            drafts_triton.end_pass_triton(state, size, passed, 0.125, 10**6)
+        drafts_triton.place_drafts_triton(state, tokens, counts)
+        for newest in (tokens, tokens[:, :1].contiguous()):
+            own = newest, counts, zeros.clone()
+            drafts_triton.place_for_assistant_triton(state, *own, 13)
+        drafts_triton.append_draft_triton(state, zeros)
 
 
 def greedy_state() -> GreedyState:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hf_static_kv.kernels import linear
 from hf_static_kv.kernels.linear import linears_kernel
 from hf_static_kv.kernels.positions import NOWHERE, place_tokens_plain
-from hf_static_kv.kernels.select_greedy import GreedyState, select_greedy_plain
+from hf_static_kv.kernels.select_greedy import GreedyState, most_likely_plain, select_greedy_plain
 from tests.conftest import given, settings, st
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -298,6 +298,23 @@ class TestGreedy:
         assert states[0][8] == [
             t if running else ~t for t, (running,) in zip(tokens, states[0][2], strict=True)
         ]
+
+    @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 300), (70, 129)])
+    def test_most_likely(self, rows, vocabulary):
+        """Few values, so that the first of the largest counts; in rows of a tensor, or in columns."""
+        generator = torch.Generator().manual_seed(rows)
+        logits = torch.randint(-2, 3, (rows, vocabulary + 3), generator=generator).to(DEVICE)
+        logits = logits.float()
+        for own in (logits[:, 3:], logits[:, :4].t()):
+            expected = [row.index(max(row)) for row in own.tolist()]
+            assert most_likely_plain(own).tolist() == expected
+            assert select_greedy_triton.most_likely_triton(own).tolist() == expected
+
+    def test_most_likely_of_nan_is_a_token(self):
+        logits = torch.full((2, 300), torch.nan, device=DEVICE)
+        logits[1] = -torch.inf
+        for token in select_greedy_triton.most_likely_triton(logits).tolist():
+            assert 0 <= token < 300
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="nothing is compiled in Triton's interpreter")
