@@ -509,6 +509,20 @@ def test_more_drafts_than_tokens_in_the_vocabulary():
     assert decoder.draft_reason is None
 
 
+@pytest.mark.parametrize("length", [1, 2, 5])
+def test_a_text_that_is_shorter_than_a_pass(always, length):
+    """In a pass whose kernels are only compiled its tokens would stand before the text."""
+    model = toy_model("llama")
+    decoder = GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    ids = TEXT[:, :length]
+    how = {"past_key_values": cache, "custom_generate": decoder, "prompt_lookup_num_tokens": 10}
+    plain = {**COMMON, "attention_mask": torch.ones_like(ids)}
+    got = model.generate(ids, **how, **plain)
+    assert torch.equal(got, model.generate(ids, use_cache=False, **plain))
+    assert decoder.draft_reason is None
+
+
 def test_a_number_that_is_not_positive():
     model = shared_toy_model("llama", device=DEVICE)
     cache = StaticContiguousCache.from_model(model, CAPACITY)
@@ -561,6 +575,17 @@ class TestAssistant:
         assert torch.equal(self.call(model, model, decoder=decoder), call(model))
         assert decoder.accepted.tokens + decoder.accepted.passes == 39
         assert decoder.accepted.passes == 5
+
+    @pytest.mark.parametrize("number", [1, 2])
+    def test_few_drafts(self, number):
+        """Fewer than the passes in which a capture tries the assistant."""
+        model = shared_toy_model("llama", device=DEVICE)
+        assistant = toy_model("llama")
+        assistant.generation_config.num_assistant_tokens = number
+        decoder = GraphDecoder()
+        assert torch.equal(self.call(model, assistant, decoder=decoder), call(model))
+        assert decoder.draft_reason is None
+        assert set(decoder.accepted.counts) <= set(range(number + 1))
 
     def test_one_that_is_always_wrong_is_given_up(self, monkeypatch):
         monkeypatch.setattr(speculation, "_COST", 1.25)

@@ -12,7 +12,6 @@ from hf_static_kv.kernels.select_greedy import GreedyState
 from tests.conftest import triton_module
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEVER = 1 << 40
 GUARD = 6  # columns before and after `sequences`, which nobody may write
 PLAIN = SimpleNamespace(
     place_drafts=drafts.place_drafts_plain,
