@@ -355,3 +355,26 @@ def test_nothing_is_written_while_kernels_are_only_compiled(ops):
     before = state.selection.sequences.clone()
     ops.end_pass(state, 2, DraftedPass(torch.full_like(tokens, 3), tokens, counts))
     assert torch.equal(state.selection.sequences, before)
+
+
+def passed_to_assistant(ops, seed):
+    """What an assistant is given, and what it leaves, by values that the seed draws."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    state = random_state(rng, rng.choice([in_range, out_of_range]))
+    rows = len(state.drafts)
+    tokens, counts = new_pass(rows, rng.choice([1, 2, 5]))
+    own = torch.tensor([rng.randrange(-3, state.capacity + 3) for _ in range(rows)], device=DEVICE)
+    ops.place_for_assistant(state, tokens, counts, own, state.capacity)
+    assert (own >= 0).all()
+    assert (own < state.capacity).all()
+    ops.append_draft(state, tokens[:, 0].clone())
+    return [tokens, counts, own, state.drafts, state.found]
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_kernels_give_an_assistant_what_the_plain_functions_give(monkeypatch, seed):
+    plain = passed_to_assistant(PLAIN, seed)
+    by_kernels = passed_to_assistant(kernels(monkeypatch), seed)
+    for one, other in zip(plain, by_kernels, strict=True):
+        assert torch.equal(one, other)
