@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from measure import TimedGenerate, in_turns, spread, token_ms
@@ -86,69 +86,82 @@ def text_of(workload: Workload) -> torch.Tensor:
     return ids[:, : workload.prompt_len].to(workload.device)
 
 
-def cases_of(workload: Workload, model: PreTrainedModel, args: argparse.Namespace) -> Any:
-    """(name, contender, new tokens, keywords, context of its calls) of each case."""
+class Case(NamedTuple):
+    """What is measured: calls of a contender for so many tokens, in a context."""
+
+    name: str
+    model: PreTrainedModel
+    contender: str
+    new_tokens: int
+    how: dict[str, Any]  # keywords of its calls
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+
+def cases_of(workload: Workload, args: argparse.Namespace) -> Iterator[Case]:
+    model = workload.build_model()
     lookup = {"prompt_lookup_num_tokens": args.drafts}
     few = min(args.plain_tokens, workload.new_tokens)
     size = model.config.get_text_config().vocab_size
-    yield "plain", "graph", workload.new_tokens, {}, None
-    yield "lookup", "graph", workload.new_tokens, lookup, None
-    yield "transformers", "dynamic", few, lookup, None
+    graph = partial(Case, model=model, contender="graph", new_tokens=workload.new_tokens)
+    yield graph("plain", how={})
+    yield graph("lookup", how=lookup)
+    yield Case("transformers", model, "dynamic", few, lookup)
     for right in args.right:
         forced = Forced(workload, size, right, args.drafts)
-        yield (
-            f"forced {right}",
-            "graph",
-            workload.new_tokens,
-            lookup,
-            partial(forced.applied, False),
-        )
-    forced = Forced(workload, size, 0.0, args.drafts)
-    yield "always 0.0", "graph", workload.new_tokens, lookup, partial(forced.applied, True)
+        yield graph(f"forced {right}", how=lookup, context=partial(forced.applied, False))
+    yield always_wrong("always 0.0", model, workload, args.drafts)
 
 
-def measure_cases(workload: Workload, args: argparse.Namespace) -> list[Record]:
-    model = workload.build_model()
-    text = None if workload.has_random_weights else text_of(workload)
+def always_wrong(name: str, model: PreTrainedModel, workload: Workload, drafts: int) -> Case:
+    """Every pass has drafts, and adds one token."""
+    size = model.config.get_text_config().vocab_size
+    forced = Forced(workload, size, 0.0, drafts)
+    lookup = {"prompt_lookup_num_tokens": drafts}
+    context = partial(forced.applied, True)
+    return Case(name, model, "graph", workload.new_tokens, lookup, context)
+
+
+def measure_cases(
+    workload: Workload, cases: Iterable[Case], trials: int, text: torch.Tensor | None = None
+) -> list[Record]:
+    """A row of each case; the first is the plain one. `text`: the prompt, in the place of random tokens."""
     rows: dict[str, Record] = {}
     calls = {}
-    for name, contender, new_tokens, how, context in cases_of(workload, model, args):
-        side = TimedGenerate(model, contender, workload)
+    for case in cases:
+        side = TimedGenerate(case.model, case.contender, workload)
         if text is not None:
             side.prompt = {"input_ids": text, "attention_mask": torch.ones_like(text)}
-        trial = partial(timed_trial, side, new_tokens, how, context)
-        trial()
+        calls[case.name] = partial(timed_trial, side, case)
+        calls[case.name]()
         decoder = side.keywords.get("custom_generate")
-        row: Record = {"case": name, "new_tokens": new_tokens}
+        row: Record = {"case": case.name, "new_tokens": case.new_tokens}
         row["fallback_reason"] = decoder and decoder.fallback_reason
-        if decoder is not None and how:
+        if decoder is not None and case.how:
             row["draft_reason"] = decoder.draft_reason
             row |= {"drafted_passes": decoder.accepted.passes}
             row |= {"accepted_drafts": decoder.accepted.tokens}
-        rows[name] = row
-        calls[name] = trial
-    times = in_turns(calls, args.trials)
+            row |= {"numbers_of_drafts": dict(sorted(decoder.accepted.numbers.items()))}
+        rows[case.name] = row
+    times = in_turns(calls, trials)
+    first = next(iter(rows.values()))
     for name, row in rows.items():
         row["trials_s"] = times[name]
         row["ms"] = spread(token_ms(row["trials_s"], row["new_tokens"]))
-        row["times_plain"] = rows["plain"]["ms"]["median"] / row["ms"]["median"]
+        row["times_plain"] = first["ms"]["median"] / row["ms"]["median"]
     return list(rows.values())
 
 
-def timed_trial(
-    side: TimedGenerate, new_tokens: int, how: dict[str, Any], context: Any
-) -> list[float]:
+def timed_trial(side: TimedGenerate, case: Case) -> list[float]:
     """Seconds of a call for one token, and of a call for all."""
-    if context is None:
-        return [side.seconds(length, **how) for length in (1, new_tokens)]
-    with context():
-        return [side.seconds(length, **how) for length in (1, new_tokens)]
+    with case.context():
+        return [side.seconds(length, **case.how) for length in (1, case.new_tokens)]
 
 
 def measure(args: argparse.Namespace) -> Record:
     at_least(args, prompt_len=1, new_tokens=3, trials=1, plain_tokens=3, drafts=1)
     workload = build_workload(args)
-    rows = measure_cases(workload, args)
+    text = None if workload.has_random_weights else text_of(workload)
+    rows = measure_cases(workload, cases_of(workload, args), args.trials, text)
     return {**workload.origin(), "trials": args.trials, "drafts": args.drafts, "rows": rows}
 
 

@@ -288,6 +288,7 @@ class TestFreshProcess:
 
 
 TINY = {
+    "assistant": "--assistant llama --prompt-len 8 --new-tokens 16 --plain-tokens 4 --right 0.6 --trials 1",
     "batching": "--requests 3 --baseline-requests 0 --prompt-len 20 --new-tokens 10 --trials 1",
     "first_token": "--lengths 5 9 --batch 2 --batch-len 6 --held 12 --new 4 --answered 3 --trials 2",
     "context": "--contexts 12 24 --capacities 16 32 --steps 4 --sequence 10 --rounds 1",
@@ -319,6 +320,15 @@ def tiny_family(name):
     sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "head_dim": 16, "intermediate_size": 32}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "moe_intermediate_size": 16}
     return Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, norm_topk_prob=True, **sizes)
+
+
+def tiny_pair(name):
+    """A model, and an assistant with the same vocabulary."""
+    is_model = name == "llama-3.1-8b"
+    sizes = {"vocab_size": 64, "max_position_embeddings": 512, "num_key_value_heads": 1}
+    sizes |= {"num_attention_heads": 2, "head_dim": 16, "num_hidden_layers": 4 if is_model else 1}
+    width = 64 if is_model else 8
+    return LlamaConfig(hidden_size=width, intermediate_size=2 * width, **sizes)
 
 
 FELL_BACK = {"name": "graph", "contender": "graph", "case": "T", "words": "without `a`"}
@@ -354,6 +364,46 @@ class TestScripts:
         assert rows["forced 1.0"]["accepted_drafts"] > 4 * rows["forced 1.0"]["drafted_passes"] > 0
         assert rows["forced 0.0"]["drafted_passes"] == rows["forced 0.0"]["accepted_drafts"] == 0
         assert rows["always 0.0"]["accepted_drafts"] == 0 < rows["always 0.0"]["drafted_passes"]
+
+    def test_a_forced_assistant(self, record_of, monkeypatch):
+        """One layer drafts for four: all drafts are right, or half of them."""
+        import workload
+
+        monkeypatch.setattr(workload, "dev_config", tiny_pair)
+        options = "--assistant llama-3.2-1b --prompt-len 8 --new-tokens 60 --plain-tokens 30"
+        options += " --right 1.0 0.5 --trials 1"
+        record = record_of("bench_assistant", *options.split(), model="llama-3.1-8b")
+        rows = {row["case"]: row for row in record["rows"]}
+        assert list(rows) == [
+            "plain", "assistant alone", "pass of 16", "forced 1.0", "forced 0.5",
+            "transformers", "transformers forced 1.0", "transformers forced 0.5",
+        ]  # fmt: skip
+        all_right, half = (rows[f"forced {p}"] for p in (1.0, 0.5))
+        assert all_right["accepted_drafts"] + all_right["drafted_passes"] == 59
+        assert all_right["accepted_per_pass"] > 6 > 2 > half["accepted_per_pass"] > 0.3
+        assert sum(half["numbers_of_drafts"].values()) == half["drafted_passes"]
+        assert all(row["expected"] > 0 for row in (all_right, half))
+        assert rows["pass of 16"]["numbers_of_drafts"] == {"15": 59}
+
+    @pytest.mark.parametrize("p", [1.0, 0.5])
+    def test_transformers_loop_reads_forced_logits(self, p):
+        """Its tokens are those of `answer`, and as many drafts are right as we say."""
+        from bench_assistant import ForcedAssistant
+        from workload import Workload
+
+        workload = Workload("llama", "cpu", "float32", 8, 60, 1, 68)
+        model, assistant = (random_model(tiny_pair(name)) for name in ("llama-3.1-8b", "small"))
+        forced = ForcedAssistant(workload, 64, p, 4)
+        passes = []
+        model.register_forward_pre_hook(lambda *_: passes.append(1))
+        with forced.in_logits(model, assistant, 4):
+            ids = torch.arange(8)[None]
+            how = {"assistant_model": assistant, "do_sample": False, "eos_token_id": None}
+            tokens = model.generate(ids, max_new_tokens=60, **how)
+        assert torch.equal(tokens[:, 8:], forced.answer[:, 8:68])
+        assert (len(passes) <= 13) is (p == 1.0)
+        assert not model._forward_hooks
+        assert not assistant._forward_hooks
 
     def test_first_tokens_of_prompts_batches_and_turns(self, record_of):
         record = record_of(*tiny("first_token"))
@@ -428,6 +478,11 @@ class TestScripts:
             ("serve --questions 0", "--questions must be at least 1, got 0"),
             ("step --new-tokens 1", "--new-tokens must be at least 2, got 1"),
             ("step --profile", "--profile needs a GPU: a CPU launches no kernels"),
+            (
+                "assistant --assistant gpt2-xl",
+                "llama and gpt2-xl need the same vocabulary, and have",
+            ),
+            ("assistant --batch-size 2", "transformers' loop for an assistant takes one row"),
             ("sampling --plain-tokens 2", "--plain-tokens must be at least 3, got 2"),
         ],
     )
