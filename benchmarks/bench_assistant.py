@@ -50,9 +50,10 @@ class ForcedAssistant(Forced):
     def applied(self, always: bool) -> Iterator[None]:
         append = drafting.append_draft
 
-        def append_draft(state: Any, token: torch.Tensor) -> None:
+        def append_draft(state: Any, tokens: torch.Tensor) -> None:
             at = (state.lengths + 1 + state.found)[:, None]
-            append(state, self.drafts.gather(1, at.clamp(max=self.drafts.shape[1] - 1)))
+            forced = self.drafts.gather(1, at.clamp(max=self.drafts.shape[1] - 1))
+            append(state, forced[:, 0])
 
         with super().applied(always):
             drafting.append_draft = append_draft

@@ -61,8 +61,9 @@ class Forced:
             if drafted is None:
                 torch.gather(self.answer, 1, state.lengths[:, None], out=state.selection.token)
             end(state, size, drafted)
-            torch.gather(self.drafts, 1, state.lengths[:, None] + self.ahead, out=state.drafts)
-            state.found.fill_(len(self.ahead))
+            if size:  # else an assistant drafts
+                torch.gather(self.drafts, 1, state.lengths[:, None] + self.ahead, out=state.drafts)
+                state.found.fill_(len(self.ahead))
 
         def forced_selection(step: Any, logits: torch.Tensor) -> torch.Tensor:
             select(step, logits)
