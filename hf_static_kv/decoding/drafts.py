@@ -49,7 +49,7 @@ def _refused(call: Call, selection: Selection | None) -> str | None:
     kinds = selection.kinds
     if selection.bans or (kinds is not None and (kinds.repetition or kinds.min_length)):
         return "which tokens may come next depends on those before"
-    if kinds is not None and len(call.input_ids) > 1:
+    if selection.is_sampled and len(call.input_ids) > 1:
         return "the rows of a batch draw their random numbers together"
     if call.cache.stateful_layers:
         return "a recurrent state cannot go back"

@@ -17,7 +17,7 @@ from hf_static_kv.kernels.ban_tokens import MAX_NGRAM
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.patching import EXACT_ATTENTION_NAME
 from hf_static_kv.program.drafting import Drafts
-from hf_static_kv.program.selecting import SelectingStep
+from hf_static_kv.program.selecting import Draw, SelectingStep
 
 _KNOWN_CRITERIA = (EosTokenCriteria, MaxLengthCriteria, MaxTimeCriteria)
 
@@ -26,7 +26,7 @@ class Selection(NamedTuple):
     """How a step selects: the most likely token (no kinds), or by sampling with these numbers.
 
     With `bans` tokens are removed first: `ngram` as `no_repeat_ngram_size`, 0: any may repeat. With
-    `drafts` a pass may have several tokens.
+    `drafts` a pass may have several tokens. Inside `exact` tokens are drawn by `draw`.
     """
 
     kinds: Processors | None = None
@@ -34,14 +34,23 @@ class Selection(NamedTuple):
     ngram: int = 0
     numbers: tuple[tuple[str, float], ...] = ()  # by name
     drafts: Drafts | None = None
+    draw: Draw | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """Equal for two selections that one captured step can serve."""
-        return self.kinds, self.bans, self.ngram, self.drafts
+        return self.kinds, self.bans, self.ngram, self.draw, self.drafts
+
+    @property
+    def is_sampled(self) -> bool:
+        return self.kinds is not None or self.draw is not None
 
 
-def selection_of(call: Call) -> Selection | None:
+# What they do depends on the newest logits alone.
+_WARPERS = {"temperature", "top_k", "top_p", "min_p"}
+
+
+def selection_of(call: Call, has_drafts: bool = False) -> Selection | None:
     """How a step can select the tokens of this call; None where the host must, since it is asked
     for more.
     """
@@ -66,7 +75,7 @@ def selection_of(call: Call) -> Selection | None:
         return Selection(None, bans, ngram, numbers if bans else ())
     # The kernels round sums in other places than `generate` does.
     if call.own_attention == EXACT_ATTENTION_NAME:
-        return None
+        return _drawn(call, found) if has_drafts and not ngrams else None
     kinds = [kind for kind, _, _ in filter(None, found)]
     order = [Processors._fields.index(kind) for kind in kinds]
     # Another order than `generate` has.
@@ -77,6 +86,14 @@ def selection_of(call: Call) -> Selection | None:
         return None
     chosen = Processors(**dict.fromkeys(kinds, True))
     return Selection(chosen, bool(ngrams), ngram, _numbers(found))
+
+
+def _drawn(call: Call, found: list[Any]) -> Selection | None:
+    """A selection with drafts, whose tokens the processors of the call draw in the step."""
+    numbers = tuple((kind, number) for kind, _, number in found)
+    if any(kind not in _WARPERS for kind, _ in numbers):
+        return None
+    return Selection(draw=Draw(numbers, call.processors))
 
 
 def _numbers(found: list[Any]) -> tuple[tuple[str, float], ...]:

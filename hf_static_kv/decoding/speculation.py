@@ -80,9 +80,8 @@ class Speculation:
         self._begun_at: int = call.cache.seq_len  # the position of the newest token
         self._lengths = [self._begun_at] * len(step.token)
         self._reports = _Reports(step.drafts.report)
-        is_sampled = step.sampling is not None
-        self._draws = _Draws(step) if is_sampled else None
-        self._behind = 0 if is_sampled or tokens.is_watched else _BEHIND
+        self._draws = _Draws(step) if step.draws else None
+        self._behind = 0 if step.draws or tokens.is_watched else _BEHIND
         self._room = 0
         self._number = 0  # of drafts in the next pass
         self._has_ended = False

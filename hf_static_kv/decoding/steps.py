@@ -75,8 +75,9 @@ class Steps:
     def get(self, call: Call) -> DecodeStep:
         """The step for this call, captured at its first use."""
         # A step draws from torch's generator.
-        selection = selection_of(call) if call.seed is None else None
-        if call.drafts is not None:
+        has_drafts = call.drafts is not None
+        selection = selection_of(call, has_drafts) if call.seed is None else None
+        if has_drafts:
             check_drafts(call, selection)
         return self.get_for(call, selection and selection._replace(drafts=call.drafts))
 
@@ -196,13 +197,14 @@ class Steps:
         if selection is None:
             step = DecodeStep(*what)
         elif selection.drafts is not None:
-            step = LookupStep(*what, drafts=selection.drafts, kinds=selection.kinds)
+            how = {"kinds": selection.kinds, "draw": selection.draw}
+            step = LookupStep(*what, drafts=selection.drafts, **how)
             needed = step.drafted.token.shape[1]
             if (free := call.cache.reserve(needed)) < needed:
                 raise Fallback(f"a pass with drafts is tried with {needed} tokens, and {free} fit")
         else:
             kind = RowsStep if call.is_in_rows else SelectingStep
-            kinds, bans, ngram, _ = selection.kind
+            kinds, bans, ngram, *_ = selection.kind
             step = kind(*what, kinds=kinds, bans=bans, ngram=ngram)
         self._make(step, call, is_recorded, verify)
         if isinstance(step, LookupStep):

@@ -106,6 +106,7 @@ class DraftedStep(DecodeStep):
         self._size = lookup.size
         self._positions = self.token.new_zeros(self.token.numel())
         self.generator_states: list[Tensor] = []  # on a CPU, after each number of the newest pass
+        self._draw = lookup.draw_exactly
         self._sampling: SampleState | None = None
         if lookup.sampling is not None:
             self._sampling = self._sampling_of_tokens(lookup.sampling)
@@ -167,6 +168,8 @@ class DraftedStep(DecodeStep):
     def _select(self, logits: Tensor) -> Tensor:
         """The token [B, q] after each token of the pass."""
         rows = logits.flatten(0, 1)
+        if self._draw is not None:
+            rows = self._draw(rows, self._noise_for(rows))
         if self._sampling is None:
             return most_likely(rows).view(self.token.shape)
         select_sampled(rows, self._positions, self._sampling, self._noise_for(rows))

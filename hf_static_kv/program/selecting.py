@@ -1,6 +1,7 @@
 """A decode step that selects its tokens, on the device."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,13 +21,38 @@ NEUTRAL = (
 GREEDY = (*NEUTRAL, ("top_k", 1))
 
 
+@dataclass(frozen=True)
+class Draw:
+    """Draws the token of each row as `generate` does, with its own processors, inside `exact`.
+
+    Two are equal if their processors have the same numbers.
+    """
+
+    numbers: tuple[tuple[str, float], ...]  # by kind, in the order of the processors
+    processors: Callable[[Any, Tensor], Tensor] = field(compare=False)
+
+    def __call__(self, logits: Tensor, noise: Tensor | None) -> Tensor:
+        """Scores [n, V] that leave one token of each row: argmax of probability / noise.
+
+        That is the formula of `torch.multinomial`. Noise that is None is torch's own.
+        """
+        left = torch.full_like(logits, -torch.inf)
+        # Each row alone: how a sum is rounded may depend on the number of rows.
+        for row, scores in enumerate(logits.float().unsqueeze(1).unbind()):
+            probability = self.processors(None, scores).softmax(dim=-1)
+            own = torch.empty_like(probability).exponential_(1) if noise is None else noise[row]
+            left[row].scatter_(0, (probability / own).argmax(dim=-1), 0.0)
+        return left
+
+
 class SelectingStep(DecodeStep):
     """A decode step that also selects the next token, or padding in a batch row that has ended, in
     the same graph.
 
     It selects the most likely token, or samples with the processors of `kinds`; `what` as for
     `DecodeStep`. With `bans` it first removes end tokens, up to the number `min_length`, and tokens
-    that would repeat `ngram` ones. `spare`: columns of `sequences` beyond the capacity.
+    that would repeat `ngram` ones. `draw` in the place of `kinds` samples inside `exact`. `spare`:
+    columns of `sequences` beyond the capacity.
     """
 
     MAX_EOS = 16
@@ -37,11 +63,13 @@ class SelectingStep(DecodeStep):
         kinds: Processors | None,
         bans: bool = False,
         ngram: int = 0,
+        draw: Draw | None = None,
         spare: int = 0,
     ) -> None:
         super().__init__(*what)
         self._bans = bans
         self._ngram = ngram
+        self.draw_exactly = draw
         rows = len(self.token)
         self.state = GreedyState(
             # The last token of a sequence is selected and not written to the cache: one position
@@ -66,6 +94,11 @@ class SelectingStep(DecodeStep):
     @property
     def buffers(self) -> list[Tensor]:
         return [*super().buffers, *self.state]
+
+    @property
+    def draws(self) -> bool:
+        """Whether it takes random numbers."""
+        return self.sampling is not None or self.draw_exactly is not None
 
     def set_state(
         self, ids: Tensor, position: int, unfinished: Tensor, eos: Tensor | None, pad: Tensor | None
@@ -102,6 +135,8 @@ class SelectingStep(DecodeStep):
         scores = logits
         if self._bans:
             scores = ban_tokens(logits, newest, self.state, self.min_length, self._ngram)
+        if self.draw_exactly is not None:
+            scores = self.draw_exactly(scores, None)
         if self.sampling is None:
             select_greedy(scores, newest, self.state)
         else:

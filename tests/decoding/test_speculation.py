@@ -388,16 +388,63 @@ def test_verification_sees_a_wrong_pass(monkeypatch):
     assert "its logits are" in decoder.draft_reason
 
 
+DRAWN = {
+    "greedy": {},
+    "sampled": {"do_sample": True, "temperature": 0.7, "top_k": 3, "seed": 7},
+    "of a part": {"do_sample": True, "temperature": 1.5, "top_p": 0.6, "seed": 8},
+    "min_p": {"do_sample": True, "min_p": 0.3, "top_k": 0, "seed": 9},
+}
+
+
+@pytest.mark.parametrize("mode", DRAWN)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_inside_exact_the_tokens_are_the_same_in_bfloat16(name, always):
-    model = toy_model(name).bfloat16()
+def test_inside_exact_the_tokens_are_the_same(name, dtype, mode, always):
+    """Those of plain decoding to the bit, and the random numbers after them."""
+    model = toy_model(name, vocab_size=6).to(dtype)
     decoder = GraphDecoder()
+    ids = TEXT % 6
     with exact(model):
-        expected = call(model, max_new_tokens=16)
-        got = call(model, decoder=decoder, max_new_tokens=16)
+        expected = call(model, ids, **DRAWN[mode])
+        after = torch.rand(1, device=DEVICE)
+        got = call(model, ids, decoder, **DRAWN[mode])
+        if mode != "greedy":
+            assert torch.equal(torch.rand(1, device=DEVICE), after)
     assert torch.equal(got, expected)
-    assert decoder.draft_reason is None
-    assert decoder.accepted.passes
+    assert decoder.draft_reason is decoder.fallback_reason is None
+    assert decoder.accepted.tokens > 2
+
+
+def test_inside_exact_another_temperature_is_another_step(always):
+    """Processors are part of a captured step there."""
+    model = toy_model("llama", vocab_size=24)
+    decoder = GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, CAPACITY)
+    how = {"do_sample": True, "top_k": 0, "seed": 3}
+    with exact(model):
+        for temperature, steps in ((0.5, 1), (3.0, 2), (0.5, 2)):
+            cache.reset()
+            expected = call(model, TEXT % 24, temperature=temperature, **how)
+            got = call(model, TEXT % 24, decoder, cache, temperature=temperature, **how)
+            assert torch.equal(got, expected)
+            assert decoder.num_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ({"ids": ROWS}, "the rows of a batch draw their random numbers together"),
+        ({"repetition_penalty": 1.2}, "the host selects the tokens"),
+    ],
+)
+def test_inside_exact_other_sampled_calls_have_no_drafts(how, reason, always):
+    model = shared_toy_model("llama", device=DEVICE)
+    decoder = GraphDecoder()
+    how = {"do_sample": True, "seed": 3, **how}
+    with exact(model):
+        assert torch.equal(call(model, decoder=decoder, **how), call(model, **how))
+    assert decoder.draft_reason == reason
+    assert decoder.fallback_reason is None
 
 
 class TestAttached:
