@@ -24,12 +24,12 @@ READING_ORDER = {
         "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear",
         "joint_linear_triton", "linear",
-        "experts_triton", "experts",
+        "experts_triton", "experts", "persistent_step",
     ],
     ".": ["patching", "attention"],
     "program": [
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
-        "positions", "step", "selecting", "drafting",
+        "persistent", "positions", "step", "selecting", "drafting",
     ],
     "decoding": [
         "turns", "prepared", "call", "eligibility", "selection", "drafts", "tokens", "verification", "steps",

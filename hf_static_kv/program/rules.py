@@ -187,7 +187,8 @@ class Found(NamedTuple):
         return self.tokens == 1 and self.layer.residual is None and gives_one
 
 
-def _found(call: Operation | None) -> Found | None:
+def found_linear(call: Operation | None) -> Found | None:
+    """The linear layers that a call computes, by our kernels; None for any other call."""
     if call is None or call.func not in (run_linear, _LINEARS, _GATED_LINEAR):
         return None
     x, *rest = call.args
@@ -263,7 +264,7 @@ def gate(program: Program) -> None:
             activates = program.maker(active)
             if activates is None or not (name := _activation(activates)):
                 continue
-            gates = _found(program.maker(activates.args[0])), _found(program.maker(up))
+            gates = found_linear(program.maker(activates.args[0])), found_linear(program.maker(up))
             if (
                 found := _gate_and_up(*gates) or _halves(program, activates.args[0], up)
             ) is not None:
@@ -319,7 +320,7 @@ def _halves(
         or split.results != [gate, up]
     ):
         return None
-    found = _found(program.maker(split.args[0]))
+    found = found_linear(program.maker(split.args[0]))
     dims = (*split.args[1:], *split.kwargs.values())
     if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
         return None
@@ -334,7 +335,7 @@ def activation(program: Program) -> None:
     y = activation(run_linear(x, [w], [b])) ->   y = run_linear(x, [w], [b], activation)          one token
     """
     for call in [call for call in program if _activation(call)]:
-        found = _found(program.maker(call.args[0]))
+        found = found_linear(program.maker(call.args[0]))
         if found is not None and found.takes_more and not found.layer.activation:
             layer = found.layer._replace(activation=_activation(call))
             program.fuse([found.call, call], run_linear, found.x, layer, results=call.results)
@@ -348,7 +349,7 @@ def shared_input(program: Program) -> None:
     v = run_linear(x, [wv])
     """
     groups: dict[Any, list[Found]] = {}
-    for found in filter(None, map(_found, program)):
+    for found in filter(None, map(found_linear, program)):
         weights, biases, *around = found.layer
         if len(weights) == 1 and around == [None, "", False, None] and found.tokens <= MAX_TOKENS:
             kind = id(found.x), len(biases), weights[0].dtype, weights[0].is_contiguous()
@@ -403,9 +404,9 @@ def residual(program: Program) -> None:
         for call in program.calls_of(norm)
         if _normed(program, call) is None
     ]
-    for call in [call for call in program if _is_sum(call) and call not in normed]:
+    for call in [call for call in program if is_sum(call) and call not in normed]:
         for x, output in (call.args, call.args[::-1]):
-            found = _found(program.maker(output))
+            found = found_linear(program.maker(output))
             if found is not None and found.takes_more and not found.layer.is_gated:
                 layer = found.layer._replace(residual=x)
                 if program.fuse(
@@ -414,7 +415,7 @@ def residual(program: Program) -> None:
                     break
 
 
-def _is_sum(call: Operation) -> bool:
+def is_sum(call: Operation) -> bool:
     """Whether it adds two tensors of one shape and dtype."""
     if (
         call.func not in _SUMS
@@ -424,6 +425,11 @@ def _is_sum(call: Operation) -> bool:
         return False
     kinds = {(x.shape, x.dtype, x.device) for x in call.args}
     return len(kinds) == 1 and len(call.args) == 2 and call.args[0].dtype.is_floating_point
+
+
+def is_product(call: Operation) -> bool:
+    """Whether it multiplies two things."""
+    return call.func in _PRODUCTS and not call.kwargs and len(call.args) == 2
 
 
 @rule(keeps_bits=True)
@@ -439,7 +445,7 @@ def norm_of_sum(program: Program) -> None:
         h, its_norm = call.args
         total = program.maker(h)
         results = [h, *call.results]
-        if total is None or not _is_sum(total) or its_norm.weight.dtype != h.dtype:
+        if total is None or not is_sum(total) or its_norm.weight.dtype != h.dtype:
             continue
         inner = next(
             (one for one in map(program.maker, total.args) if one is not None and one.func is norm),
@@ -463,7 +469,7 @@ def sum_of_parts(program: Program) -> None:
         r, y, *norms = call.args
         orders = [(r, y)] if len(norms) > 1 else [(r, y), (y, r)]
         for other, output in orders:
-            found = _found(program.maker(output))
+            found = found_linear(program.maker(output))
             if found is None or not MAX_TOKENS_OF_ONE < found.tokens <= MAX_TOKENS:
                 continue
             weights, *around = found.layer
@@ -495,7 +501,7 @@ def _normed(program: Program, call: Operation) -> Found | None:
     """The linear layers that can compute this norm of their input: of one token, with small
     weights.
     """
-    found = _found(program.only_user(call.results[0]))
+    found = found_linear(program.only_user(call.results[0]))
     x, its_norm = call.args
     if (
         found is None

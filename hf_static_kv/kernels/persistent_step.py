@@ -1,0 +1,329 @@
+"""One decode step of a model as one kernel: one new token of one batch row, from its embedding to
+its logits.
+
+    h = embedding[token] * embedding_scale
+    in each layer
+        q, k, v = norm1(h) wq^T + bq, norm1(h) wk^T + bk, norm1(h) wv^T + bv
+        q, k    = rotary(q_norm(q), k_norm(k), table[position])
+        keys[:, slot], values[:, slot] = k, v
+        a = softmax(scale * q keys^T) values             over the slots [first, end) of the span
+        h = h + post1(a wo^T)
+        m = activation(norm2(h) wgate^T) * (norm2(h) wup^T)
+        h = h + post2(m wdown^T)
+    logits = norm(h) head^T
+
+    q, k, v, o, gate, up, down: [N, K]   embedding, head: [V, H]   table: [positions, 2 D], cosines and sines
+    keys, values: [NKV, S, D], of the row   token, position, slot: [1]   span: seq_start, first, end
+
+L layers of NQ query heads and NKV heads of keys and values, D wide; H is the hidden size, I the
+intermediate one. Norms are RMS norms; biases, norms of heads and norms after a layer may be absent.
+
+`persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu, and
+persistent_step_cuda.py compiles and launches it. A block of threads runs on each multiprocessor for
+the whole step, and reads the weights ahead of the values that they are multiplied with.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+
+from hf_static_kv.kernels.decode_attention import decode_attention_plain
+from hf_static_kv.kernels.linear import activate
+from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.rotary import rotate_and_write_plain
+
+# In the order of their numbers in the kernel.
+ACTIVATIONS = ("silu", "gelu_tanh")
+_HEAD_DIMS = (64, 128, 256)
+_MAX_GROUP = 8  # query heads of a head of keys
+_MAX_WIDTH = 16384  # a thread holds 1 / 128 of an input in registers
+_CONSUMERS = 256
+_SUM_ROWS = 256  # output rows of a block in one phase
+_STAGE = 16384  # bytes of a copy, unless a row is longer
+_IN_FLIGHT = 2  # copies of a block: more slow the exchange of values (H200, 2026-11-18)
+_SPLITS = 16  # of a head's keys
+_MAX_BARRIERS = 16  # stages of the ring
+
+
+class PlannedLayer(NamedTuple):
+    """The tensors of a layer, in the order of `struct Layer`."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    norm1: Tensor
+    post1: Tensor | None
+    norm2: Tensor
+    post2: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    q_bias: Tensor | None
+    k_bias: Tensor | None
+    v_bias: Tensor | None
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    slot: Tensor
+    span: Tensor
+
+
+class Plan(NamedTuple):
+    """What a step computes, and with which tensors."""
+
+    layers: list[PlannedLayer]
+    embedding: Tensor
+    norm: Tensor
+    head: Tensor
+    token: Tensor
+    position: Tensor
+    style: NormStyle  # of all norms
+    eps: float
+    qk_eps: float
+    scale: float
+    activation: str
+    embedding_scale: float | None
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """L, H, I, NQ, NKV, D and V."""
+        layer = self.layers[0]
+        heads, _, dim = layer.keys.shape
+        intermediate, hidden = layer.gate.shape
+        counts = {"L": len(self.layers), "H": hidden, "I": intermediate}
+        heads_of = {"NQ": layer.q.shape[0] // dim, "NKV": heads, "D": dim}
+        return counts | heads_of | {"V": self.head.shape[0]}
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the step reads or writes."""
+        own = [self.embedding, self.norm, self.head, self.token, self.position]
+        return own + [t for layer in self.layers for t in layer if t is not None]
+
+
+# --- the reference
+
+
+def persistent_step_plain(plan: Plan) -> Tensor:
+    """The logits [1, V]; keys and values are written in place."""
+    h = F.embedding(plan.token.reshape(1), plan.embedding)  # [1, H]
+    if plan.embedding_scale is not None:
+        h = h * plan.embedding_scale
+    for layer in plan.layers:
+        h = h + _normed(plan, _attention(plan, layer, _normed(plan, h, layer.norm1)), layer.post1)
+        h = h + _normed(plan, _gated(plan, layer, _normed(plan, h, layer.norm2)), layer.post2)
+    return F.linear(_normed(plan, h, plan.norm), plan.head)
+
+
+def _normed(plan: Plan, x: Tensor, weight: Tensor | None) -> Tensor:
+    return x if weight is None else norm_plain(x, Norm(weight, plan.eps, plan.style))
+
+
+def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
+    query, key, value = (
+        F.linear(x, weight, bias).view(1, -1, 1, layer.keys.shape[-1])  # [1, heads, 1, D]
+        for weight, bias in (
+            (layer.q, layer.q_bias),
+            (layer.k, layer.k_bias),
+            (layer.v, layer.v_bias),
+        )
+    )
+    cos, sin = F.embedding(plan.position.reshape(1, 1), layer.table).chunk(2, dim=-1)
+    norms = [
+        None if weight is None else Norm(weight, plan.qk_eps, plan.style)
+        for weight in (layer.q_norm, layer.k_norm)
+    ]
+    keys, values = layer.keys[None], layer.values[None]
+    slots = layer.slot.reshape(1, 1)
+    query = rotate_and_write_plain(query, key, value, cos, sin, keys, values, slots, *norms)
+    spans = layer.span.reshape(1, 1, 3)
+    y = decode_attention_plain(query, keys, values, spans, None, plan.scale)
+    return F.linear(y.reshape(1, -1), layer.o)
+
+
+def _gated(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
+    gate = activate(F.linear(x, layer.gate), plan.activation)
+    return F.linear(gate * F.linear(x, layer.up), layer.down)
+
+
+# --- what the kernel takes
+
+
+def check_plan(plan: Plan) -> None:
+    """Raise ValueError with the reason if the kernel cannot take the plan."""
+    for holds, reason in _conditions(plan):
+        if not holds:
+            raise ValueError(reason)
+
+
+def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
+    """Each condition, with what is said where it does not hold."""
+    yield plan.token.numel() == plan.position.numel() == 1, "it takes one token of one batch row"
+    numbers = [plan.token, plan.position]
+    numbers += [t for layer in plan.layers for t in (layer.slot, layer.span)]
+    halves = [t for t in plan.tensors if all(t is not number for number in numbers)]
+    kinds = sorted({str(t.dtype) for t in halves})
+    yield kinds == ["torch.bfloat16"], f"it takes torch.bfloat16, not {', '.join(kinds)}"
+    yield all(t.dtype == torch.int64 for t in numbers), "positions and slots must be torch.int64"
+    yield len({t.device for t in plan.tensors}) == 1, "the tensors are on several devices"
+    yield all(type(t) in (Tensor, Parameter) for t in halves), "a weight has a class of its own"
+    yield all(map(_is_dense, halves)), "a weight or the storage is not contiguous"
+    yield all(t.data_ptr() % 16 == 0 for t in halves), "a tensor is not 16-byte aligned"
+    kinds_of_layers = {tuple(t is None or tuple(t.shape) for t in own) for own in _alike(plan)}
+    yield len(kinds_of_layers) == 1, "its layers differ in their shapes or norms"
+    yield from _conditions_of_sizes(plan)
+
+
+def _alike(plan: Plan) -> list[list[Tensor | None]]:
+    """Of each layer what must have one shape: the storage of compact layers is shorter, and tables
+    may be.
+    """
+    differ = ("keys", "values", "table")
+    names = PlannedLayer._fields
+    return [
+        [t for name, t in zip(names, layer, strict=True) if name not in differ]
+        for layer in plan.layers
+    ]
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, but for the distance of its first dim if it has three."""
+    return (tensor[0] if tensor.ndim == 3 else tensor).is_contiguous()
+
+
+def _conditions_of_sizes(plan: Plan) -> Iterator[tuple[bool, str]]:
+    sizes = plan.sizes
+    hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
+    yield dim in _HEAD_DIMS, f"a head is {dim} wide: it takes 64, 128 and 256"
+    group = sizes["NQ"] / sizes["NKV"]
+    yield group in range(1, _MAX_GROUP + 1), f"{group:g} query heads share a head of keys"
+    yield hidden % 8 == intermediate % 8 == 0, f"{hidden} or {intermediate} is no multiple of 8"
+    widest = max(hidden, intermediate, sizes["NQ"] * dim)
+    yield widest <= _MAX_WIDTH, f"an input is {widest} wide: it takes up to {_MAX_WIDTH}"
+    yield all(map(_fits, plan.layers)), "the storage or the table has another shape"
+    yield plan.activation in ACTIVATIONS, f"it has no activation {plan.activation}"
+    served = [STYLES[0], STYLES[2]]
+    yield plan.style in served, f"it has no norm {plan.style}"
+
+
+def _fits(layer: PlannedLayer) -> bool:
+    """Whether keys, values and table have the shapes that the kernel computes addresses with."""
+    keys, values, table = layer.keys, layer.values, layer.table
+    has_one_shape = keys.shape == values.shape and keys.stride() == values.stride()
+    return has_one_shape and table.shape[1] == 2 * keys.shape[2] and keys.stride(0) % 8 == 0
+
+
+# --- what the kernel is compiled with
+
+
+def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
+    """The macros of the kernel for this plan, on so many blocks of so much shared memory.
+
+    Raises ValueError if the plan does not fit.
+    """
+    sizes = plan.sizes
+    found: dict[str, int | str] = {**sizes, **_options(plan)}
+    widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
+    stage = max(_STAGE, 2 * widest)
+    found |= _cuts(sizes, blocks, stage)
+    scratch = _scratch_floats(sizes)
+    rest = shared_bytes - _fixed_bytes(scratch)
+    slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)
+    splits = min(_SPLITS, blocks // sizes["NKV"])
+    if slots < 2 or not splits:
+        raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
+    ring = {"STAGE": stage, "SLOTS": slots, "IN_FLIGHT": min(_IN_FLIGHT, slots)}
+    return found | ring | {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+
+
+def used_shared_bytes(macros: dict[str, int | str]) -> int:
+    """The dynamic shared memory of a block."""
+    stage, slots, scratch = (int(macros[name]) for name in ("STAGE", "SLOTS", "SCRATCH"))
+    return stage * slots + _fixed_bytes(scratch)
+
+
+def exchanged_bytes(macros: dict[str, int | str]) -> int:
+    """What the blocks tell each other in two steps: twice WORDS of the kernel."""
+    names = ("L", "H", "I", "NQ", "NKV", "D", "SPLITS")
+    num_layers, hidden, intermediate, queries, heads, dim, splits = (int(macros[n]) for n in names)
+    halves = (queries + 2 * heads) * dim + queries * dim + 2 * hidden + intermediate
+    parts = queries * splits * (dim + 4)
+    return 2 * num_layers * _rounded_up(2 * halves + 4 * parts, 128)
+
+
+def _options(plan: Plan) -> dict[str, int | str]:
+    layer = plan.layers[0]
+    return {
+        "EPS": f"{plan.eps!r}f",
+        "QK_EPS": f"{plan.qk_eps!r}f",
+        "SCALE": f"{plan.scale!r}f",
+        "ACTIVATION": ACTIVATIONS.index(plan.activation),
+        "NORM_OFFSET": int(plan.style.offset),
+        "HAS_QK_NORM": int(layer.q_norm is not None),
+        "HAS_POST_NORMS": int(layer.post1 is not None),
+        "HAS_QKV_BIAS": int(layer.q_bias is not None),
+        "HAS_EMBED_SCALE": int(plan.embedding_scale is not None),
+        "EMBED_SCALE": f"{plan.embedding_scale or 1.0!r}f",
+        "INFINITY_": "__int_as_float(0x7f800000)",
+    }
+
+
+def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str]:
+    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase."""
+    hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
+    # Rows, inputs, and weights that are read together.
+    phases = {
+        "QKV": ((sizes["NQ"] + 2 * sizes["NKV"]) * dim, hidden, 1),
+        "O": (hidden, sizes["NQ"] * dim, 1),
+        "GATE": (intermediate, hidden, 2),
+        "DOWN": (hidden, intermediate, 1),
+        "HEAD": (sizes["V"], hidden, 1),
+    }
+    found: dict[str, int | str] = {}
+    for name, (rows, width, weights) in phases.items():
+        chunk = _rows_of_chunk(rows, blocks)
+        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS:
+            raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
+        found[f"C_{name}"] = chunk
+        found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage)
+    return found
+
+
+def _busiest(rows: int, chunk: int, blocks: int) -> int:
+    """The rows of the block that has the most."""
+    return math.ceil(rows / chunk / blocks) * chunk
+
+
+def _rows_of_chunk(rows: int, blocks: int) -> int:
+    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1."""
+    most = 1.04 * _busiest(rows, 1, blocks)
+    return next(c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
+
+
+def _rows_of_stage(rows: int, row_bytes: int, stage: int) -> int:
+    """The largest part of a chunk that is copied at once."""
+    return next(r for r in range(rows, 0, -1) if rows % r == 0 and r * row_bytes <= stage)
+
+
+def _scratch_floats(sizes: dict[str, int]) -> int:
+    """Of attention: queries, the new key and value, and partial sums of each warp."""
+    group, dim = sizes["NQ"] // sizes["NKV"], sizes["D"]
+    attention = group * dim + 2 * dim + 8 * group * (dim + 2)
+    return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
+
+
+def _fixed_bytes(scratch: int) -> int:
+    """Shared memory beside the ring: sums, squares, scratch and barriers."""
+    return _SUM_ROWS * 16 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 64
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
