@@ -1,4 +1,4 @@
-"""Every private name of transformers, torch and Triton that this package uses, in this order.
+"""Every private name of transformers, torch, Triton and CUDA that this package uses, in this order.
 
 Seen in transformers 5.17, 5.22 and 5.23, torch 2.11 and 2.13, Triton 3.6 and 3.7. Names are looked up
 when they are used, so the package imports without them. Each function says what happens when its
@@ -17,6 +17,7 @@ from functools import cache, partial, wraps
 from importlib import import_module
 from itertools import chain
 from operator import itemgetter
+from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
@@ -530,3 +531,22 @@ def hash_triton() -> None:
 def load_gluon() -> None:
     """Import Triton's second language, as the first launch does. Without it: nothing."""
     import_module("triton.experimental.gluon")
+
+
+def triton_cache_dir() -> Path:
+    """Where Triton keeps compiled kernels. Without the name: its default place."""
+    with suppress(Exception):
+        return Path(import_module("triton.knobs").cache.dir)
+    return Path.home() / ".triton" / "cache"
+
+
+# --- CUDA. A CUDA build of torch brings the package, and does not promise it.
+
+
+def cuda_bindings() -> tuple[Any, Any] | None:
+    """The driver and NVRTC. Without them: steps stay graphs, and no kernel computes all of one."""
+    with suppress(ImportError):
+        from cuda.bindings import driver, nvrtc
+
+        return driver, nvrtc
+    return None

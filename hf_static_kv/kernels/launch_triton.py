@@ -57,6 +57,11 @@ def skipped_launches() -> AbstractContextManager[None]:
     return _mode("skip")
 
 
+def is_launching() -> bool:
+    """Whether launches run their kernels."""
+    return _MODE.get() == "run"
+
+
 @contextmanager
 def _mode(name: str) -> Iterator[None]:
     token = _MODE.set(name)
