@@ -29,7 +29,7 @@ READING_ORDER = {
     ".": ["patching", "attention"],
     "program": [
         "preload", "shadow", "norms", "activations", "rotary", "experts", "record", "rules",
-        "persistent", "positions", "step", "selecting", "drafting",
+        "persistent", "positions", "step", "takeover", "selecting", "drafting",
     ],
     "decoding": [
         "turns", "prepared", "call", "eligibility", "selection", "drafts", "tokens", "verification", "steps",

@@ -80,6 +80,8 @@ class GraphDecoder:
     Args:
         streamer: for calls that bring none.
         without: rewrite rules of the step to leave out (`program.rules`).
+        persistent: whether one kernel may compute a whole step, on the GPUs and models where that
+            is faster. It is compiled while the captured graph serves, and takes over in a later call.
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -95,7 +97,11 @@ class GraphDecoder:
     """
 
     def __init__(
-        self, streamer: BaseStreamer | None = None, *, without: Collection[str] = ()
+        self,
+        streamer: BaseStreamer | None = None,
+        *,
+        without: Collection[str] = (),
+        persistent: bool = True,
     ) -> None:
         if unknown := sorted(set(without) - set(RULES)):
             raise ValueError(
@@ -103,12 +109,13 @@ class GraphDecoder:
             )
         self.streamer = streamer
         self.without = frozenset(without)
+        self.persistent = persistent
         self._loops: WeakKeyDictionary[PreTrainedModel, Loop] = WeakKeyDictionary()
         self.use_pool(CachePool())
         self.prompts = Prompts(self.without)
         self._warn = Warnings()
         self.fallback_reason: str | None = None
-        self.steps = Steps(self.without, self._warn)
+        self.steps = Steps(self.without, self._warn, self.persistent)
         self.max_rows = MAX_ROWS  # calls that decode together
         self.drafts: Drafts | None = None  # of calls that do not ask for any
         self.assistant: PreTrainedModel | None = None  # that makes these
@@ -327,8 +334,20 @@ class GraphDecoder:
             if isinstance(step, LookupStep):
                 return self._run_with_drafts(step, tokens, call)
             if isinstance(step, SelectingStep):
-                return self._run_on_device(step, tokens, call)
-            return self._run_on_host(step, tokens, call)
+                is_over = self._run_on_device(step, tokens, call)
+            else:
+                is_over = self._run_on_host(step, tokens, call)
+        self._check_kernel(step, call)
+        return is_over
+
+    def _check_kernel(self, step: DecodeStep, call: Call) -> None:
+        """Raise if tokens are wrong because a kernel gave up. Leaves the cache as it was found."""
+        try:
+            self.steps.check_kernel(step)
+        except RuntimeError:
+            if call.start is not None:
+                call.cache.restore(call.start)
+            raise
 
     def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call) -> bool:
         room = 0
@@ -457,7 +476,7 @@ class GraphDecoder:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.steps = Steps(self.without, self._warn)
+        self.steps = Steps(self.without, self._warn, self.persistent)
         self._loops = WeakKeyDictionary()
         self.use_pool(CachePool())
         self.prompts = Prompts(self.without)

@@ -27,6 +27,7 @@ from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, S
 from hf_static_kv.program.drafting import AssistantStep, LookupStep
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
+from hf_static_kv.program.takeover import begin, give_up_if_failed, is_ready, take_over
 
 _MAX_STEPS = 8  # captured for one cache
 _MAX_STEPS_OF_ROWS = 16  # greedy and sampling ones for 1, 2, 4, ... 64 rows
@@ -58,11 +59,15 @@ class Steps:
     Args:
         without: rewrite rules to leave out.
         warn: is told what a user should know, once.
+        persistent: whether one kernel may compute a whole step.
     """
 
-    def __init__(self, without: Collection[str], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, without: Collection[str], warn: Callable[[str], None], persistent: bool
+    ) -> None:
         self._without = frozenset(without)
         self._warn = warn
+        self._persistent = persistent
         self.by_cache: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
             WeakKeyDictionary()
         )
@@ -137,6 +142,9 @@ class Steps:
             raise known.fallback
         if known is None:
             self._evict(steps, _MAX_STEPS_OF_ROWS if call.is_in_rows else _MAX_STEPS)
+        if isinstance(known, DecodeStep):
+            steps[key] = known  # kept if the trial of its kernel fails
+            self._try_kernel(known, call)
         step = known if isinstance(known, DecodeStep) else self._new_step(call, selection, known)
         steps[key] = step  # the newest now
         if isinstance(step, _Failed):
@@ -165,8 +173,7 @@ class Steps:
             if _sums(call.cache) != sums:
                 if call.is_in_rows:
                     raise RuntimeError("The trial of a step has overwritten rows.") from error
-                call.is_overwritten = True
-                call.outputs = None  # the prompt is computed again
+                _forget_prompt(call)
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
             if isinstance(error, torch.OutOfMemoryError):
@@ -219,16 +226,16 @@ class Steps:
         verify: Callable[[DecodeStep, Call], None],
     ) -> None:
         """Record, capture and verify a step."""
-        length = call.cache.seq_len
-        at = length, call.seq_start.to(call.device), call.position_ids(length)
+        at = _next_position(call)
         before = call.cache.snapshot()
+        program = None
         with step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
                     if is_recorded:
                         positions, token = unverified_inputs(call)
                         skipped = set() if call.has_usual_positions else {"angles_from_table"}
-                        step.record(
+                        program = step.record(
                             *at[:2],
                             positions,
                             token[:, None].expand(-1, step.token.shape[1]),
@@ -241,6 +248,42 @@ class Steps:
                 call.cache.restore(before)
             with without_side_effects(shadow):
                 verify(step, call)
+        # Compiled while the graph serves: the first call does not wait.
+        if program is not None and self._persistent and _may_be_one_kernel(step, call):
+            begin(step, program)
+
+    def _try_kernel(self, step: DecodeStep, call: Call) -> None:
+        """Let one kernel compute the step, if it is compiled by now."""
+        if not is_ready(step) or (call.assumed is not None and call.assumed != call.state):
+            return
+        sums = _sums(call.cache)
+        with _trial(call):
+            serves = take_over(step, lambda: self._capture_and_verify(step, call))
+        if not serves and _sums(call.cache) != sums:
+            _forget_prompt(call)
+            raise Fallback("the trial of a kernel has overwritten the cache")
+
+    def _capture_and_verify(self, step: DecodeStep, call: Call) -> None:
+        before = call.cache.snapshot()
+        with step.on_shadow(call.own_attention) as shadow, without_side_effects(shadow):
+            try:
+                if call.device.type == "cuda":
+                    step.capture(*_next_position(call))
+            finally:
+                call.cache.restore(before)
+            verify(step, call)
+
+    def check_kernel(self, step: DecodeStep) -> None:
+        """Raise if the kernel of a step has failed since it serves. Then its list serves again."""
+        if give_up_if_failed(step):
+            self._warn(
+                "a launch of the kernel for a whole step has given up, as other work may have "
+                "kept it from running. The captured graph takes over"
+            )
+            raise RuntimeError(
+                "The kernel of a decode step has given up, so these tokens are wrong. Call again: "
+                "the captured graph computes them."
+            )
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failed], most: int) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
@@ -288,6 +331,24 @@ def _trial(call: Call) -> Iterator[None]:
         decoding(call.model),
     ):
         yield
+
+
+def _next_position(call: Call) -> tuple[int, torch.Tensor, torch.Tensor]:
+    """Where a new step is tried: length, beginning and position ids."""
+    length = call.cache.seq_len
+    return length, call.seq_start.to(call.device), call.position_ids(length)
+
+
+def _may_be_one_kernel(step: DecodeStep, call: Call) -> bool:
+    """Whether the step always has one token of one batch row, and need not be exact."""
+    is_plain = type(step) in (DecodeStep, SelectingStep)
+    return is_plain and len(call.seq_start) == 1 and call.own_attention != EXACT_ATTENTION_NAME
+
+
+def _forget_prompt(call: Call) -> None:
+    """The trial of a step has written over it."""
+    call.is_overwritten = True
+    call.outputs = None  # the prompt is computed again
 
 
 def _what(call: Call) -> tuple[Any, ...]:

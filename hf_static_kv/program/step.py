@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cache
 from inspect import signature
 from threading import get_ident
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -39,7 +39,7 @@ from hf_static_kv.program.experts import one_operation_experts, one_operation_ro
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.preload import TRITON, wait_for
-from hf_static_kv.program.record import Recorder, leaves
+from hf_static_kv.program.record import Program, Recorder, leaves
 from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
 from hf_static_kv.program.rules import rewrite
 from hf_static_kv.program.shadow import shadow_of
@@ -58,6 +58,15 @@ _READ: WeakKeyDictionary[
     PreTrainedModel, WeakKeyDictionary["DecodeStep", tuple[list[Tensor], list[int]]]
 ] = WeakKeyDictionary()
 _SYNC_WARNING = "called a synchronizing CUDA operation"
+
+
+class Runs(NamedTuple):
+    """What a step runs."""
+
+    program: Callable[[], Tensor]
+    graph: torch.cuda.CUDAGraph | None  # of the program
+    logits: Tensor | None  # of the graph
+    buffers: list[Tensor]  # of the program, if it is a kernel
 
 
 class DecodeStep:
@@ -116,6 +125,7 @@ class DecodeStep:
         self.graph: torch.cuda.CUDAGraph | None = None
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
+        self._buffers: list[Tensor] = []  # of a kernel in the place of the list
         self._settings = dict(settings or {})
         self._shadow: PreTrainedModel | None = None
 
@@ -141,7 +151,7 @@ class DecodeStep:
     def buffers(self) -> list[Tensor]:
         """The tensors that the step holds beside the model and the cache."""
         own = [value for value in vars(self).values() if isinstance(value, Tensor)]
-        return own + self.positions.tensors + self._tables
+        return own + self.positions.tensors + self._tables + self._buffers
 
     @property
     def is_recorded(self) -> bool:
@@ -233,7 +243,7 @@ class DecodeStep:
         *,
         is_exact: bool = False,
         without: Collection[str] = (),
-    ) -> None:
+    ) -> Program:
         """Write down the pass and rewrite it, so that steps no longer need the model; `without`
         names rules to skip.
 
@@ -259,13 +269,21 @@ class DecodeStep:
                 changes.enter_context(skipped_launches())
             with Recorder() as recorder:
                 logits = self._pass_of_model()
-        program = recorder.program(logits)
+        program: Program = recorder.program(logits)
         program.num_positions = self.max_cache_len
         with pass_context(self.model):
             rewrite(program, without, keeps_bits=is_exact)
         self._tables = [call.args[1] for call in program.calls_of(lookup)]
         _PROGRAMS.setdefault(self.model, WeakKeyDictionary())[self] = program.compiled()
         self._note_tensors(leaf for call in program for leaf in leaves((call.args, call.kwargs)))
+        return program
+
+    def exchange(self, runs: Runs) -> Runs:
+        """Run another program on the same tensors; what was run before."""
+        programs = _PROGRAMS[self.model]
+        before = Runs(programs[self], self.graph, self.logits, self._buffers)
+        programs[self], self.graph, self.logits, self._buffers = runs
+        return before
 
     def capture(
         self,

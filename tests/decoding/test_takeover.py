@@ -1,0 +1,271 @@
+"""One kernel takes over from the graph of a step: when it is compiled, and if it computes the same."""
+
+import gc
+import logging
+import weakref
+
+import pytest
+import torch
+
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact
+from hf_static_kv.kernels.persistent_step import persistent_step_plain
+from hf_static_kv.program import takeover
+from tests.conftest import COMMON, PROMPT, toy_model
+from tests.decoding.conftest import CAPACITY
+
+SAMPLED = {"do_sample": True, "top_k": 7}
+
+
+class FakeStep:
+    """Launches the reference in the place of a kernel."""
+
+    def __init__(self, plan, factor):
+        self.plan = plan
+        self.factor = factor
+        self.launches = 0
+        self.fails = False
+        self.buffers = [torch.zeros(8)]
+
+    def __call__(self):
+        self.launches += 1
+        return persistent_step_plain(self.plan) * self.factor
+
+    def has_failed(self):
+        return self.fails
+
+
+class FakeBuild:
+    """Every kernel is ready, or none yet."""
+
+    is_ready = True
+    factor = 1.0
+
+    def __init__(self, plan):
+        self.plan = plan
+
+    def step(self):
+        return FakeStep(self.plan, self.factor)
+
+
+@pytest.fixture
+def build(monkeypatch):
+    """A class whose attributes a test may set."""
+    own = type("Build", (FakeBuild,), {})
+    monkeypatch.setattr(takeover, "refusal", lambda plan: "")
+    monkeypatch.setattr(takeover, "Build", own)
+    return own
+
+
+class Conversation:
+    """Calls on one cache with one decoder."""
+
+    def __init__(self, name="llama", **how):
+        self.model = toy_model(name)
+        self.decoder = GraphDecoder(**how)
+        self.cache = StaticContiguousCache.from_model(self.model, CAPACITY)
+
+    def call(self, **settings):
+        self.cache.reset()
+        how = {"past_key_values": self.cache, "custom_generate": self.decoder}
+        return self.generate(**how, **settings)
+
+    def expected(self, **settings):
+        return self.generate(use_cache=False, **settings)
+
+    def generate(self, **settings):
+        torch.manual_seed(5)
+        mask = torch.ones_like(PROMPT)
+        return self.model.generate(PROMPT, attention_mask=mask, **{**COMMON, **settings})
+
+    @property
+    def takeover(self):
+        (step,) = self.decoder.steps.captured
+        return takeover.takeover_of(step)
+
+
+@pytest.mark.parametrize("settings", [{}, SAMPLED, {"output_logits": True}])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_the_kernel_serves_from_the_second_call_on(name, settings, build):
+    talk = Conversation(name)
+    expected = talk.expected(**SAMPLED) if settings is SAMPLED else talk.expected()
+    for number in range(3):
+        made = talk.call(**settings, return_dict_in_generate=True).sequences
+        assert torch.equal(made, expected)
+        kernel = talk.takeover.kernel
+        assert (kernel is None) == (number == 0)
+    assert kernel.launches > expected.shape[1] - PROMPT.shape[1]
+    assert talk.takeover.reason == ""
+    assert talk.decoder.memory_bytes >= kernel.buffers[0].nbytes
+
+
+def test_the_list_serves_until_the_kernel_is_compiled(build):
+    build.is_ready = False
+    talk = Conversation()
+    for _ in range(2):
+        talk.call()
+        assert talk.takeover.kernel is None
+    build.is_ready = True
+    talk.call()
+    assert talk.takeover.kernel is not None
+
+
+def test_a_kernel_with_other_logits_is_not_used(build):
+    build.factor = 1.01
+    talk = Conversation()
+    for _ in range(3):
+        assert torch.equal(talk.call(), talk.expected())
+    assert talk.takeover.kernel is None
+    assert "from those of an ordinary step" in talk.takeover.reason
+    assert talk.decoder.fallback_reason is None
+
+
+def test_a_kernel_that_does_not_load_is_not_used(build, monkeypatch):
+    def fail(self):
+        raise RuntimeError("CUDA: out of resources\nmore")
+
+    monkeypatch.setattr(build, "step", fail)
+    talk = Conversation()
+    for _ in range(2):
+        assert torch.equal(talk.call(), talk.expected())
+    assert talk.takeover.reason == "RuntimeError: CUDA: out of resources"
+
+
+def test_a_kernel_that_writes_elsewhere_spoils_no_call(build, monkeypatch):
+    """The prompt is computed again."""
+
+    def spoil(self):
+        for layer in self.plan.layers:
+            layer.keys.fill_(3.0)
+        return persistent_step_plain(self.plan)
+
+    monkeypatch.setattr(FakeStep, "__call__", spoil)
+    talk = Conversation()
+    expected = talk.expected()
+    assert torch.equal(talk.call(), expected)
+    assert torch.equal(talk.call(), expected)
+    assert "overwritten" in talk.decoder.fallback_reason
+    assert torch.equal(talk.call(), expected)
+    assert talk.decoder.fallback_reason is None
+    assert talk.takeover.kernel is None
+
+
+class TestAFailedLaunch:
+    def test_the_call_raises_and_the_list_takes_over_for_good(self, build, caplog):
+        talk = Conversation()
+        expected = talk.expected()
+        talk.call()
+        talk.call()
+        talk.takeover.kernel.fails = True
+        with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="Call again"):
+            talk.call()
+        assert len(caplog.records) == 1
+        assert "captured graph takes over" in caplog.text
+        assert talk.cache.seq_len == 0
+        for _ in range(2):
+            assert torch.equal(talk.call(), expected)
+        assert len(caplog.records) == 1
+        assert talk.takeover.kernel is None
+        assert "waited in vain" in talk.takeover.reason
+
+    def test_in_the_trial(self, build, monkeypatch):
+        monkeypatch.setattr(FakeStep, "has_failed", lambda self: True)
+        talk = Conversation()
+        for _ in range(2):
+            assert torch.equal(talk.call(), talk.expected())
+        assert "waited in vain" in talk.takeover.reason
+
+    def test_a_cache_with_earlier_tokens_has_these_and_no_others(self, build):
+        talk = Conversation()
+        talk.call()
+        talk.call()
+        length = talk.cache.seq_len
+        more = torch.cat([PROMPT, torch.full((1, length - PROMPT.shape[1] + 2), 9)], dim=1)
+        how = {"past_key_values": talk.cache, "custom_generate": talk.decoder}
+        settings = {**COMMON, "max_new_tokens": 4, "attention_mask": torch.ones_like(more)}
+        talk.takeover.kernel.fails = True
+        with pytest.raises(RuntimeError, match="Call again"):
+            talk.model.generate(more, **how, **settings)
+        assert talk.cache.seq_len == length
+        again = talk.model.generate(more, **how, **settings)
+        assert again.shape == (1, more.shape[1] + 4)
+
+    def test_of_an_attached_model(self, build):
+        model = toy_model("llama")
+        info = attach(model)
+        mask = torch.ones_like(PROMPT)
+        expected = model.generate(PROMPT, attention_mask=mask, **COMMON)
+        model.generate(PROMPT, attention_mask=mask, **COMMON)
+        (step,) = info.decoder.steps.captured
+        takeover.takeover_of(step).kernel.fails = True
+        with pytest.raises(RuntimeError, match="Call again"):
+            model.generate(PROMPT, attention_mask=mask, **COMMON)
+        for _ in range(2):
+            assert torch.equal(model.generate(PROMPT, attention_mask=mask, **COMMON), expected)
+
+
+class TestWhatHasNoKernel:
+    def test_turned_off(self, build):
+        talk = Conversation(persistent=False)
+        for _ in range(2):
+            talk.call()
+        assert talk.takeover is None
+
+    def test_a_list_without_a_plan(self, build):
+        talk = Conversation("gpt2")
+        talk.call()
+        assert "the kernel has no" in talk.takeover.reason
+
+    def test_where_the_list_is_faster(self, build, monkeypatch):
+        monkeypatch.setattr(takeover, "is_faster", lambda plan: False)
+        talk = Conversation()
+        for _ in range(2):
+            talk.call()
+        assert talk.takeover.reason == "the list is faster"
+
+    def test_a_device_without_one(self):
+        talk = Conversation()
+        talk.call()
+        if talk.cache.storage_groups[0].keys.device.type == "cpu":
+            assert talk.takeover.reason == "the device is no GPU of NVIDIA"
+
+    def test_inside_exact(self, build):
+        talk = Conversation()
+        with exact(talk.model):
+            talk.call()
+        assert talk.takeover is None
+
+    def test_several_rows(self, build):
+        talk = Conversation()
+        talk.cache = StaticContiguousCache.from_model(talk.model, CAPACITY, 2)
+        ids = PROMPT.expand(2, -1)
+        how = {"past_key_values": talk.cache, "custom_generate": talk.decoder}
+        talk.model.generate(ids, attention_mask=torch.ones_like(ids), **how, **COMMON)
+        assert talk.takeover is None
+
+
+def test_a_changed_model_is_not_tried_with_an_old_kernel(build):
+    """Its step is another one, with a kernel of its own."""
+    talk = Conversation()
+    talk.call()
+    with torch.no_grad():
+        talk.model.lm_head.weight.mul_(-1)
+    for _ in range(3):
+        assert torch.equal(talk.call(), talk.expected())
+
+
+def test_neither_model_nor_cache_is_kept_alive(build):
+    talk = Conversation()
+    talk.call()
+    talk.call()
+    kernel = weakref.ref(talk.takeover.kernel)
+    storage = weakref.ref(talk.cache.storage_groups[0])
+    weight = weakref.ref(talk.model.lm_head.weight)
+    del talk.cache
+    gc.collect()
+    assert storage() is None
+    assert kernel() is None
+    decoder = talk.decoder
+    del talk
+    gc.collect()
+    assert weight() is None
+    assert decoder.num_steps == 0
