@@ -258,12 +258,13 @@ class Steps:
             return
         sums = _sums(call.cache)
         with _trial(call):
-            serves = take_over(step, lambda: self._capture_and_verify(step, call))
-        if not serves and _sums(call.cache) != sums:
+            # If it fails, the list goes on and the reason is kept.
+            take_over(step, lambda: self._capture_and_verify(step, call, sums))
+        if _sums(call.cache) != sums:
             _forget_prompt(call)
             raise Fallback("the trial of a kernel has overwritten the cache")
 
-    def _capture_and_verify(self, step: DecodeStep, call: Call) -> None:
+    def _capture_and_verify(self, step: DecodeStep, call: Call, sums: list[int]) -> None:
         before = call.cache.snapshot()
         with step.on_shadow(call.own_attention) as shadow, without_side_effects(shadow):
             try:
@@ -272,6 +273,9 @@ class Steps:
             finally:
                 call.cache.restore(before)
             verify(step, call)
+        # Verification computes on the same cache.
+        if _sums(call.cache) != sums:
+            raise RuntimeError("it writes over other tokens")
 
     def check_kernel(self, step: DecodeStep) -> None:
         """Raise if the kernel of a step has failed since it serves. Then its list serves again."""

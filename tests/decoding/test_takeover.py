@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact
+from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from hf_static_kv.program import takeover
 from tests.conftest import COMMON, PROMPT, toy_model
@@ -147,6 +147,7 @@ def test_a_kernel_that_writes_elsewhere_spoils_no_call(build, monkeypatch):
     assert torch.equal(talk.call(), expected)
     assert talk.decoder.fallback_reason is None
     assert talk.takeover.kernel is None
+    assert "writes over other tokens" in talk.takeover.reason
 
 
 class TestAFailedLaunch:
@@ -177,9 +178,9 @@ class TestAFailedLaunch:
     def test_a_cache_with_earlier_tokens_has_these_and_no_others(self, build):
         talk = Conversation()
         talk.call()
-        talk.call()
+        ids = talk.call()
         length = talk.cache.seq_len
-        more = torch.cat([PROMPT, torch.full((1, length - PROMPT.shape[1] + 2), 9)], dim=1)
+        more = torch.cat([ids, torch.full((1, 3), 9)], dim=1)
         how = {"past_key_values": talk.cache, "custom_generate": talk.decoder}
         settings = {**COMMON, "max_new_tokens": 4, "attention_mask": torch.ones_like(more)}
         talk.takeover.kernel.fails = True
@@ -189,7 +190,9 @@ class TestAFailedLaunch:
         again = talk.model.generate(more, **how, **settings)
         assert again.shape == (1, more.shape[1] + 4)
 
-    def test_of_an_attached_model(self, build):
+    def test_of_an_attached_model(self, build, monkeypatch):
+        monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
         model = toy_model("llama")
         info = attach(model)
         mask = torch.ones_like(PROMPT)
