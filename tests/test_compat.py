@@ -191,6 +191,20 @@ class TestTriton:
         assert compat.load_kernel(BARE) is None
 
 
+class TestCuda:
+    def test_without_its_bindings_the_graph_serves(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "cuda", None)
+        monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+        assert compat.cuda_bindings() is None
+
+    def test_kernels_are_kept_beside_those_of_triton(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "triton.knobs", None)
+        assert compat.triton_cache_dir() == Path.home() / ".triton" / "cache"
+        knobs = SimpleNamespace(cache=SimpleNamespace(dir="/elsewhere"))
+        monkeypatch.setitem(sys.modules, "triton.knobs", knobs)
+        assert compat.triton_cache_dir() == Path("/elsewhere")
+
+
 def test_the_package_imports_without_any_of_them():
     code = """
 import sys, torch, transformers

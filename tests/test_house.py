@@ -133,6 +133,20 @@ def test_every_folder_is_in_the_package():
     assert set(settings["packages"]) == {".".join(folder.parts) for folder in folders}
 
 
+def test_every_source_of_a_kernel_is_in_the_package():
+    configuration = pytest.importorskip(
+        "setuptools.config.pyprojecttoml", reason="setuptools is not installed"
+    )
+    settings = configuration.read_configuration(PACKAGE.parent / "pyproject.toml")["tool"][
+        "setuptools"
+    ]
+    patterns = settings["package-data"]["hf_static_kv"]
+    packaged = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
+    sources = set(PACKAGE.rglob("*.cu"))
+    assert sources
+    assert sources <= packaged
+
+
 def private_names(source):
     """Attributes and modules of other packages whose names begin with an underscore."""
     nodes = list(ast.walk(ast.parse(source)))

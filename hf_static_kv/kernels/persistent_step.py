@@ -241,7 +241,8 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     if slots < 2 or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
     ring = {"STAGE": stage, "SLOTS": slots, "IN_FLIGHT": min(_IN_FLIGHT, slots)}
-    return found | ring | {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+    found |= {**ring, "SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+    return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
 
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
@@ -262,18 +263,22 @@ def exchanged_bytes(macros: dict[str, int | str]) -> int:
 def _options(plan: Plan) -> dict[str, int | str]:
     layer = plan.layers[0]
     return {
-        "EPS": f"{plan.eps!r}f",
-        "QK_EPS": f"{plan.qk_eps!r}f",
-        "SCALE": f"{plan.scale!r}f",
+        "EPS": _float_literal(plan.eps),
+        "QK_EPS": _float_literal(plan.qk_eps),
+        "SCALE": _float_literal(plan.scale),
         "ACTIVATION": ACTIVATIONS.index(plan.activation),
         "NORM_OFFSET": int(plan.style.offset),
         "HAS_QK_NORM": int(layer.q_norm is not None),
         "HAS_POST_NORMS": int(layer.post1 is not None),
         "HAS_QKV_BIAS": int(layer.q_bias is not None),
         "HAS_EMBED_SCALE": int(plan.embedding_scale is not None),
-        "EMBED_SCALE": f"{plan.embedding_scale or 1.0!r}f",
+        "EMBED_SCALE": _float_literal(plan.embedding_scale or 1),
         "INFINITY_": "__int_as_float(0x7f800000)",
     }
+
+
+def _float_literal(number: float) -> str:
+    return f"{float(number)!r}f"
 
 
 def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str]:

@@ -68,10 +68,9 @@ def is_ready(step: DecodeStep) -> bool:
     return takeover is not None and takeover.build is not None and takeover.build.is_ready
 
 
-def take_over(step: DecodeStep, trial: Callable[[], None]) -> bool:
-    """Put the kernel in the place of the list; False, and the list stays, if `trial` raises.
-
-    The trial captures the step and verifies it.
+def take_over(step: DecodeStep, trial: Callable[[], None]) -> None:
+    """Put the kernel in the place of the list. If `trial`, which captures the step and verifies it,
+    raises, then the list stays and the reason is kept.
     """
     takeover = takeover_of(step)
     assert takeover is not None
@@ -92,10 +91,9 @@ def take_over(step: DecodeStep, trial: Callable[[], None]) -> bool:
         debug.logger.debug("A kernel for the whole step is not used.", exc_info=True)
         first_line = next(iter(str(error).splitlines()), "")
         takeover.reason = f"{type(error).__name__}: {first_line}"
-        return False
+        return
     takeover.kernel = kernel
     takeover.list = before
-    return True
 
 
 def give_up_if_failed(step: DecodeStep) -> bool:

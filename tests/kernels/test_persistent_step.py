@@ -1,0 +1,436 @@
+"""The kernel of a whole step: what it takes, what it is compiled with, and what it computes."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from hf_static_kv import compat
+from hf_static_kv.kernels import persistent_step_cuda
+from hf_static_kv.kernels.norm import LAYER_NORM, STYLES
+from hf_static_kv.kernels.persistent_step import (
+    Plan,
+    PlannedLayer,
+    check_plan,
+    exchanged_bytes,
+    macros,
+    persistent_step_plain,
+    used_shared_bytes,
+)
+
+BLOCKS, SHARED = 132, 232448  # of an H200
+HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+SMALL = {"L": 2, "H": 256, "I": 512, "NQ": 4, "NKV": 2, "D": 64, "V": 1000}
+# Sizes, and whether there are biases, norms of heads, and norms after each part.
+SHAPES = {
+    "llama-3.2-1b": (
+        {"L": 16, "H": 2048, "I": 8192, "NQ": 32, "NKV": 8, "D": 64, "V": 128256},
+        (False, False, False),
+    ),
+    "qwen3-1.7b": (
+        {"L": 28, "H": 2048, "I": 6144, "NQ": 16, "NKV": 8, "D": 128, "V": 151936},
+        (False, True, False),
+    ),
+    "gemma-3-1b": (
+        {"L": 26, "H": 1152, "I": 6912, "NQ": 4, "NKV": 1, "D": 256, "V": 262144},
+        (False, True, True),
+    ),
+    "smollm2-135m": (
+        {"L": 30, "H": 576, "I": 1536, "NQ": 9, "NKV": 3, "D": 64, "V": 49152},
+        (False, False, False),
+    ),
+    "llama-3.1-8b": (
+        {"L": 32, "H": 4096, "I": 14336, "NQ": 32, "NKV": 8, "D": 128, "V": 128256},
+        (False, False, False),
+    ),
+}
+
+
+def random_plan(
+    sizes=SMALL, has_biases=False, has_head_norms=False, has_post_norms=False,
+    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, **how,
+):  # fmt: skip
+    """A plan with random tensors; with device "meta" it has sizes only."""
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
+
+    def weight(*shape, scale=None):
+        scale = shape[-1] ** -0.5 if scale is None else scale
+        return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    def norm(width, is_there=True):
+        return 1 + weight(width, scale=0.1) if is_there else None
+
+    hidden, intermediate, dim = sizes["H"], sizes["I"], sizes["D"]
+    queries, heads = sizes["NQ"] * dim, sizes["NKV"] * dim
+    numbers = {"dtype": torch.int64, "device": device}
+    slot = torch.tensor([length], **numbers)
+    angles = torch.rand(slots, dim, device=device) * 6
+    table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+
+    def layer():
+        return PlannedLayer(
+            q=weight(queries, hidden), k=weight(heads, hidden), v=weight(heads, hidden),
+            o=weight(hidden, queries), gate=weight(intermediate, hidden),
+            up=weight(intermediate, hidden), down=weight(hidden, intermediate),
+            norm1=norm(hidden), post1=norm(hidden, has_post_norms),
+            norm2=norm(hidden), post2=norm(hidden, has_post_norms),
+            q_norm=norm(dim, has_head_norms), k_norm=norm(dim, has_head_norms),
+            q_bias=weight(queries) if has_biases else None,
+            k_bias=weight(heads) if has_biases else None,
+            v_bias=weight(heads) if has_biases else None,
+            keys=weight(sizes["NKV"], slots, dim, scale=1),
+            values=weight(sizes["NKV"], slots, dim, scale=1),
+            table=table, slot=slot, span=torch.tensor([first, first, length + 1, 0], **numbers)[:3],
+        )  # fmt: skip
+
+    own = {
+        "style": STYLES[0], "eps": 1e-6, "qk_eps": 1e-5, "scale": dim**-0.5,
+        "activation": "silu", "embedding_scale": None,
+    }  # fmt: skip
+    return Plan(
+        layers=[layer() for _ in range(sizes["L"])],
+        embedding=weight(sizes["V"], hidden, scale=1),
+        norm=norm(hidden),
+        head=weight(sizes["V"], hidden),
+        token=torch.tensor([[7]], **numbers),
+        position=torch.tensor([[length - first]], **numbers),
+        **own | how,
+    )
+
+
+# --- what the kernel takes
+
+
+def with_layer(plan, number=0, **changed):
+    layers = list(plan.layers)
+    layers[number] = layers[number]._replace(**changed)
+    return plan._replace(layers=layers)
+
+
+def sized(**sizes):
+    return random_plan(SMALL | sizes)
+
+
+REFUSED = {
+    "float32": (lambda: random_plan(dtype=torch.float32), "torch.bfloat16, not torch.float32"),
+    "heads of 32": (lambda: sized(D=32), "a head is 32 wide"),
+    "hidden size": (lambda: sized(H=252), "252 or 512 is no multiple of 8"),
+    "intermediate size": (lambda: sized(I=500), "no multiple of 8"),
+    "too wide": (lambda: sized(I=16384 + 8), "16392 wide"),
+    "16 heads share one": (lambda: sized(NQ=16, NKV=1), "16 query heads share"),
+    "uneven heads": (lambda: sized(NQ=3, NKV=2), "1.5 query heads share"),
+    "activation": (lambda: random_plan(activation="gelu"), "no activation gelu"),
+    "layer norm": (lambda: random_plan(style=LAYER_NORM), "no norm"),
+    "two tokens": (
+        lambda: random_plan()._replace(token=torch.zeros(2, dtype=torch.int64)),
+        "one token of one batch row",
+    ),
+    "transposed": (
+        lambda: with_layer(plan := random_plan(), o=plan.layers[0].o.t()),
+        "not contiguous",
+    ),
+    "a narrower layer": (
+        lambda: with_layer(plan := random_plan(), up=plan.layers[0].up[:256]),
+        "layers differ",
+    ),
+    "a norm in one layer": (
+        lambda: with_layer(plan := random_plan(), 1, post1=plan.norm),
+        "layers differ",
+    ),
+    "not aligned": (
+        lambda: with_layer(random_plan(), norm1=torch.ones(257, dtype=torch.bfloat16)[1:]),
+        "16-byte aligned",
+    ),
+    "narrow table": (
+        lambda: with_layer(plan := random_plan(), table=plan.layers[0].table[:, :64].contiguous()),
+        "table has another shape",
+    ),
+    "int32": (
+        lambda: with_layer(plan := random_plan(), slot=plan.layers[0].slot.int()),
+        "torch.int64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_kernel_does_not_take(name):
+    make, reason = REFUSED[name]
+    with pytest.raises(ValueError, match=reason):
+        check_plan(make())
+
+
+@pytest.mark.parametrize("parts", [(False,) * 3, (True,) * 3])
+def test_what_it_takes(parts):
+    check_plan(random_plan(SMALL, *parts))
+    check_plan(random_plan({**SMALL, "NQ": 16, "D": 256}))
+
+
+# --- what it is compiled with
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_every_dev_model_fits(name):
+    sizes, parts = SHAPES[name]
+    found = macros(random_plan(sizes, *parts, device="meta"), BLOCKS, SHARED)
+    assert {key: found[key] for key in sizes} == sizes
+    assert used_shared_bytes(found) <= SHARED
+    assert found["SLOTS"] >= 4
+    rows = {
+        "QKV": (sizes["NQ"] + 2 * sizes["NKV"]) * sizes["D"], "O": sizes["H"], "GATE": sizes["I"],
+        "DOWN": sizes["H"], "HEAD": sizes["V"],
+    }  # fmt: skip
+    widths = {"O": sizes["NQ"] * sizes["D"], "DOWN": sizes["I"]}
+    for phase, number in rows.items():
+        chunk, stage = found[f"C_{phase}"], found[f"RS_{phase}"]
+        weights = 2 if phase == "GATE" else 1
+        assert number % chunk == 0
+        assert chunk * weights % stage == 0
+        assert stage * widths.get(phase, sizes["H"]) * 2 <= found["STAGE"]
+        busiest = math.ceil(number / chunk / BLOCKS) * chunk
+        assert phase == "HEAD" or busiest * weights <= found["SUM_ROWS"]
+    assert exchanged_bytes(found) == found["EXCHANGED_BYTES"]
+    assert exchanged_bytes(found) < 1 << 25
+
+
+def test_options_become_macros():
+    how = {"activation": "gelu_tanh", "style": STYLES[2], "embedding_scale": 16, "scale": 1}
+    found = macros(random_plan(SMALL, True, True, True, **how), BLOCKS, SHARED)
+    flags = ("ACTIVATION", "NORM_OFFSET", "HAS_QK_NORM", "HAS_POST_NORMS", "HAS_QKV_BIAS")
+    assert [found[name] for name in flags] == [1] * 5
+    assert found["EMBED_SCALE"] == "16.0f"
+    assert found["SCALE"] == "1.0f"
+    assert (found["EPS"], found["QK_EPS"]) == ("1e-06f", "1e-05f")
+    plain = macros(random_plan(), BLOCKS, SHARED)
+    assert [plain[name] for name in (*flags, "HAS_EMBED_SCALE")] == [0] * 6
+
+
+def test_a_small_device_is_too_small():
+    plan = random_plan()
+    with pytest.raises(ValueError, match="40000 bytes on 132 multiprocessors"):
+        macros(plan, BLOCKS, 40000)
+    with pytest.raises(ValueError, match="rows are too many for 1 multi"):
+        macros(plan, 1, SHARED)
+
+
+def test_the_source_uses_every_macro():
+    source = persistent_step_cuda._SOURCE.read_text()
+    unused = {name for name in macros(random_plan(), BLOCKS, SHARED) if name not in source}
+    assert unused <= {"EXCHANGED_BYTES"}
+
+
+# --- the launcher
+
+
+def fake_bindings(compiled, driver_version=13000):
+    """CUDA that compiles a source to its reverse."""
+
+    def compile(program, count, options):
+        compiled.append(program)
+        return (1 if b"wrong" in program else 0,)
+
+    def fill(program, cubin):
+        return (0,)
+
+    nvrtc = SimpleNamespace(
+        nvrtcVersion=lambda: (0, 13, 0),
+        nvrtcCreateProgram=lambda source, *rest: (0, source),
+        nvrtcCompileProgram=compile,
+        nvrtcGetCUBINSize=lambda program: (0, len(program)),
+        nvrtcGetCUBIN=fill,
+        nvrtcGetProgramLogSize=lambda program: (0, 5),
+        nvrtcGetProgramLog=lambda program, log: (0,),
+        nvrtcDestroyProgram=lambda program: (0,),
+    )
+    driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, driver_version))
+    return driver, nvrtc
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """The sources that were compiled."""
+    found = []
+    monkeypatch.setattr(compat, "cuda_bindings", lambda: fake_bindings(found))
+    monkeypatch.setattr(compat, "triton_cache_dir", lambda: tmp_path / "new")
+    return found
+
+
+def test_what_is_compiled_is_kept_on_disk(compiled, monkeypatch, tmp_path):
+    for _ in range(2):
+        assert len(persistent_step_cuda.kept_or_compiled("source")) == 6
+    assert compiled == [b"source"]
+    persistent_step_cuda.kept_or_compiled("another")
+    assert len(compiled) == 2
+    assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".cubin"}
+    other = fake_bindings(compiled, driver_version=13010)
+    monkeypatch.setattr(compat, "cuda_bindings", lambda: other)
+    persistent_step_cuda.kept_or_compiled("source")
+    assert len(compiled) == 3
+
+
+def test_a_disk_that_is_not_writable(compiled, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(compat, "triton_cache_dir", lambda: tmp_path / "file")
+    for _ in range(2):
+        persistent_step_cuda.kept_or_compiled("source")
+    assert len(compiled) == 2
+
+
+def test_a_thread_compiles_and_keeps_its_error(compiled):
+    right = persistent_step_cuda._Compilation("#define X 1\n")
+    wrong = persistent_step_cuda._Compilation("wrong")
+    assert right.result()
+    assert right.is_ready
+    assert compiled[0].startswith(b"#define X 1\n//") or compiled[1].startswith(b"#define X 1\n//")
+    with pytest.raises(RuntimeError, match="NVRTC"):
+        wrong.result()
+
+
+def test_a_status_is_an_error():
+    assert persistent_step_cuda._checked((0,)) == ()
+    assert persistent_step_cuda._checked((0, 5)) == 5
+    assert persistent_step_cuda._checked((0, 5, 6)) == (5, 6)
+    with pytest.raises(RuntimeError, match="CUDA: 2"):
+        persistent_step_cuda._checked((2, None))
+
+
+def test_the_table_of_layers_has_the_struct_of_the_kernel():
+    plan = random_plan(SMALL, has_biases=True)
+    table = persistent_step_cuda._table_of_layers(plan)
+    source = persistent_step_cuda._SOURCE.read_text()
+    struct = source[source.index("struct Layer {") :].split("}")[0].split("{")[1]
+    declared = [line.strip() for line in struct.split(";") if line.strip()]
+    names = [part.split()[-1].strip("*") for line in declared for part in line.split(",")]
+    assert table.shape == (2, len(names))
+    for layer, row in zip(plan.layers, table.tolist(), strict=True):
+        for name, value in zip(names, row, strict=True):
+            if name == "head_stride":
+                assert value == layer.keys.stride(0)
+            else:
+                tensor = getattr(layer, name)
+                assert value == (0 if tensor is None else tensor.data_ptr())
+
+
+def test_on_a_cpu_no_kernel_serves():
+    assert persistent_step_cuda.refusal(random_plan()) == "the device is no GPU of NVIDIA"
+
+
+# --- what it computes
+
+
+def float64_step(plan):
+    """The logits, and the newest keys and values of each layer, by formulas of this test alone."""
+    real = torch.float64
+    h = plan.embedding[plan.token.flatten()].to(real)[0] * (plan.embedding_scale or 1)
+
+    def norm(x, weight, eps):
+        if weight is None:
+            return x
+        weight = weight.to(real) + plan.style.offset
+        return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
+
+    def rotate(x, angles):
+        half = x.shape[-1] // 2
+        cos, sin = angles[: 2 * half], angles[2 * half :]
+        return x * cos + torch.cat([-x[:, half:], x[:, :half]], dim=-1) * sin
+
+    written = []
+    for layer in plan.layers:
+        dim = layer.keys.shape[2]
+        z = norm(h, layer.norm1, plan.eps)
+        q, k, v = (
+            (weight.to(real) @ z + (0 if bias is None else bias.to(real))).view(-1, dim)
+            for weight, bias in (
+                (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
+            )
+        )  # fmt: skip
+        angles = layer.table[int(plan.position)].to(real)
+        q = rotate(norm(q, layer.q_norm, plan.qk_eps), angles)
+        k = rotate(norm(k, layer.k_norm, plan.qk_eps), angles)
+        written += [k, v]
+        first, end = layer.span[1:].tolist()
+        slot = int(layer.slot)
+        keys, values = layer.keys.to(real).clone(), layer.values.to(real).clone()
+        keys[:, slot], values[:, slot] = k, v
+        group = len(q) // len(k)
+        keys, values = (x[:, first:end].repeat_interleave(group, 0) for x in (keys, values))
+        weights = torch.softmax(plan.scale * torch.einsum("hd,hnd->hn", q, keys), dim=-1)
+        a = torch.einsum("hn,hnd->hd", weights, values).flatten()
+        h = h + norm(layer.o.to(real) @ a, layer.post1, plan.eps)
+        z = norm(h, layer.norm2, plan.eps)
+        gate, up = layer.gate.to(real) @ z, layer.up.to(real) @ z
+        if plan.activation == "silu":
+            gate = gate * torch.sigmoid(gate)
+        else:
+            inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            gate = 0.5 * gate * (1 + torch.tanh(inner))
+        h = h + norm(layer.down.to(real) @ (gate * up), layer.post2, plan.eps)
+    return plan.head.to(real) @ norm(h, plan.norm, plan.eps), written
+
+
+CASES = {
+    "plain": {},
+    "biases": {"has_biases": True},
+    "gemma": {
+        "has_head_norms": True, "has_post_norms": True, "style": STYLES[2],
+        "activation": "gelu_tanh", "embedding_scale": 16.0,
+    },
+    "qwen": {"has_head_norms": True, "sizes": {**SMALL, "D": 128}},
+    "wide heads": {"sizes": {**SMALL, "D": 256, "NKV": 1}},
+    "odd vocabulary": {"sizes": {**SMALL, "V": 999}},
+    "nine heads": {"sizes": {**SMALL, "NQ": 9, "NKV": 3, "H": 576, "I": 1536}},
+    "one token": {"length": 0},
+    "window": {"length": 40, "first": 33},
+    "full": {"length": 47},
+    "long": {"length": 3000, "slots": 3001},
+}  # fmt: skip
+
+
+def compare(got, plan, before, tolerance):
+    expected, written = float64_step(before)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(got.double().flatten(), expected, rtol=0, atol=tolerance * largest)
+    for n, state in enumerate(written):
+        layer = plan.layers[n // 2]
+        own = (layer.values if n % 2 else layer.keys)[:, int(layer.slot)]
+        largest = float(state.abs().max())
+        torch.testing.assert_close(own.double(), state, rtol=0, atol=tolerance * largest)
+
+
+def copied(plan):
+    """With storage of its own."""
+    layers = [x._replace(keys=x.keys.clone(), values=x.values.clone()) for x in plan.layers]
+    return plan._replace(layers=layers)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference(name):
+    plan = random_plan(dtype=torch.float32, **CASES[name])
+    before = copied(plan)
+    compare(persistent_step_plain(plan), plan, before, 1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_KERNEL, reason="the kernel runs on compute capability 9.0")
+@pytest.mark.parametrize("name", CASES)
+def test_the_kernel(name):
+    """In bfloat16 and alike in each launch; the other tokens are left as they are."""
+    plan = random_plan(device="cuda", **CASES[name])
+    before = copied(plan)
+    assert persistent_step_cuda.refusal(plan) == ""
+    step = persistent_step_cuda.Build(plan).step()
+    # Two layers round a dozen times, each by half of 2^-8.
+    got = step().clone()
+    compare(got, plan, before, 12 * 2**-9)
+    for own, old in zip(plan.layers, before.layers, strict=True):
+        kept = torch.arange(own.keys.shape[1], device="cuda") != own.slot
+        assert torch.equal(own.keys[:, kept], old.keys[:, kept])
+        assert torch.equal(own.values[:, kept], old.values[:, kept])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = step()
+    for _ in range(3):
+        logits.zero_()
+        graph.replay()
+        assert torch.equal(logits, got)
+    assert not step.has_failed()
