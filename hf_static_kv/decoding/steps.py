@@ -254,7 +254,9 @@ class Steps:
 
     def _try_kernel(self, step: DecodeStep, call: Call) -> None:
         """Let one kernel compute the step, if it is compiled by now."""
-        if not is_ready(step) or (call.assumed is not None and call.assumed != call.state):
+        if not self._persistent or not is_ready(step):
+            return
+        if call.assumed is not None and call.assumed != call.state:
             return
         sums = _sums(call.cache)
         with _trial(call):
@@ -280,9 +282,10 @@ class Steps:
     def check_kernel(self, step: DecodeStep) -> None:
         """Raise if the kernel of a step has failed since it serves. Then its list serves again."""
         if give_up_if_failed(step):
+            self._persistent = False  # other steps keep their graphs, too
             self._warn(
                 "a launch of the kernel for a whole step has given up, as other work may have "
-                "kept it from running. The captured graph takes over"
+                "kept it from running. Captured graphs take over"
             )
             raise RuntimeError(
                 "The kernel of a decode step has given up, so these tokens are wrong. Call again: "

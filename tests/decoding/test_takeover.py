@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 import weakref
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from hf_static_kv.program import takeover
+from hf_static_kv.testing import dev_config, random_model
 from tests.conftest import COMMON, PROMPT, toy_model
 from tests.decoding.conftest import CAPACITY
 
+HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SAMPLED = {"do_sample": True, "top_k": 7}
 
 
@@ -59,8 +62,8 @@ def build(monkeypatch):
 class Conversation:
     """Calls on one cache with one decoder."""
 
-    def __init__(self, name="llama", **how):
-        self.model = toy_model(name)
+    def __init__(self, model="llama", **how):
+        self.model = toy_model(model) if isinstance(model, str) else model
         self.decoder = GraphDecoder(**how)
         self.cache = StaticContiguousCache.from_model(self.model, CAPACITY)
 
@@ -74,13 +77,18 @@ class Conversation:
 
     def generate(self, **settings):
         torch.manual_seed(5)
-        mask = torch.ones_like(PROMPT)
-        return self.model.generate(PROMPT, attention_mask=mask, **{**COMMON, **settings})
+        ids = PROMPT.to(self.model.device)
+        mask = torch.ones_like(ids)
+        return self.model.generate(ids, attention_mask=mask, **{**COMMON, **settings})
 
     @property
     def takeover(self):
         (step,) = self.decoder.steps.captured
         return takeover.takeover_of(step)
+
+
+def has_none(state):
+    return state.kernel is None
 
 
 @pytest.mark.parametrize("settings", [{}, SAMPLED, {"output_logits": True}])
@@ -160,13 +168,29 @@ class TestAFailedLaunch:
         with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="Call again"):
             talk.call()
         assert len(caplog.records) == 1
-        assert "captured graph takes over" in caplog.text
+        assert "Captured graphs take over" in caplog.text
         assert talk.cache.seq_len == 0
         for _ in range(2):
             assert torch.equal(talk.call(), expected)
         assert len(caplog.records) == 1
         assert talk.takeover.kernel is None
         assert "waited in vain" in talk.takeover.reason
+
+    def test_no_other_step_gets_a_kernel(self, build):
+        talk = Conversation()
+        for settings in ({}, SAMPLED):
+            talk.call(**settings)
+        talk.call()
+        first, _ = sorted(map(takeover.takeover_of, talk.decoder.steps.captured), key=has_none)
+        first.kernel.fails = True
+        with pytest.raises(RuntimeError, match="Call again"):
+            talk.call()
+        for _ in range(2):
+            assert torch.equal(talk.call(**SAMPLED), talk.expected(**SAMPLED))
+        talk.call(output_logits=True, return_dict_in_generate=True)
+        states = list(map(takeover.takeover_of, talk.decoder.steps.captured))
+        assert len(states) == 3
+        assert all(state is None or state.kernel is None for state in states)
 
     def test_in_the_trial(self, build, monkeypatch):
         monkeypatch.setattr(FakeStep, "has_failed", lambda self: True)
@@ -272,3 +296,38 @@ def test_neither_model_nor_cache_is_kept_alive(build):
     gc.collect()
     assert weight() is None
     assert decoder.num_steps == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_KERNEL, reason="the kernel runs on compute capability 9.0")
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b", "smollm2-135m"])
+class TestOnAGpu:
+    @pytest.fixture
+    def talk(self, name, monkeypatch):
+        monkeypatch.setattr(takeover, "is_faster", lambda plan: True)
+        model = random_model(dev_config(name), device="cuda", dtype=torch.bfloat16)
+        return Conversation(model)
+
+    def test_the_kernel_takes_over_and_gives_back(self, talk):
+        expected = [talk.call().tolist() for _ in range(2)]
+        assert expected[0] == expected[1] or talk.takeover.kernel is not None
+        while talk.takeover.build is not None and not talk.takeover.build.is_ready:
+            time.sleep(0.1)
+        made = [talk.call().tolist() for _ in range(4)]
+        assert talk.takeover.reason == ""
+        kernel = talk.takeover.kernel
+        assert kernel is not None
+        assert made == [made[0]] * 4
+        kernel.error.fill_(1)
+        with pytest.raises(RuntimeError, match="Call again"):
+            talk.call()
+        assert talk.call().tolist() == expected[0]
+        assert talk.takeover.kernel is None
+
+    def test_sampling(self, talk):
+        talk.call(**SAMPLED)
+        while not talk.takeover.build.is_ready:
+            time.sleep(0.1)
+        made = [talk.call(**SAMPLED).tolist() for _ in range(3)]
+        assert talk.takeover.kernel is not None, talk.takeover.reason
+        assert made == [made[0]] * 3
