@@ -82,6 +82,7 @@ class GraphDecoder:
         without: rewrite rules of the step to leave out (`program.rules`).
         persistent: whether one kernel may compute a whole step, on the GPUs and models where that
             is faster. It is compiled while the captured graph serves, and takes over in a later call.
+            Experimental: it has served for minutes, not for days.
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -101,7 +102,7 @@ class GraphDecoder:
         streamer: BaseStreamer | None = None,
         *,
         without: Collection[str] = (),
-        persistent: bool = True,
+        persistent: bool = False,
     ) -> None:
         if unknown := sorted(set(without) - set(RULES)):
             raise ValueError(

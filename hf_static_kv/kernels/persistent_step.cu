@@ -42,6 +42,9 @@ constexpr u32 AT_QKV = 0, AT_PARTS = AT_QKV + QKV * 2, AT_A = AT_PARTS + NQ * SP
               AT_O = AT_A + NQ * D * 2, AT_M = AT_O + H * 2, AT_DOWN = AT_M + I * 2,
               LAYER_BYTES = (AT_DOWN + H * 2 + 127) / 128 * 128;
 constexpr u64 WORDS = (u64)LAYER_BYTES * L;
+#ifdef EXCHANGED_BYTES
+static_assert(2 * WORDS == EXCHANGED_BYTES, "the host has made another buffer");
+#endif
 
 __device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ float low(u32 x) { return __uint_as_float(x << 16); }
@@ -64,10 +67,18 @@ __device__ __forceinline__ u32 look4(const void* p) {
   return x;
 }
 __device__ __forceinline__ void tell4(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(x) : "memory"); }
-__device__ __forceinline__ void tell8(void* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.v2.u32 [%0],{%1,%2};" ::"l"(p), "r"(x), "r"(y) : "memory"); }
+__device__ __forceinline__ void tell8(void* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
 __device__ __forceinline__ void tell2(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(p), "h"((u16)x) : "memory"); }
-__device__ __forceinline__ bool is_there(u32 x) { return __vcmpeq2(x, EMPTY) == 0; }
-__device__ __forceinline__ bool is_there(uint4 x) { return is_there(x.x) & is_there(x.y) & is_there(x.z) & is_there(x.w); }
+// C values are published at once, so one of them stands for all.
+__device__ __forceinline__ bool is_low(u32 x) { return (x & 0xffff) != 0xffff; }
+__device__ __forceinline__ bool is_high(u32 x) { return x < 0xffff0000u; }
+template <int C>
+__device__ __forceinline__ bool is_there(uint4 x) {
+  bool there = is_low(x.x) & is_low(x.z);
+  if (C < 4) there &= is_low(x.y) & is_low(x.w);
+  if (C < 2) there &= is_high(x.x) & is_high(x.y) & is_high(x.z) & is_high(x.w);
+  return there;
+}
 __device__ __forceinline__ uint4 old16(const u16* p) {
   uint4 x;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
@@ -98,22 +109,25 @@ __device__ __forceinline__ float norm_weight(float w) { return NORM_OFFSET ? 1.f
 
 extern __shared__ __align__(1024) unsigned char ring[];
 
+// Whether a wait has lasted too long, here or in another block: then all of them end.
+__device__ __noinline__ bool is_late(int* error, i64 begun) {
+  if (*(volatile int*)error == 0 && clock64() - begun <= PATIENCE) return false;
+  *(volatile int*)error = 1;
+  return true;
+}
+
 struct Block {
   const Args& args;
-  const int c, blocks, warp, lane, thread, group, quarter, in_group;
+  const int c, warp, lane, thread, group, quarter, in_group;
   const i64 begun;
   float *sums, *squares, *scratch;
   u64 *full, *empty;
+  volatile int* flight;  // stages that may be under way
   bool failed = false;
 
   __device__ bool waits(u32& spins) {  // false: give up
-    if (failed) return false;
-    if ((++spins & 1023) == 0 && (*(volatile int*)args.error || clock64() - begun > PATIENCE)) {
-      *(volatile int*)args.error = 1;
-      failed = true;
-      return false;
-    }
-    return true;
+    if ((++spins & 1023) == 0) failed = failed || is_late(args.error, begun);
+    return !failed;
   }
   __device__ void wait(u64* barrier, u32 parity) {
     u32 done = 0, spins = 0;
@@ -131,7 +145,7 @@ struct Block {
   }
   __device__ u32 get(const void* p) {
     u32 x = look4(p), spins = 0;
-    while (!is_there(x) && waits(spins)) x = look4(p);
+    while (!(is_low(x) & is_high(x)) && waits(spins)) x = look4(p);
     return x;
   }
   __device__ u32 get_float(const void* p) {
@@ -142,31 +156,36 @@ struct Block {
 };
 
 // How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K.
-template <int K_, int C_, int RS_, int VR_>
+template <int N_, int K_, int C_, int VR_, int RS_>
 struct Cut {
-  static constexpr int K = K_, C = C_, RS = RS_, VR = VR_, STAGES = VR_ / RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
+  static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
+  static constexpr int CHUNKS = RS_ > VR_ ? RS_ / VR_ : 1;  // in a stage
+  __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
-using CutQKV = Cut<H, C_QKV, RS_QKV, C_QKV>;
-using CutO = Cut<NQ * D, C_O, RS_O, C_O>;
-using CutGate = Cut<H, C_GATE, RS_GATE, 2 * C_GATE>;
-using CutDown = Cut<I, C_DOWN, RS_DOWN, C_DOWN>;
-using CutHead = Cut<H, C_HEAD, RS_HEAD, C_HEAD>;
 constexpr int N_QKV = QKV / C_QKV, N_O = H / C_O, N_GATE = I / C_GATE, N_DOWN = H / C_DOWN, N_HEAD = V / C_HEAD;
-constexpr int HEAD_BLOCK = SUM_ROWS / C_HEAD;
+using CutQKV = Cut<N_QKV, H, C_QKV, C_QKV, RS_QKV>;
+using CutO = Cut<N_O, NQ * D, C_O, C_O, RS_O>;
+using CutGate = Cut<N_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
+using CutDown = Cut<N_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
+using CutHead = Cut<N_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
+constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
 constexpr int H_VECTORS = (H / 8 + GROUP - 1) / GROUP;
 
-struct Share {  // of a phase: chunks first, first + blocks, ...
+template <int N>
+struct Share {  // of N chunks: first, first + BLOCKS, ...
   int first, count;
-  __device__ Share(int n, int c, int blocks, int& turn) {
-    first = (c + blocks - turn) % blocks;
-    count = first < n ? (n - first + blocks - 1) / blocks : 0;
-    turn = (turn + n) % blocks;
+  __device__ Share(int c, int& turn) {
+    first = c - turn;
+    if (first < 0) first += BLOCKS;
+    count = first < N ? (N - first + BLOCKS - 1) / BLOCKS : 0;
+    turn += N % BLOCKS;
+    if (turn >= BLOCKS) turn -= BLOCKS;
   }
 };
 
 __device__ void produce(Block& b) {
   const Args& args = b.args;
-  u32 issued = 0;
+  u32 issued = 0, arrived = 0;
   int turn = 0;
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -176,38 +195,39 @@ __device__ void produce(Block& b) {
   auto next = [&](u32 bytes) -> int {
     int slot = issued % SLOTS;
     if (issued >= SLOTS) b.wait(b.empty + slot, (issued / SLOTS - 1) & 1);
-    if (IN_FLIGHT < SLOTS && issued >= IN_FLIGHT) {
-      u32 before = issued - IN_FLIGHT;
-      b.wait(b.full + before % SLOTS, (before / SLOTS) & 1);
+    while (arrived < issued && issued - arrived >= (u32)*b.flight) {
+      b.wait(b.full + arrived % SLOTS, (arrived / SLOTS) & 1);
+      arrived++;
     }
     if (b.failed) return -1;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared(b.full + slot)), "r"(bytes) : "memory");
     issued++;
     return slot;
   };
-  auto rows = [&](auto cut, int n, auto&& source) {  // source(virtual row): its weights
+  auto rows = [&](auto cut, auto&& source) {  // source(chunk, row): its weights
     using P = decltype(cut);
-    Share share(n, b.c, b.blocks, turn);
-    for (int j = 0; j < share.count; j++)
-      for (int s = 0; s < P::STAGES; s++) {
-        int slot = next(P::RS * P::K * 2);
-        if (slot < 0) return;
-        constexpr int run = P::RS < P::C ? P::RS : P::C;  // rows that lie together
+    Share<P::N> share(b.c, turn);
+    constexpr int run = P::RS < P::C ? P::RS : P::C;  // rows that lie together
+    for (int row = 0; row < share.count * P::VR; row += P::RS) {
+      const int rows = min(P::RS, share.count * P::VR - row);
+      const int slot = next(rows * P::K * 2);
+      if (slot < 0) return;
 #pragma unroll
-        for (int r = 0; r < P::RS; r += run) copy(source(share.first + j * b.blocks, s * P::RS + r), slot, r * P::K * 2, run * P::K * 2);
-      }
+      for (int r = 0; r < P::RS; r += run)
+        if (r < rows) copy(source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), slot, r * P::K * 2, run * P::K * 2);
+    }
   };
   for (int l = 0; l < L; l++) {
     const Layer y = args.layers[l];
-    rows(CutQKV{}, N_QKV, [&](int i, int v) {
+    rows(CutQKV{}, [&](int i, int v) {
       int r = i * C_QKV + v;
       return r < NQ * D ? y.q + (u64)r * H : r < (NQ + NKV) * D ? y.k + (u64)(r - NQ * D) * H : y.v + (u64)(r - (NQ + NKV) * D) * H;
     });
-    rows(CutO{}, N_O, [&](int i, int v) { return y.o + (u64)(i * C_O + v) * (NQ * D); });
-    rows(CutGate{}, N_GATE, [&](int i, int v) { return (v < C_GATE ? y.gate : y.up) + (u64)(i * C_GATE + v % C_GATE) * H; });
-    rows(CutDown{}, N_DOWN, [&](int i, int v) { return y.down + (u64)(i * C_DOWN + v) * I; });
+    rows(CutO{}, [&](int i, int v) { return y.o + (u64)(i * C_O + v) * (NQ * D); });
+    rows(CutGate{}, [&](int i, int v) { return (v < C_GATE ? y.gate : y.up) + (u64)(i * C_GATE + v % C_GATE) * H; });
+    rows(CutDown{}, [&](int i, int v) { return y.down + (u64)(i * C_DOWN + v) * I; });
   }
-  rows(CutHead{}, N_HEAD, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
+  rows(CutHead{}, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
   // No copy may be under way when the block ends.
   for (u32 s = issued > SLOTS ? issued - SLOTS : 0; s < issued; s++) {
     u32 done = 0;
@@ -217,7 +237,7 @@ __device__ void produce(Block& b) {
 }
 
 // The inputs of a phase, 16 bytes of every 128th vector for each thread of a group.
-template <int K>
+template <int K, int C>
 __device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[(K / 8 + GROUP - 1) / GROUP]) {
   constexpr int N = (K / 8 + GROUP - 1) / GROUP;
   u32 spins = 0;
@@ -235,57 +255,89 @@ __device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[(K /
       if (!complete[v]) x[v] = look16(words + (v * GROUP + b.in_group) * 16);
 #pragma unroll
     for (int v = 0; v < N; v++) {
-      complete[v] = complete[v] || is_there(x[v]);
+      complete[v] = complete[v] || is_there<C>(x[v]);
       all &= complete[v];
     }
   } while (!__all_sync(~0u, all) && __any_sync(~0u, b.waits(spins)));
 }
 
+// The sums of four values over a warp: of value i in lane 8 i.
+__device__ __forceinline__ float warp_sums(const Block& b, float v0, float v1, float v2, float v3) {
+  const bool upper = b.lane & 16, odd = b.lane & 8;
+  float p = (upper ? v2 : v0) + __shfl_xor_sync(~0u, upper ? v0 : v2, 16);
+  float q = (upper ? v3 : v1) + __shfl_xor_sync(~0u, upper ? v1 : v3, 16);
+  p = (odd ? q : p) + __shfl_xor_sync(~0u, odd ? p : q, 8);
+#pragma unroll
+  for (int o = 4; o; o >>= 1) p += __shfl_xor_sync(~0u, p, o);
+  return p;
+}
+
+// The products of a stage's rows with x: this thread's part.
 template <class P>
-__device__ void stream(Block& b, const float* x, int count, u32& stage) {
+__device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float* sums) {
   constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
-  for (int s = 0; s < count * P::STAGES; s++) {
-    const u32 t = stage + s;
-    if ((int)(t & 1) != b.group) continue;
-    const int slot = t % SLOTS;
-    b.wait(b.full + slot, (t / SLOTS) & 1);
-    const uint4* w = (const uint4*)(ring + slot * STAGE);
-    float a[P::RS][LANES];
+  const int slot = t % SLOTS;
+  b.wait(b.full + slot, (t / SLOTS) & 1);
+  const uint4* w = (const uint4*)(ring + slot * STAGE);
+  float a[P::RS][LANES];
 #pragma unroll
-    for (int r = 0; r < P::RS; r++)
+  for (int r = 0; r < P::RS; r++)
 #pragma unroll
-      for (int i = 0; i < LANES; i++) a[r][i] = 0;
+    for (int i = 0; i < LANES; i++) a[r][i] = 0;
 #pragma unroll
-    for (int v = 0; v < P::VECTORS; v++) {
-      const int at = v * GROUP + b.in_group;
-      if (K8 % GROUP == 0 || at < K8) {
+  for (int v = 0; v < P::VECTORS; v++) {
+    const int at = v * GROUP + b.in_group;
+    if (K8 % GROUP == 0 || at < K8) {
 #pragma unroll
-        for (int r = 0; r < P::RS; r++) {
-          const uint4 y = w[r * K8 + at];
-          float* z = a[r];
-          z[0] = fmaf(low(y.x), x[8 * v], z[0]);
-          z[1 % LANES] = fmaf(high(y.x), x[8 * v + 1], z[1 % LANES]);
-          z[2 % LANES] = fmaf(low(y.y), x[8 * v + 2], z[2 % LANES]);
-          z[3 % LANES] = fmaf(high(y.y), x[8 * v + 3], z[3 % LANES]);
-          z[0] = fmaf(low(y.z), x[8 * v + 4], z[0]);
-          z[1 % LANES] = fmaf(high(y.z), x[8 * v + 5], z[1 % LANES]);
-          z[2 % LANES] = fmaf(low(y.w), x[8 * v + 6], z[2 % LANES]);
-          z[3 % LANES] = fmaf(high(y.w), x[8 * v + 7], z[3 % LANES]);
-        }
+      for (int r = 0; r < P::RS; r++) {
+        const uint4 y = w[r * K8 + at];
+        float* z = a[r];
+        z[0] = fmaf(low(y.x), x[8 * v], z[0]);
+        z[1 % LANES] = fmaf(high(y.x), x[8 * v + 1], z[1 % LANES]);
+        z[2 % LANES] = fmaf(low(y.y), x[8 * v + 2], z[2 % LANES]);
+        z[3 % LANES] = fmaf(high(y.y), x[8 * v + 3], z[3 % LANES]);
+        z[0] = fmaf(low(y.z), x[8 * v + 4], z[0]);
+        z[1 % LANES] = fmaf(high(y.z), x[8 * v + 5], z[1 % LANES]);
+        z[2 % LANES] = fmaf(low(y.w), x[8 * v + 6], z[2 % LANES]);
+        z[3 % LANES] = fmaf(high(y.w), x[8 * v + 7], z[3 % LANES]);
       }
     }
-    __syncwarp();
-    if (!b.lane) asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared(b.empty + slot)) : "memory");
+  }
+  __syncwarp();
+  if (!b.lane) asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared(b.empty + slot)) : "memory");
 #pragma unroll
-    for (int r = 0; r < P::RS; r++) {
-      float z = a[r][0];
+  for (int r = 0; r < P::RS; r++) {
+    sums[r] = a[r][0];
 #pragma unroll
-      for (int i = 1; i < LANES; i++) z += a[r][i];
-      z = warp_sum(z);
-      if (!b.lane) b.sums[(s * P::RS + r) * 4 + b.quarter] = z;
+    for (int i = 1; i < LANES; i++) sums[r] += a[r][i];
+  }
+}
+
+// A group has every second stage. Four rows are added over a warp at once.
+template <class P>
+__device__ void stream(Block& b, const float* x, int count, u32& stage) {
+  constexpr int AT_ONCE = P::RS == 2 ? 2 : 1, ROWS = P::RS * AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
+  const int stages = P::stages(count);
+  for (int s = (stage ^ b.group) & 1; s < stages; s += 2 * AT_ONCE) {
+    float sums[PADDED];
+#pragma unroll
+    for (int i = 0; i < PADDED; i++) sums[i] = 0;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++)
+      if (s + 2 * i < stages) multiply<P>(b, x, stage + s + 2 * i, sums + i * P::RS);
+    if (ROWS == 1) {
+      const float z = warp_sum(sums[0]);
+      if (!b.lane) b.sums[s * 4 + b.quarter] = z;
+    }
+#pragma unroll
+    for (int i = 0; i < PADDED && ROWS > 1; i += 4) {
+      const float z = warp_sums(b, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
+      const int n = i + b.lane / 8;  // of ROWS
+      const int row = (s + 2 * (n / P::RS)) * P::RS + n % P::RS;
+      if (b.lane % 8 == 0 && n < ROWS) b.sums[row * 4 + b.quarter] = z;
     }
   }
-  stage += count * P::STAGES;
+  stage += stages;
 }
 
 __device__ __forceinline__ float total(const Block& b, int row) {
@@ -325,9 +377,10 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
 #endif
     }
   }
-  __device__ void add(Block& b, const unsigned char* words, const u16* post) {
+  template <int C>
+  __device__ __forceinline__ void add(Block& b, const unsigned char* words, const u16* post) {
     uint4 y[H_VECTORS];
-    load_words<H>(b, words, y);
+    load_words<H, C>(b, words, y);
     float factor = 1;
 #if HAS_POST_NORMS
     float a = 0;
@@ -381,11 +434,11 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
   }
 };
 
-template <int K>
+template <int K, int C>
 __device__ void plain_input(Block& b, const unsigned char* words, float* x) {
   constexpr int N = (K / 8 + GROUP - 1) / GROUP;
   uint4 y[N];
-  load_words<K>(b, words, y);
+  load_words<K, C>(b, words, y);
 #pragma unroll
   for (int v = 0; v < N; v++) {
     const u32 z[4] = {y[v].x, y[v].y, y[v].z, y[v].w};
@@ -394,8 +447,13 @@ __device__ void plain_input(Block& b, const unsigned char* words, float* x) {
   }
 }
 
-constexpr int PER_TOKEN = D / 8, TOKENS_AT_ONCE = 32 / PER_TOKEN, ROUNDS = 2, TILE = ROUNDS * WARPS * TOKENS_AT_ONCE;
+// A quarter, half or whole warp has a token of a head. Warps share out head groups, then tokens.
+constexpr int PER_TOKEN = D / 8, HEADS_AT_ONCE = 32 / PER_TOKEN;
+constexpr int head_groups(int n) { return n <= 1 ? 1 : n <= 2 ? 2 : n <= 4 ? 4 : 8; }
+constexpr int HEAD_GROUPS = head_groups((HEADS_PER_KV + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE), SLICES = WARPS / HEAD_GROUPS;
+constexpr int ROUNDS = 8, TILE = ROUNDS * SLICES;
 constexpr int PAIRS = D / 64;  // of elements that a lane has of a head
+constexpr float NOTHING = -1e30f;  // less than any score
 
 struct Splits {  // of the attended slots [first, end)
   i64 first;
@@ -443,25 +501,25 @@ __device__ void load_head(Block& b, const unsigned char* words, const u16* norm,
 
 __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
   const Splits splits(y);
-  const int sub = b.lane / PER_TOKEN, part = b.lane % PER_TOKEN;
+  const int part = b.lane % PER_TOKEN * 8, slice = b.warp / HEAD_GROUPS;
+  const int own = b.warp % HEAD_GROUPS * HEADS_AT_ONCE + b.lane / PER_TOKEN;  // head of the KV head
   float* queries = b.scratch;                          // [G, D]
   float* key = queries + HEADS_PER_KV * D;             // [D], of the new token
   float* value = key + D;
-  float* merged = value + D;                           // [WARPS, G, D + 2]
-  for (int u = b.c; u < NKV * splits.count; u += b.blocks) {
+  float* merged = value + D;                           // [SLICES, G, D + 2]
+  for (int u = b.c; u < NKV * splits.count; u += BLOCKS) {
     const int head = u % NKV, split = u / NKV;
     const bool has_new = split == splits.count - 1;
-    const int begin = split * splits.size, rest = splits.length - begin;
-    const int known = has_new ? rest - 1 : splits.size;
-    const u16* keys = y.keys + head * y.head_stride + (splits.first + begin) * D + part * 8;
-    const u16* values = y.values + head * y.head_stride + (splits.first + begin) * D + part * 8;
+    const int begin = split * splits.size;
+    const int known = has_new ? splits.length - begin - 1 : splits.size;
+    const i64 at = head * y.head_stride + (splits.first + begin) * D + part;
     uint4 ks[ROUNDS], vs[ROUNDS];
     auto load = [&](int tile) {
 #pragma unroll
       for (int i = 0; i < ROUNDS; i++) {
-        const int t = tile + (i * WARPS + b.warp) * TOKENS_AT_ONCE + sub;
+        const int t = tile + i * SLICES + slice;
         ks[i] = vs[i] = make_uint4(0, 0, 0, 0);
-        if (t < known) ks[i] = old16(keys + (i64)t * D), vs[i] = old16(values + (i64)t * D);
+        if (t < known) ks[i] = old16(y.keys + at + (i64)t * D), vs[i] = old16(y.values + at + (i64)t * D);
       }
     };
     load(0);
@@ -484,104 +542,72 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
       }
     }
     b.all_consumers();
-    float top[HEADS_PER_KV], sum[HEADS_PER_KV], acc[HEADS_PER_KV][8];
+    float top = NOTHING, sum = 0, acc[8], q[8];
 #pragma unroll
-    for (int g = 0; g < HEADS_PER_KV; g++) {
-      top[g] = -INFINITY_, sum[g] = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) acc[g][i] = 0;
-    }
-    auto product = [&](const uint4& k, const float* q) {
-      float a = low(k.x) * q[0], z = high(k.x) * q[1];
-      a = fmaf(low(k.y), q[2], a), z = fmaf(high(k.y), q[3], z);
-      a = fmaf(low(k.z), q[4], a), z = fmaf(high(k.z), q[5], z);
-      a = fmaf(low(k.w), q[6], a), z = fmaf(high(k.w), q[7], z);
-      a += z;
+    for (int i = 0; i < 8; i++) acc[i] = 0, q[i] = queries[min(own, HEADS_PER_KV - 1) * D + part + i];
+    auto add_up = [&](float a) {
 #pragma unroll
       for (int o = 1; o < PER_TOKEN; o <<= 1) a += __shfl_xor_sync(~0u, a, o);
       return a;
     };
     for (int tile = 0; tile < known; tile += TILE) {
-      uint4 k[ROUNDS], v[ROUNDS];
+      float score[ROUNDS], most = top;
 #pragma unroll
-      for (int i = 0; i < ROUNDS; i++) k[i] = ks[i], v[i] = vs[i];
+      for (int i = 0; i < ROUNDS; i++) {
+        const uint4 k = ks[i];
+        float a = low(k.x) * q[0], z = high(k.x) * q[1];
+        a = fmaf(low(k.y), q[2], a), z = fmaf(high(k.y), q[3], z);
+        a = fmaf(low(k.z), q[4], a), z = fmaf(high(k.z), q[5], z);
+        a = fmaf(low(k.w), q[6], a), z = fmaf(high(k.w), q[7], z);
+        score[i] = add_up(a + z);
+        if (tile + i * SLICES + slice >= known) score[i] = NOTHING;
+        most = fmaxf(most, score[i]);
+      }
+      const float shrink = exp2f(top - most);
+      top = most;
+      sum *= shrink;
+#pragma unroll
+      for (int i = 0; i < 8; i++) acc[i] *= shrink;
+#pragma unroll
+      for (int i = 0; i < ROUNDS; i++) {
+        const float p = score[i] > NOTHING ? exp2f(score[i] - most) : 0.f;
+        const u32 z[4] = {vs[i].x, vs[i].y, vs[i].z, vs[i].w};
+        sum += p;
+#pragma unroll
+        for (int n = 0; n < 4; n++) acc[2 * n] = fmaf(p, low(z[n]), acc[2 * n]), acc[2 * n + 1] = fmaf(p, high(z[n]), acc[2 * n + 1]);
+      }
       load(tile + TILE);
-#pragma unroll
-      for (int g = 0; g < HEADS_PER_KV; g++) {
-        float q[8], score[ROUNDS];
-#pragma unroll
-        for (int i = 0; i < 8; i++) q[i] = queries[g * D + part * 8 + i];
-        float most = top[g];
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-          const int t = tile + (i * WARPS + b.warp) * TOKENS_AT_ONCE + sub;
-          score[i] = product(k[i], q);
-          if (t >= known) score[i] = -INFINITY_;
-          most = fmaxf(most, score[i]);
-        }
-        const float shrink = most == -INFINITY_ ? 0.f : exp2f(top[g] - most);
-        top[g] = most;
-        sum[g] *= shrink;
-#pragma unroll
-        for (int i = 0; i < 8; i++) acc[g][i] *= shrink;
-#pragma unroll
-        for (int i = 0; i < ROUNDS; i++) {
-          const float p = score[i] == -INFINITY_ ? 0.f : exp2f(score[i] - most);
-          const u32 z[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
-          sum[g] += p;
-#pragma unroll
-          for (int n = 0; n < 4; n++) acc[g][2 * n] = fmaf(p, low(z[n]), acc[g][2 * n]), acc[g][2 * n + 1] = fmaf(p, high(z[n]), acc[g][2 * n + 1]);
-        }
-      }
     }
-    if (has_new && b.warp == 0) {
+    if (has_new && slice == 0) {
+      float a = 0;
 #pragma unroll
-      for (int g = 0; g < HEADS_PER_KV; g++) {
-        float a = 0;
+      for (int i = 0; i < 8; i++) a = fmaf(key[part + i], q[i], a);
+      a = add_up(a);
+      const float most = fmaxf(top, a), shrink = exp2f(top - most), p = exp2f(a - most);
+      top = most;
+      sum = fmaf(sum, shrink, p);
 #pragma unroll
-        for (int i = 0; i < 8; i++) a = fmaf(key[part * 8 + i], queries[g * D + part * 8 + i], a);
-#pragma unroll
-        for (int o = 1; o < PER_TOKEN; o <<= 1) a += __shfl_xor_sync(~0u, a, o);
-        if (sub == 0) {
-          const float most = fmaxf(top[g], a), shrink = exp2f(top[g] - most), p = exp2f(a - most);
-          top[g] = most;
-          sum[g] = fmaf(sum[g], shrink, p);
-#pragma unroll
-          for (int i = 0; i < 8; i++) acc[g][i] = fmaf(acc[g][i], shrink, p * value[part * 8 + i]);
-        }
-      }
-      __syncwarp();
+      for (int i = 0; i < 8; i++) acc[i] = fmaf(acc[i], shrink, p * value[part + i]);
     }
+    if (own < HEADS_PER_KV) {
+      float* to = merged + (slice * HEADS_PER_KV + own) * (D + 2);
 #pragma unroll
-    for (int g = 0; g < HEADS_PER_KV; g++) {
-#pragma unroll
-      for (int o = PER_TOKEN; o < 32; o <<= 1) {
-        const float other = __shfl_xor_sync(~0u, top[g], o), most = fmaxf(top[g], other);
-        const float mine = most == -INFINITY_ ? 0.f : exp2f(top[g] - most), theirs = most == -INFINITY_ ? 0.f : exp2f(other - most);
-        top[g] = most;
-        sum[g] = sum[g] * mine + __shfl_xor_sync(~0u, sum[g], o) * theirs;
-#pragma unroll
-        for (int i = 0; i < 8; i++) acc[g][i] = acc[g][i] * mine + __shfl_xor_sync(~0u, acc[g][i], o) * theirs;
-      }
-      if (sub == 0) {
-        float* to = merged + (b.warp * HEADS_PER_KV + g) * (D + 2);
-#pragma unroll
-        for (int i = 0; i < 8; i++) to[part * 8 + i] = acc[g][i];
-        if (!part) to[D] = top[g], to[D + 1] = sum[g];
-      }
+      for (int i = 0; i < 8; i++) to[part + i] = acc[i];
+      if (!part) to[D] = top, to[D + 1] = sum;
     }
     b.all_consumers();
     for (int e = b.thread; e < HEADS_PER_KV * D; e += CONSUMERS) {
       const int g = e / D, d = e % D;
-      float most = -INFINITY_, a = 0, s = 0;
+      const float* from = merged + g * (D + 2);
+      float most = NOTHING, a = 0, s = 0;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) most = fmaxf(most, merged[(w * HEADS_PER_KV + g) * (D + 2) + D]);
+      for (int w = 0; w < SLICES; w++) most = fmaxf(most, from[w * HEADS_PER_KV * (D + 2) + D]);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) {
-        const float* from = merged + (w * HEADS_PER_KV + g) * (D + 2);
-        const float by = exp2f(from[D] - most);
-        a = fmaf(by, from[d], a);
-        s = fmaf(by, from[D + 1], s);
+      for (int w = 0; w < SLICES; w++) {
+        const float* it = from + w * HEADS_PER_KV * (D + 2);
+        const float by = exp2f(it[D] - most);
+        a = fmaf(by, it[d], a);
+        s = fmaf(by, it[D + 1], s);
       }
       unsigned char* to = words + AT_PARTS + ((head * HEADS_PER_KV + g) * SPLITS + split) * PART * 4;
       tell4(to + d * 4, __float_as_uint(a));
@@ -594,42 +620,40 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
 // The partial attentions of one head, together.
 __device__ void combine(Block& b, const Layer& y, unsigned char* words) {
   const Splits splits(y);
-  constexpr int PARTS = CONSUMERS / D, MOST = (SPLITS + PARTS - 1) / PARTS;
+  constexpr int PARTS = CONSUMERS / D, AT_ONCE = 4;
   const int d = b.thread % D, first = b.thread / D;
-  for (int head = b.blocks - 1 - b.c; head < NQ; head += b.blocks) {
+  for (int head = BLOCKS - 1 - b.c; head < NQ; head += BLOCKS) {
     const unsigned char* from = words + AT_PARTS + head * SPLITS * PART * 4;
-    float most = -INFINITY_, a = 0, s = 0;
-    u32 value[MOST], top[MOST], sum[MOST];
-    bool all;
-    u32 spins = 0;
-    do {
-      all = true;
+    float most = NOTHING, a = 0, s = 0;
+    for (int begin = first; begin < splits.count; begin += AT_ONCE * PARTS) {
+      u32 value[AT_ONCE], top[AT_ONCE], sum[AT_ONCE], spins = 0;
+      bool all;
+      do {
+        all = true;
 #pragma unroll
-      for (int i = 0; i < MOST; i++) {
-        const int split = first + i * PARTS;
-        const unsigned char* at = from + split * PART * 4;
-        if (split < splits.count) value[i] = look4(at + d * 4), top[i] = look4(at + D * 4), sum[i] = look4(at + D * 4 + 4);
-      }
+        for (int i = 0; i < AT_ONCE; i++) {
+          const unsigned char* at = from + min(begin + i * PARTS, splits.count - 1) * PART * 4;
+          value[i] = look4(at + d * 4), top[i] = look4(at + D * 4), sum[i] = look4(at + D * 4 + 4);
+        }
 #pragma unroll
-      for (int i = 0; i < MOST; i++)
-        if (first + i * PARTS < splits.count) all &= value[i] != EMPTY && top[i] != EMPTY && sum[i] != EMPTY;
-    } while (!__all_sync(~0u, all) && __any_sync(~0u, b.waits(spins)));
+        for (int i = 0; i < AT_ONCE; i++) all &= value[i] != EMPTY && top[i] != EMPTY && sum[i] != EMPTY;
+      } while (!all && b.waits(spins));
 #pragma unroll
-    for (int i = 0; i < MOST; i++)
-      if (first + i * PARTS < splits.count) most = fmaxf(most, __uint_as_float(top[i]));
-#pragma unroll
-    for (int i = 0; i < MOST; i++)
-      if (first + i * PARTS < splits.count) {
-        const float by = exp2f(__uint_as_float(top[i]) - most);
-        a = fmaf(by, __uint_as_float(value[i]), a);
-        s = fmaf(by, __uint_as_float(sum[i]), s);
-      }
+      for (int i = 0; i < AT_ONCE; i++)
+        if (begin + i * PARTS < splits.count) {
+          const float best = fmaxf(most, __uint_as_float(top[i]));
+          const float old = exp2f(most - best), by = exp2f(__uint_as_float(top[i]) - best);
+          most = best;
+          a = fmaf(by, __uint_as_float(value[i]), a * old);
+          s = fmaf(by, __uint_as_float(sum[i]), s * old);
+        }
+    }
     float* to = b.scratch + first * (D + 2);
     to[d] = a;
     if (!d) to[D] = most, to[D + 1] = s;
     b.all_consumers();
     if (b.thread < D / 2) {
-      most = -INFINITY_;
+      most = NOTHING;
       float x = 0, z = 0;
       s = 0;
 #pragma unroll
@@ -637,7 +661,7 @@ __device__ void combine(Block& b, const Layer& y, unsigned char* words) {
 #pragma unroll
       for (int p = 0; p < PARTS; p++) {
         const float* part = b.scratch + p * (D + 2);
-        const float by = part[D] == -INFINITY_ ? 0.f : exp2f(part[D] - most);
+        const float by = exp2f(part[D] - most);
         s = fmaf(by, part[D + 1], s);
         x = fmaf(by, part[2 * b.thread], x);
         z = fmaf(by, part[2 * b.thread + 1], z);
@@ -654,28 +678,32 @@ __device__ void consume(Block& b) {
   unsigned char* words = args.words + (step & 1) * WORDS;
   {
     uint4* others = (uint4*)(args.words + (~step & 1) * WORDS);  // for the next step
-    for (u64 i = b.c * CONSUMERS + b.thread; i < WORDS / 16; i += (u64)b.blocks * CONSUMERS) others[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
+    for (u64 i = b.c * CONSUMERS + b.thread; i < WORDS / 16; i += (u64)BLOCKS * CONSUMERS) others[i] = make_uint4(EMPTY, EMPTY, EMPTY, EMPTY);
   }
   u32 stage = 0;
   int turn = 0;
   Hidden hidden;
   constexpr int MOST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
   float x[(MOST / 8 + GROUP - 1) / GROUP * 8];
-#define MARK(n) if (args.profile && b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
+#if PROFILE
+#define MARK(n) if (b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
+#else
+#define MARK(n)
+#endif
   hidden.embed(b);
   for (int l = 0; l < L; l++) {
     const Layer y = args.layers[l];
     unsigned char* own = words + (u64)l * LAYER_BYTES;
     MARK(0)
-    if (l) hidden.add(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
+    if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
     MARK(1)
     hidden.normed(b, y.norm1, x);
     {
-      Share share(N_QKV, b.c, b.blocks, turn);
+      Share<N_QKV> share(b.c, turn);
       stream<CutQKV>(b, x, share.count, stage);
       b.all_consumers();
       if (b.thread < share.count) {
-        const int row = (share.first + b.thread * b.blocks) * C_QKV;
+        const int row = (share.first + b.thread * BLOCKS) * C_QKV;
         const float scale = scale_of(b);
         float z[C_QKV];
 #pragma unroll
@@ -696,27 +724,29 @@ __device__ void consume(Block& b) {
     MARK(3)
     combine(b, y, own);
     MARK(4)
-    plain_input<NQ * D>(b, own + AT_A, x);
+    plain_input<NQ * D, 2>(b, own + AT_A, x);
     MARK(5)
     {
-      Share share(N_O, b.c, b.blocks, turn);
+      Share<N_O> share(b.c, turn);
       stream<CutO>(b, x, share.count, stage);
       b.all_consumers();
       if (b.thread < share.count) {
         float z[C_O];
 #pragma unroll
         for (int r = 0; r < C_O; r++) z[r] = total(b, b.thread * C_O + r);
-        publish<C_O>(own + AT_O, (share.first + b.thread * b.blocks) * C_O, z);
+        publish<C_O>(own + AT_O, (share.first + b.thread * BLOCKS) * C_O, z);
       }
       __syncwarp();
     }
     MARK(6)
-    hidden.add(b, own + AT_O, y.post1);
+    hidden.add<C_O>(b, own + AT_O, y.post1);
     MARK(7)
     hidden.normed(b, y.norm2, x);
+    if (!b.thread) *b.flight = FLIGHT_STREAM;
     {
-      Share share(N_GATE, b.c, b.blocks, turn);
+      Share<N_GATE> share(b.c, turn);
       stream<CutGate>(b, x, share.count, stage);
+      if (!b.thread) *b.flight = FLIGHT_WAIT;
       b.all_consumers();
       if (b.thread < share.count) {
         const float scale = scale_of(b);
@@ -726,22 +756,24 @@ __device__ void consume(Block& b) {
           const float gate = rounded(total(b, b.thread * 2 * C_GATE + r) * scale), up = rounded(total(b, b.thread * 2 * C_GATE + C_GATE + r) * scale);
           z[r] = rounded(activate(gate)) * up;
         }
-        publish<C_GATE>(own + AT_M, (share.first + b.thread * b.blocks) * C_GATE, z);
+        publish<C_GATE>(own + AT_M, (share.first + b.thread * BLOCKS) * C_GATE, z);
       }
       __syncwarp();
     }
     MARK(8)
-    plain_input<I>(b, own + AT_M, x);
+    plain_input<I, C_GATE>(b, own + AT_M, x);
     MARK(9)
+    if (!b.thread) *b.flight = FLIGHT_STREAM;
     {
-      Share share(N_DOWN, b.c, b.blocks, turn);
+      Share<N_DOWN> share(b.c, turn);
       stream<CutDown>(b, x, share.count, stage);
+      if (!b.thread) *b.flight = FLIGHT_WAIT;
       b.all_consumers();
       if (b.thread < share.count) {
         float z[C_DOWN];
 #pragma unroll
         for (int r = 0; r < C_DOWN; r++) z[r] = total(b, b.thread * C_DOWN + r);
-        publish<C_DOWN>(own + AT_DOWN, (share.first + b.thread * b.blocks) * C_DOWN, z);
+        publish<C_DOWN>(own + AT_DOWN, (share.first + b.thread * BLOCKS) * C_DOWN, z);
       }
       __syncwarp();
     }
@@ -749,10 +781,11 @@ __device__ void consume(Block& b) {
   }
   const int l = L;
   MARK(0)
-  hidden.add(b, words + (u64)(L - 1) * LAYER_BYTES + AT_DOWN, args.layers[L - 1].post2);
+  hidden.add<C_DOWN>(b, words + (u64)(L - 1) * LAYER_BYTES + AT_DOWN, args.layers[L - 1].post2);
   hidden.normed(b, args.norm, x);
+  if (!b.thread) *b.flight = FLIGHT_STREAM;
   MARK(1)
-  Share share(N_HEAD, b.c, b.blocks, turn);
+  Share<N_HEAD> share(b.c, turn);
   float best = -INFINITY_;
   int token = V - 1;
   float scale = 0;
@@ -762,7 +795,7 @@ __device__ void consume(Block& b) {
     b.all_consumers();
     if (!done) scale = scale_of(b);
     if (b.thread < count) {
-      const int row = (share.first + (done + b.thread) * b.blocks) * C_HEAD;
+      const int row = (share.first + (done + b.thread) * BLOCKS) * C_HEAD;
       float z[C_HEAD];
 #pragma unroll
       for (int r = 0; r < C_HEAD; r++) {
@@ -804,6 +837,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
   u64* full = (u64*)(scratch + SCRATCH);
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
+    *(volatile int*)(full + 2 * SLOTS) = FLIGHT_STREAM;
     for (int i = 0; i < SLOTS; i++) {
       asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" ::"r"(shared(full + i)));
       asm volatile("mbarrier.init.shared::cta.b64 [%0],4;" ::"r"(shared(full + SLOTS + i)));
@@ -812,7 +846,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
     asm volatile("fence.proxy.async;");
   }
   __syncthreads();
-  Block block{args, (int)blockIdx.x, (int)gridDim.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS};
+  Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
   if (warp == WARPS) {
     if (block.lane == 0) produce(block);
   } else {

@@ -45,7 +45,10 @@ _MAX_WIDTH = 16384  # a thread holds 1 / 128 of an input in registers
 _CONSUMERS = 256
 _SUM_ROWS = 256  # output rows of a block in one phase
 _STAGE = 16384  # bytes of a copy, unless a row is longer
-_IN_FLIGHT = 2  # copies of a block: more slow the exchange of values (H200, 2026-11-18)
+# Copies of a block that are under way while it waits for values, and while it multiplies: more slow
+# the exchange of values, fewer the reading. Of six pairs the fastest (Llama-3.2-1B, H200, 2026-11-18).
+_FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
+_MOST_ROWS = 12  # of short weights in a stage
 _SPLITS = 16  # of a head's keys
 _MAX_BARRIERS = 16  # stages of the ring
 
@@ -240,8 +243,8 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     splits = min(_SPLITS, blocks // sizes["NKV"])
     if slots < 2 or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
-    ring = {"STAGE": stage, "SLOTS": slots, "IN_FLIGHT": min(_IN_FLIGHT, slots)}
-    found |= {**ring, "SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots, **_FLIGHT}
+    found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
 
 
@@ -295,10 +298,11 @@ def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
         chunk = _rows_of_chunk(rows, blocks)
-        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS:
+        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _MOST_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
-        found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage)
+        chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
+        found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
     return found
 
 
@@ -313,21 +317,27 @@ def _rows_of_chunk(rows: int, blocks: int) -> int:
     return next(c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
 
 
-def _rows_of_stage(rows: int, row_bytes: int, stage: int) -> int:
-    """The largest part of a chunk that is copied at once."""
-    return next(r for r in range(rows, 0, -1) if rows % r == 0 and r * row_bytes <= stage)
+def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
+    """Rows that are copied at once: as many of the block's chunks as fit, in equal parts, or the
+    largest part of a chunk of `rows`.
+    """
+    if rows * row_bytes > stage:
+        return next(r for r in range(rows, 0, -1) if rows % r == 0 and r * row_bytes <= stage)
+    most = max(1, min(stage // row_bytes, _MOST_ROWS) // rows)
+    return rows * math.ceil(chunks / math.ceil(chunks / most))
 
 
 def _scratch_floats(sizes: dict[str, int]) -> int:
-    """Of attention: queries, the new key and value, and partial sums of each warp."""
+    """Of attention: queries, the new key and value, and the partial sums of warps."""
     group, dim = sizes["NQ"] // sizes["NKV"], sizes["D"]
-    attention = group * dim + 2 * dim + 8 * group * (dim + 2)
+    groups = next(n for n in (1, 2, 4, 8) if 32 * n >= group * dim // 8)  # of heads, for the warps
+    attention = group * dim + 2 * dim + 8 // groups * group * (dim + 2)
     return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
 
 
 def _fixed_bytes(scratch: int) -> int:
-    """Shared memory beside the ring: sums, squares, scratch and barriers."""
-    return _SUM_ROWS * 16 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 64
+    """Shared memory beside the ring: sums, squares, scratch, barriers and a number."""
+    return _SUM_ROWS * 16 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
 
 
 def _rounded_up(number: int, multiple: int) -> int:

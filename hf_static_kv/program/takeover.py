@@ -20,10 +20,15 @@ from hf_static_kv.program.persistent import Unplanned, plan_of
 from hf_static_kv.program.record import Program
 from hf_static_kv.program.step import DecodeStep, Runs
 
+# Hidden size, intermediate size and head dim of models whose kernel takes less time than the graph of
+# their list, on an H200 (2026-11-18): Llama-3.2-1B 705 us instead of 796. Gemma 3 1B takes 1,255, and
+# SmolLM2-135M 484, which is more than their graphs.
+_FASTER = {(2048, 8192, 64)}
+
 
 def is_faster(plan: Plan) -> bool:
     """Whether the kernel takes less time than the graph of the list."""
-    return True
+    return tuple(plan.sizes[name] for name in ("H", "I", "D")) in _FASTER
 
 
 class Takeover:

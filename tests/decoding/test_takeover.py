@@ -55,6 +55,7 @@ def build(monkeypatch):
     """A class whose attributes a test may set."""
     own = type("Build", (FakeBuild,), {})
     monkeypatch.setattr(takeover, "refusal", lambda plan: "")
+    monkeypatch.setattr(takeover, "is_faster", lambda plan: True)
     monkeypatch.setattr(takeover, "Build", own)
     return own
 
@@ -62,9 +63,9 @@ def build(monkeypatch):
 class Conversation:
     """Calls on one cache with one decoder."""
 
-    def __init__(self, model="llama", **how):
+    def __init__(self, model="llama", persistent=True):
         self.model = toy_model(model) if isinstance(model, str) else model
-        self.decoder = GraphDecoder(**how)
+        self.decoder = GraphDecoder(persistent=persistent)
         self.cache = StaticContiguousCache.from_model(self.model, CAPACITY)
 
     def call(self, **settings):
@@ -219,6 +220,7 @@ class TestAFailedLaunch:
         monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
         model = toy_model("llama")
         info = attach(model)
+        info.decoder.steps._persistent = True
         mask = torch.ones_like(PROMPT)
         expected = model.generate(PROMPT, attention_mask=mask, **COMMON)
         model.generate(PROMPT, attention_mask=mask, **COMMON)
@@ -231,7 +233,8 @@ class TestAFailedLaunch:
 
 
 class TestWhatHasNoKernel:
-    def test_turned_off(self, build):
+    def test_nobody_asked_for_it(self, build):
+        assert not GraphDecoder().persistent
         talk = Conversation(persistent=False)
         for _ in range(2):
             talk.call()

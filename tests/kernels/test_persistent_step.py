@@ -185,7 +185,8 @@ def test_every_dev_model_fits(name):
         chunk, stage = found[f"C_{phase}"], found[f"RS_{phase}"]
         weights = 2 if phase == "GATE" else 1
         assert number % chunk == 0
-        assert chunk * weights % stage == 0
+        smaller, larger = sorted((chunk * weights, stage))
+        assert larger % smaller == 0
         assert stage * widths.get(phase, sizes["H"]) * 2 <= found["STAGE"]
         busiest = math.ceil(number / chunk / BLOCKS) * chunk
         assert phase == "HEAD" or busiest * weights <= found["SUM_ROWS"]
@@ -216,7 +217,7 @@ def test_a_small_device_is_too_small():
 def test_the_source_uses_every_macro():
     source = persistent_step_cuda._SOURCE.read_text()
     unused = {name for name in macros(random_plan(), BLOCKS, SHARED) if name not in source}
-    assert unused <= {"EXCHANGED_BYTES"}
+    assert not unused
 
 
 # --- the launcher
