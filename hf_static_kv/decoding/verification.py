@@ -305,7 +305,9 @@ def _compared_tokens(call: Call, number: int) -> Tensor:
 def unverified_inputs(call: Call) -> tuple[Tensor, Tensor]:
     """Positions [..., B, 1] and a token [B] that no case uses."""
     newest = _newest_tokens(call)
-    return call.position_ids(0).clamp(min=0), torch.where(newest > 5, 0, 6)
+    vocabulary = call.model.config.get_text_config(decoder=True).vocab_size
+    other = min(6, vocabulary - 1)
+    return call.position_ids(0).clamp(min=0), torch.where(newest >= other, 0, other)
 
 
 def _difference_and_bound(

@@ -642,6 +642,14 @@ class TestPrograms:
     def steps(self, decoder):
         return [step for steps in decoder.steps.by_cache.values() for step in steps.values()]
 
+    @pytest.mark.parametrize("vocab_size", [2, 6, 7])
+    def test_a_small_vocabulary(self, vocab_size):
+        """A pass is recorded with a token of the vocabulary: on a GPU another one is fatal."""
+        decoder, model = GraphDecoder(), toy_model("llama", vocab_size=vocab_size)
+        cache = StaticContiguousCache(model.config, CAPACITY)
+        run(model, PROMPT % vocab_size, decoder, cache)
+        assert [step.is_recorded for step in self.steps(decoder)] == [True]
+
     @pytest.mark.parametrize("name", ARCHITECTURES)
     def test_the_pass_of_a_model_is_recorded(self, name):
         decoder, model = GraphDecoder(), toy_model(name, OWN_ATTENTION[name])

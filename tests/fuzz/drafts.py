@@ -114,8 +114,6 @@ def run_case(seed: int) -> tuple[list[str], Counter[str]]:
         how = draw_call(rng, vocabulary)
         if ids.shape[1] + how["max_new_tokens"] > CAPACITY:
             break
-        if DEVICE == "cuda" and ids.shape[1] % 64 == 1:
-            break  # SDPA's memory-efficient kernel is wrong there (torch 2.11, H200)
         drafts = draw_drafts(rng, model)
         streamer = {"streamer": Collect()} if rows == 1 and rng.random() < 0.3 else {}
         ours = {"past_key_values": own_cache, "custom_generate": decoder, **drafts, **streamer}
@@ -149,6 +147,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="start no more cases after this time")
     args = parser.parse_args()
     decoder_module.Assistant = CheapAssistant  # type: ignore[misc]
+    # Of 64 n + 1 tokens it is wrong (torch 2.11, H200), and passes without a cache have them.
+    torch.backends.cuda.enable_mem_efficient_sdp(False)
     return run_seeds(range(args.seed, args.seed + args.cases), args.seconds, run_case)
 
 
