@@ -9,7 +9,8 @@ import torch
 import transformers
 from packaging.version import Version
 
-from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv import GraphDecoder, StaticContiguousCache, exact
+from hf_static_kv.decoding import speculation
 from hf_static_kv.patching import attention_implementation
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import random_model, tiny_config
@@ -144,3 +145,23 @@ def test_steps_share_their_tables():
     assert table.nbytes == 32768 * 2 * config.head_dim * 2
     assert sizes[0] > 2 * table.nbytes  # of full and of sliding layers
     assert sizes[-1] - sizes[0] < table.nbytes
+
+
+@pytest.mark.parametrize("how", [{}, {"do_sample": True, "temperature": 0.3, "top_p": 0.9}])
+def test_drafts_inside_exact_change_no_bit(how, monkeypatch):
+    """In bf16, at sizes where linears and attention of one token and of several differ without it."""
+    monkeypatch.setattr(speculation, "_PAYS", -1.0)
+    sizes = {"vocab_size": 256, "hidden_size": 1024, "intermediate_size": 4096, "head_dim": 64}
+    sizes |= {"num_attention_heads": 16, "num_key_value_heads": 4, "num_hidden_layers": 3}
+    model = random_model(tiny_config("llama", **sizes), device="cuda", dtype=torch.bfloat16)
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 160)
+    how = {"max_new_tokens": 96, **how}
+    with exact(model):
+        for seed in range(6):
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.randint(3, 256, (1, 9), generator=generator).repeat(1, 6).cuda()
+            got = run(model, cache, decoder, ids, prompt_lookup_num_tokens=8, **how)
+            torch.manual_seed(5)
+            assert torch.equal(got, model.generate(ids, **{**COMMON, **how}, use_cache=False))
+    assert decoder.draft_reason is decoder.fallback_reason is None
+    assert decoder.accepted.tokens > 20
