@@ -38,6 +38,14 @@ REQUESTS = {
     "packed": "the same, packed by hand",
     "transformers": "transformers' own",
 }
+# Of a case, or of what is forced.
+DRAFTED = {
+    "plain": "without drafts",
+    "lookup": "random text, where none is right",
+    "transformers": "random text, transformers' own loop",
+    "forced": "{:.0%} of drafts right",
+    "always": "{:.0%} right, and never given up",
+}
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -208,6 +216,22 @@ def _together(records: list[Record], number: str, head: str, words: dict[str, st
         for name, cells in by_name.items():
             rows.append([f"{title(record)}, {words[name]}", *(cells.get(n, "-") for n in heads)])
     return table([head, *map(str, heads)], rows)
+
+
+def drafts(records: list[Record]) -> str:
+    """Cases as rows: tokens a second, and times those without drafts."""
+    rows = []
+    for record in records:
+        for row in record["rows"]:
+            speed = figure(1e3 / row["ms"]["median"])
+            name = f"{title(record)}, {_drafted(row['case'])}"
+            rows.append([name, speed, figure(row["times_plain"])])
+    return table(["prompt lookup", "tokens/s", "times those without"], rows)
+
+
+def _drafted(case: str) -> str:
+    kind, _, right = case.partition(" ")
+    return DRAFTED[kind].format(float(right or 0))
 
 
 def _case(row: Record) -> str:

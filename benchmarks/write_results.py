@@ -97,6 +97,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "first_token": tables.first_token,
     "threads": tables.threads,
     "requests": tables.requests,
+    "drafts": tables.drafts,
     "step": tables.step,
     "profile": tables.profiled,
     "sampling": tables.sampling,
