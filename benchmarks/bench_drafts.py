@@ -80,11 +80,11 @@ class Forced:
                 setattr(owner, name, value)
 
 
-def text_of(workload: Workload) -> torch.Tensor:
-    """A prompt of the corpus, if the model has weights and a tokenizer."""
+def text_of(workload: Workload, length: int) -> torch.Tensor:
+    """The first tokens [1, length] of the corpus, if the model has weights and a tokenizer."""
     _, tokenizer = testing.load_model(workload.model, device="cpu", dtype=torch.float32)
-    ids = tokenizer(CORPUS.read_text()[: 20 * workload.prompt_len], return_tensors="pt").input_ids
-    return ids[:, : workload.prompt_len].to(workload.device)
+    ids = tokenizer(CORPUS.read_text()[: 20 * length], return_tensors="pt").input_ids
+    return ids[:, :length].to(workload.device)
 
 
 class Case(NamedTuple):
@@ -161,7 +161,7 @@ def timed_trial(side: TimedGenerate, case: Case) -> list[float]:
 def measure(args: argparse.Namespace) -> Record:
     at_least(args, prompt_len=1, new_tokens=3, trials=1, plain_tokens=3, drafts=1)
     workload = build_workload(args)
-    text = None if workload.has_random_weights else text_of(workload)
+    text = None if workload.has_random_weights else text_of(workload, workload.prompt_len)
     rows = measure_cases(workload, cases_of(workload, args), args.trials, text)
     return {**workload.origin(), "trials": args.trials, "drafts": args.drafts, "rows": rows}
 

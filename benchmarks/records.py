@@ -23,6 +23,8 @@ NAMES = {
     "gemma-3-4b": "gemma-3-4b (text)",
     "qwen3-30b-a3b-8l-16e": "8 layers of Qwen3-30B-A3B with 16 experts",
     "llama": "Llama miniature",
+    "gemma3": "Gemma 3 miniature",
+    "qwen3": "Qwen 3 miniature",
 }
 
 

@@ -234,6 +234,20 @@ def _drafted(case: str) -> str:
     return DRAFTED[kind].format(float(right or 0))
 
 
+def codes(records: list[Record]) -> str:
+    """Models as rows, caches as columns: divergence and equal tokens."""
+    names = list(dict.fromkeys(row["contender"] for r in records for row in r["rows"]))
+    rows = []
+    for record in records:
+        by_name = {row["contender"]: _divergence(row) for row in record["rows"]}
+        rows.append([title(record), *(by_name.get(name, "-") for name in names)])
+    return table(["KL mean, largest; same token", *(f"`{name}`" for name in names)], rows)
+
+
+def _divergence(row: Record) -> str:
+    return f"{row['kl_mean']:.1e}, {row['kl_max']:.1e}; {row['same_token']:.1%}"
+
+
 def _case(row: Record) -> str:
     if row["case"] == "prompt":
         return f"{row['tokens']:,} tokens"

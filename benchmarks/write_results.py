@@ -91,6 +91,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "families": tables.generation,
     "batch": tables.generation,
     "sliding": tables.sliding,
+    "codes": tables.codes,
     "context": tables.context,
     "exact": tables.exact,
     "training": tables.training,

@@ -13,9 +13,9 @@ from torch.nn import Module
 from transformers import PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache.request import EXACT_ATTENTION_NAME as EXACT_ATTENTION_NAME
 
 ATTENTION_NAME = "static_contiguous"
-EXACT_ATTENTION_NAME = "static_contiguous_exact"
 TRACED_ATTENTION_NAME = "static_contiguous_traced"
 OWN_NAMES = (ATTENTION_NAME, EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME)
 _LOCK = Lock()  # of the two below

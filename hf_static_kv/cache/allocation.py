@@ -95,7 +95,7 @@ class AllocatedCache(Cache):
         """
         layer = self.layers[layer_idx]
         plan = self._plans[layer_idx]
-        shape = LayerShape.of(key_states, value_states, plan.compact_window)
+        shape = plan.stored(LayerShape.of(key_states, value_states))
         device = key_states.device
         alike = []
         if not layer.is_initialized:
@@ -261,6 +261,11 @@ class AllocatedCache(Cache):
     def max_cache_len(self) -> int:
         """The capacity in tokens."""
         return self._max_cache_len
+
+    @property
+    def kv_dtype(self) -> str | None:
+        """Of codes in the place of keys and values; None: they are stored as they are."""
+        return self._plans[0].kv_dtype
 
     @property
     def memory_bytes(self) -> int:

@@ -27,6 +27,7 @@ from hf_static_kv.cache.request import (
     Request,
     check_request,
     is_in_use,
+    refuse_codes,
     running_model,
     running_request,
 )
@@ -68,12 +69,20 @@ class StaticContiguousCache(AllocatedCache):
         sliding: "full", or "compact": a layer with a window (or the chunks of
             Llama 4) stores 2 * (window + 64) positions at most, and `crop` goes
             back by 64 tokens at least.
+        kv_dtype: "int8" stores keys and values in 8 bits, with a scale for each
+            token and head: about half the memory, and other tokens. None stores
+            them as they are.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, max_cache_len: int, *, sliding: str = "full"
+        self,
+        config: PreTrainedConfig,
+        max_cache_len: int,
+        *,
+        sliding: str = "full",
+        kv_dtype: str | None = None,
     ) -> None:
-        plans = layout.plan_layers(config, sliding)
+        plans = layout.plan_layers(config, sliding, kv_dtype)
         check_positive(max_cache_len=max_cache_len)
         layout.check_positions(config, max_cache_len)
         layout.warn_use_cache_off(config)
@@ -94,6 +103,7 @@ class StaticContiguousCache(AllocatedCache):
         batch_size: int = 1,
         *,
         sliding: str = "full",
+        kv_dtype: str | None = None,
     ) -> "StaticContiguousCache":
         """A cache for this model, allocated now: in its dtype, each layer on its device.
 
@@ -101,7 +111,7 @@ class StaticContiguousCache(AllocatedCache):
             batch_size: Rows, beams and return sequences included. A smaller
                 batch uses the first ones.
         """
-        cache = cls(model.config, max_cache_len, sliding=sliding)
+        cache = cls(model.config, max_cache_len, sliding=sliding, kv_dtype=kv_dtype)
         check_positive(batch_size=batch_size)
         cache._place(model, layout.layer_devices(model, len(cache)), batch_size)
         if (generation_config := getattr(model, "generation_config", None)) is not None:
@@ -110,11 +120,16 @@ class StaticContiguousCache(AllocatedCache):
 
     @classmethod
     def for_calls(
-        cls, model: PreTrainedModel, max_cache_len: int, batch_size: int, sliding: str
+        cls,
+        model: PreTrainedModel,
+        max_cache_len: int,
+        batch_size: int,
+        sliding: str,
+        kv_dtype: str | None = None,
     ) -> "StaticContiguousCache":
         """A cache that grows, allocated by its first pass, in the dtype of its states."""
         cache = cls.__new__(cls)
-        cache._build(layout.plan_layers(model.config, sliding), max_cache_len)
+        cache._build(layout.plan_layers(model.config, sliding, kv_dtype), max_cache_len)
         cache.grows = True
         devices = layout.layer_devices(model, len(cache))
         if len(set(devices)) > 1:  # a pass tells the device of one layer at a time
@@ -148,6 +163,7 @@ class StaticContiguousCache(AllocatedCache):
         device: str | torch.device | None = None,
         sliding_windows: Sequence[int | None] | None = None,
         sliding: str = "full",
+        kv_dtype: str | None = None,
     ) -> "StaticContiguousCache":
         """A cache from plain numbers; a sequence gives one for each layer.
 
@@ -163,7 +179,7 @@ class StaticContiguousCache(AllocatedCache):
         windows = [None] * num_layers if sliding_windows is None else list(sliding_windows)
         for_each_layer("sliding_windows", [1 if w is None else w for w in windows], num_layers)
         plans = list(map(LayerPlan, map(LayerShape, heads, key_dims, value_dims), windows))
-        plans = layout.with_sliding(plans, sliding)
+        plans = layout.with_kv_dtype(layout.with_sliding(plans, sliding), kv_dtype)
         cache = cls.__new__(cls)
         cache._build(plans, max_cache_len)
         place = torch.device(device or torch.get_default_device())
@@ -234,6 +250,8 @@ class StaticContiguousCache(AllocatedCache):
 
         `is_prefix`: it is known that the prompt begins with the cached tokens.
         """
+        if self.kv_dtype is not None:
+            refuse_codes(request.model)
         self._claim_and_discard()
         is_known = is_prefix or any(layer.was_assigned for layer in self.kv_layers)
         known_ids = None if is_known else self._known_ids
@@ -338,6 +356,8 @@ class StaticContiguousCache(AllocatedCache):
                 f"Layer {layer_idx} brings (batch, tokens) = {size} into a step of "
                 f"{self._pass.size}. Give every layer the same tokens, or call advance first."
             )
+        if self.kv_dtype is not None:
+            refuse_codes(running_model())
         self._pass.size = size
         known = self._known_ids
         if known is None or torch.compiler.is_compiling() or known.shape[1] <= layer.length:
@@ -641,10 +661,11 @@ class StaticContiguousCache(AllocatedCache):
             file.check_model(ModelIdentity.of(model))
             length = file.check_length(tokens, max_cache_len)
             check_positive(repeat=repeat)
+            rows, kv_dtype = file.header.num_rows * repeat, file.header.kv_dtype
             if max_cache_len is None:
-                cache = cls.for_calls(model, length + _ROOM, file.header.num_rows * repeat, sliding)
+                cache = cls.for_calls(model, length + _ROOM, rows, sliding, kv_dtype)
             else:
-                cache = cls(model.config, max_cache_len, sliding=sliding)
+                cache = cls(model.config, max_cache_len, sliding=sliding, kv_dtype=kv_dtype)
             cache.fill(file, model, length, repeat)
         return cache
 

@@ -8,6 +8,8 @@ keys.0     [L, B, H, n, Dk]      group 0: L layers of one shape and dtype, B bat
 values.0   [L, B, H, n, Dv]      and so on, two tensors for each group
 ```
 
+With a `kv_dtype` a tensor has codes and scales, [L, B, H, n, D + 4] in int8.
+
 A group of compact layers has the positions from `first` on, and checksums of 0
 before. `digest` covers the header and the checksums.
 """
@@ -22,18 +24,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_static_kv.cache.codes import CODED
 from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.cache.values import dtype_name
 
 FORMAT = "hf_static_kv"
 VERSION = 1
+CODED_VERSION = 2  # with codes in the place of states
 MAX_HEADER_BYTES = 32 << 20  # about four million token ids
 MAX_CHECKSUM_BYTES = 512 << 20  # two million token ids in 16 groups
 CHECKSUM_BYTES = 8
 # By torch's name, that of safetensors.
 DTYPES = {"float64": "F64", "float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _WORDS = (torch.int32, torch.int16, torch.int8)
+_TENSOR_DTYPES = {**DTYPES, "int64": "I64", "int8": "I8"}
 _SHAPE = ("num_kv_heads", "key_head_dim", "value_head_dim")
 _LISTS = ("tokens", "left_padding", "sliding_windows", "groups")  # as JSON in strings
 _VERSIONS = ("library_version", "transformers_version")
@@ -52,7 +57,7 @@ class FileTensor(NamedTuple):
 class FileGroup:
     layers: list[int]
     shape: LayerShape
-    dtypes: tuple[str, str]  # of keys, of values
+    dtypes: tuple[str, str]  # of key states, of value states
     first: int = 0  # the oldest position that is saved
 
     @classmethod
@@ -60,7 +65,10 @@ class FileGroup:
         names = {field.name for field in fields(cls)}
         _check(isinstance(values, dict) and set(values) == names, "a group")
         shape = values["shape"]
-        _check(isinstance(shape, dict) and set(shape) == set(_SHAPE), "a shape")
+        _check(isinstance(shape, dict) and set(shape) - {"kv_dtype"} == set(_SHAPE), "a shape")
+        shape = dict(shape)
+        kv_dtype = shape.pop("kv_dtype", None)
+        _check(kv_dtype in [None, *CODED], "the dtype of codes")
         layers = values["layers"]
         first = values["first"]
         are_sizes = _are_ints([*shape.values()], 1)
@@ -69,7 +77,8 @@ class FileGroup:
         # `[*DTYPES]`: a list in the place of a name has no hash.
         are_names = isinstance(dtypes, list) and all(name in [*DTYPES] for name in dtypes)
         _check(are_names and len(dtypes) == 2, "the dtypes")
-        return cls(layers, LayerShape(**shape), (dtypes[0], dtypes[1]), first)
+        own = LayerShape(**shape, kv_dtype=kv_dtype)
+        return cls(layers, own, (dtypes[0], dtypes[1]), first)
 
 
 @dataclass(frozen=True)
@@ -98,6 +107,7 @@ class Header:
         _check(_are_ints([w for w in windows if w is not None] or [1], 1), "the windows")
         layers = [layer for group in self.groups for layer in group.layers]
         _check(bool(layers) and sorted(layers) == list(range(len(windows))), "the layers")
+        _check(len({group.shape.kv_dtype for group in self.groups}) == 1, "the dtype of codes")
         for group in self.groups:
             whole = [layer for layer in group.layers if windows[layer] is None]
             if group.first and whole:
@@ -121,6 +131,11 @@ class Header:
         return len(self.tokens[0])
 
     @property
+    def kv_dtype(self) -> str | None:
+        """Of codes in the place of states."""
+        return self.groups[0].shape.kv_dtype
+
+    @property
     def min_tokens(self) -> int:
         """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
         windows = self.sliding_windows
@@ -135,11 +150,11 @@ class Header:
         found = []
         offset = self.checksum_bytes
         for number, group in enumerate(self.groups):
-            dims = (group.shape.key_head_dim, group.shape.value_head_dim)
+            dtypes = getattr(torch, group.dtypes[0]), getattr(torch, group.dtypes[1])
             length = self.num_tokens - group.first
             rows = [len(group.layers), self.num_rows, group.shape.num_kv_heads, length]
-            for name, dim, dtype_of in zip(("keys", "values"), dims, group.dtypes, strict=True):
-                dtype = getattr(torch, dtype_of)
+            stored = group.shape.stored(dtypes)
+            for name, (dim, dtype) in zip(("keys", "values"), stored, strict=True):
                 size = prod(rows) * dim * dtype.itemsize
                 name = f"{name}.{number}"
                 found.append(FileTensor(name, dtype, [*rows, dim], offset, size, group.first))
@@ -169,11 +184,14 @@ class Header:
 
     def encode(self, checksums: bytes | bytearray) -> bytes:
         """The start of a file, up to the checksums."""
-        metadata = {"format": FORMAT, "format_version": str(VERSION), "digest": ""}
+        version = str(VERSION if self.kv_dtype is None else CODED_VERSION)
+        metadata = {"format": FORMAT, "format_version": version, "digest": ""}
         lists = {name: getattr(self, name) for name in _LISTS}
         lists["groups"] = [asdict(group) for group in self.groups]
         for group in lists["groups"]:
             del group["shape"]["window"]
+            if self.kv_dtype is None:
+                del group["shape"]["kv_dtype"]
         metadata |= {name: json.dumps(own) for name, own in lists.items()}
         metadata |= asdict(self.model)
         metadata |= {name: getattr(self, name) for name in _VERSIONS}
@@ -189,11 +207,10 @@ class Header:
     def _table(self) -> dict[str, Any]:
         shape = [2 * len(self.groups), self.num_tokens]
         checksums = FileTensor("checksums", torch.int64, shape, 0, self.checksum_bytes)
-        names = {**DTYPES, "int64": "I64"}
         table = {}
         for tensor in (checksums, *self.states()):
             table[tensor.name] = {
-                "dtype": names[dtype_name(tensor.dtype)],
+                "dtype": _TENSOR_DTYPES[dtype_name(tensor.dtype)],
                 "shape": tensor.shape,
                 "data_offsets": [tensor.offset, tensor.offset + tensor.num_bytes],
             }
@@ -241,10 +258,10 @@ def _metadata(content: Any) -> dict[str, str]:
     if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
         raise ValueError("it is no file of `StaticContiguousCache.save`")
     version = metadata.get("format_version")
-    if version != str(VERSION):
+    if version not in (str(VERSION), str(CODED_VERSION)):
         raise ValueError(
             f"its format is {version}, of hf_static_kv {metadata.get('library_version')}; this one "
-            f"reads format {VERSION}. Install a newer hf_static_kv"
+            f"reads formats {VERSION} and {CODED_VERSION}. Install a newer hf_static_kv"
         )
     # Older files have no settings.
     names = {field.name for field in fields(ModelIdentity)} - {"settings"}

@@ -256,9 +256,9 @@ def save_cache(cache: AllocatedCache, path: str | os.PathLike[str], header: Head
         raise FileNotFoundError(f"There is no folder {folder}: call os.makedirs({str(folder)!r}).")
     parts = []
     for group, pair in zip(header.groups, header.pairs(), strict=True):
-        for tensor, name in zip(pair, ("keys", "values"), strict=True):
+        for number, tensor in enumerate(pair):
             for i, layer_idx in enumerate(group.layers):
-                states = getattr(cache.layers[layer_idx], name)[:, :, : tensor.shape[3]]
+                states = cache.layers[layer_idx].stored()[number][:, :, : tensor.shape[3]]
                 parts.append(LayerStates(tensor, i, layer_idx, states))
     sums = [(part.tensor, part.checksums(part.pieces())) for part in parts]
     checksums = header.add_up(sums, header.num_tokens).numpy().tobytes()
@@ -347,7 +347,7 @@ def _file_groups(cache: AllocatedCache, length: int) -> list[FileGroup]:
         found.setdefault((layer.group, layer.oldest), []).append(layer_idx)
     groups = []
     for (storage, first), layers in found.items():
-        dtypes = dtype_name(storage.keys.dtype), dtype_name(storage.values.dtype)
+        dtypes = dtype_name(storage.dtypes[0]), dtype_name(storage.dtypes[1])
         if unknown := [name for name in dtypes if name not in DTYPES]:
             raise ValueError(
                 f"Keys and values in {unknown[0]} cannot be saved, only in {', '.join(DTYPES)}."

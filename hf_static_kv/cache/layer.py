@@ -137,21 +137,21 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         if not self.reserve(tokens):
             return self._hold(key_states, value_states)
         keys, values = self._views(self.length, self.length + tokens)
-        keys.copy_(key_states)
-        values.copy_(value_states)
+        keys.copy_(self.as_stored(key_states))
+        values.copy_(self.as_stored(value_states))
         self.pending = tokens
-        return self._views(self._first_visible(), self.length + tokens)
+        return self.as_read(self._views(self._first_visible(), self.length + tokens))
 
     def _hold(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Hold a step that is longer than the storage; `commit` keeps its last positions."""
         self.pending = keys.shape[2]
         first = self._first_visible()
+        held = [self.as_stored(states) for states in (keys, values)]
         if first < self.length:
             past = self._views(first, self.length)
-            keys = torch.cat([past[0], keys], dim=2)
-            values = torch.cat([past[1], values], dim=2)
-        self._tail = [states[:, :, -self.num_slots :].clone() for states in (keys, values)]
-        return keys, values
+            held = [torch.cat(pair, dim=2) for pair in zip(past, held, strict=True)]
+        self._tail = [states[:, :, -self.num_slots :].clone() for states in held]
+        return self.as_read(held)
 
     def commit(self) -> None:
         """Append the pending tokens."""
@@ -238,9 +238,10 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
     def keys(self) -> Tensor | None:
         """The keys [B, H, length, D] of the sequence, a view; None before allocation.
 
-        A compact layer has those from position `oldest` on. Assigning replaces
-        them, and sets the length: assign `values` of the same length as well.
-        A prefix of this very view is not copied. None empties the layer.
+        With a `kv_dtype` they are decoded copies. A compact layer has those from
+        position `oldest` on. Assigning replaces them, and sets the length: assign
+        `values` of the same length as well. A prefix of this very view is not
+        copied. None empties the layer.
         """
         return self._states("keys")
 
@@ -261,7 +262,7 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
         if self.group is None:
             return None
         batch_size, length = self._old_half.get(name, (self.batch_size, self.length))
-        return self._views(self.oldest, length, batch_size)[name == "values"]
+        return self.as_read(self._views(self.oldest, length, batch_size))[name == "values"]
 
     def _assign(self, name: str, states: Tensor | None) -> None:
         if states is None:
@@ -273,7 +274,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
             shares_memory = states.untyped_storage().data_ptr() == own.untyped_storage().data_ptr()
             # The storage stays out of autograd's graph.
             with torch.no_grad():
-                own[:batch_size, :, :length].copy_(states.clone() if shares_memory else states)
+                states_of_own = states.clone() if shares_memory else states
+                own[:batch_size, :, :length].copy_(self.as_stored(states_of_own))
         old_half = {"values" if name == "keys" else "keys": (self.batch_size, self.length)}
         is_second = name in self._old_half
         self.discard()
@@ -291,13 +293,18 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
                 "build the cache with `from_model`."
             )
         own = self.storage[name == "values"][:, :, self.oldest - self.offset :]
+        shape = self.shape
+        dim, dtype = shape.key_head_dim, self.dtype
+        if name == "values":
+            dim, dtype = shape.value_head_dim, self.value_dtype
+        most = [*own.shape[:3], dim]
         kind = states.dtype, states.device
-        own_kind = own.dtype, own.device
-        fits = states.ndim == 4 and states.shape[1::2] == own.shape[1::2] and kind == own_kind
-        if not fits or states.shape[0] > own.shape[0] or states.shape[2] > own.shape[2]:
+        own_kind = dtype, own.device
+        fits = states.ndim == 4 and list(states.shape[1::2]) == most[1::2] and kind == own_kind
+        if not fits or states.shape[0] > most[0] or states.shape[2] > most[2]:
             raise ValueError(
                 f"The assigned {name} are {list(states.shape)} {kind}; this layer holds up to "
-                f"{list(own.shape)} {own_kind}. Convert them, or build a larger cache."
+                f"{most} {own_kind}. Convert them, or build a larger cache."
             )
         if self.oldest and states.shape[2] != self.length - self.oldest:
             raise ValueError(

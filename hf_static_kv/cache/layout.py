@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
+from hf_static_kv.cache.codes import check_kv_dtype
 from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.cache.values import Known, Values
@@ -67,9 +68,10 @@ class LayerPlan:
     is_chunked: bool = False  # a query sees its own window of the sequence only
     index_shape: LayerShape | None = None  # of index keys: one head, no values
     compact_window: int | None = None  # `sliding_window` if the layer is compact
+    kv_dtype: str | None = None  # of codes in the place of states
 
     def stored(self, shape: LayerShape) -> LayerShape:
-        return replace(shape, window=self.compact_window)
+        return replace(shape, window=self.compact_window, kv_dtype=self.kv_dtype)
 
     def stores_like(self, other: "LayerPlan") -> bool:
         return (self.shape, self.compact_window) == (other.shape, other.compact_window)
@@ -80,7 +82,9 @@ _MAX_PLANNED = 16
 _PLANNED: OrderedDict[int, Known] = OrderedDict()
 
 
-def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPlan]:
+def plan_layers(
+    config: PreTrainedConfig, sliding: str = "full", kv_dtype: str | None = None
+) -> list[LayerPlan]:
     """One plan for each layer that keeps something; a `ValueError` names what cannot be served.
 
     Of an encoder-decoder these are the self-attention layers of the decoder.
@@ -102,7 +106,7 @@ def plan_layers(config: PreTrainedConfig, sliding: str = "full") -> list[LayerPl
             _PLANNED[id(config)] = known
         if len(_PLANNED) > _MAX_PLANNED:
             _PLANNED.popitem(last=False)
-    return with_sliding(known.value[1], sliding)
+    return with_kv_dtype(with_sliding(known.value[1], sliding), kv_dtype)
 
 
 def _plan_layers(config: Any) -> list[LayerPlan]:
@@ -143,6 +147,14 @@ def with_sliding(plans: Sequence[LayerPlan], sliding: str) -> list[LayerPlan]:
     return list(plans) if sliding == "full" else list(map(_compact, plans))
 
 
+def with_kv_dtype(plans: list[LayerPlan], kv_dtype: str | None) -> list[LayerPlan]:
+    check_kv_dtype(kv_dtype)
+    if kv_dtype is None:
+        return plans
+    coded = [replace(plan, kv_dtype=kv_dtype) for plan in plans]
+    return [replace(plan, shape=plan.shape and plan.stored(plan.shape)) for plan in coded]
+
+
 def _compact(plan: LayerPlan) -> LayerPlan:
     if plan.sliding_window is None or plan.index_shape is not None:
         return plan  # a layer with an index stays full
@@ -174,6 +186,7 @@ def cache_bytes(
     dtype: torch.dtype | None = None,
     *,
     sliding: str = "full",
+    kv_dtype: str | None = None,
     tp: int = 1,
     tp_plan: Mapping[str, str] | None = None,
 ) -> int:
@@ -185,13 +198,15 @@ def cache_bytes(
     33554432
     >>> cache_bytes(config, 1024, dtype=torch.bfloat16, tp=2)
     16777216
+    >>> cache_bytes(config, 1024, dtype=torch.bfloat16, kv_dtype="int8")
+    17825792
 
     Args:
         dtype: The config's own by default.
         tp: Ranks; the bytes are those of one.
         tp_plan: How ranks share the heads; the config's own by default.
     """
-    plans = plan_layers(config, sliding)
+    plans = plan_layers(config, sliding, kv_dtype)
     shapes = known_shapes(plans, config)
     check_positive(max_cache_len=max_cache_len, batch_size=batch_size, tp=tp)
     text_config = config.get_text_config(decoder=True)

@@ -20,6 +20,7 @@ from transformers.generation.stopping_criteria import MaxLengthCriteria
 
 from hf_static_kv import compat
 
+EXACT_ATTENTION_NAME = "static_contiguous_exact"  # of a model inside `exact`
 # Chunked prefill goes on after cached tokens in 5.22, and not in 5.17.
 _CHUNKS_CONTINUE = tuple(int(part) for part in transformers.__version__.split(".")[:2]) >= (5, 22)
 PAIR_NEEDED = (
@@ -200,6 +201,20 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     if config.max_new_tokens is not None:
         return bool(config.max_new_tokens != default.max_new_tokens)
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
+
+
+def refuse_codes(model: PreTrainedModel | None) -> None:
+    """Raise ValueError inside `exact`: a pass with a cache of codes has other states than one
+    without a cache.
+    """
+    if model is None:
+        return
+    configs = model.config, model.config.get_text_config(decoder=True)
+    if any(compat.attention_name(config) == EXACT_ATTENTION_NAME for config in configs):
+        raise ValueError(
+            "Inside exact keys and values are stored as they are, and this cache has a kv_dtype: "
+            "build it without."
+        )
 
 
 def check_request(

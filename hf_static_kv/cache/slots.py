@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_static_kv.cache.codes import decoded, encoded
 from hf_static_kv.cache.storage import StorageGroup
 
 
@@ -39,23 +40,37 @@ class LayerSlots:
         self.index = index
         self.shape = group.shape
         self.num_slots = group.keys.shape[3]
-        self.dtype = group.keys.dtype
-        self.value_dtype = group.values.dtype
+        self.dtype, self.value_dtype = group.dtypes
         self.device = group.keys.device
         self.batch_size = self.max_batch_size = group.keys.shape[1]
         self.is_initialized = True
 
     @property
     def storage(self) -> tuple[Tensor, Tensor]:
-        """All slots: keys and values [B, H, S, D]."""
+        """All slots: keys and values [B, H, S, D], or their codes."""
         assert self.group is not None
         return self.group.keys[self.index], self.group.values[self.index]
 
     def _views(self, first: int, end: int, batch_size: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, n, D] at the positions [first, end)."""
+        """Keys and values [B, H, n, D] at the positions [first, end), or their codes."""
         assert self.group is not None
         rows = self.batch_size if batch_size is None else batch_size
         return self.group.views(self.index, rows, first - self.offset, end - first)
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """What the storage has of the sequence: keys and values [B, H, n, D], or their codes."""
+        return self._views(self.oldest, self.length)
+
+    def as_stored(self, states: Tensor) -> Tensor:
+        """States as the storage has them."""
+        return states if self.shape.kv_dtype is None else encoded(states)
+
+    def as_read(self, views: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of what the storage has."""
+        keys, values = views
+        if self.shape.kv_dtype is None:
+            return keys, values
+        return decoded(keys, self.dtype), decoded(values, self.value_dtype)
 
     def _first_visible(self) -> int:
         """The oldest position that the next token may see."""
@@ -115,9 +130,9 @@ class LayerSlots:
         self.offset = first if self.is_compact else 0
 
     def select_rows(self, indices: Tensor, scratch: Sequence[Tensor]) -> None:
-        before = self._views(self.oldest, self.length)
+        before = self.stored()
         self.batch_size = len(indices)
-        after = self._views(self.oldest, self.length)
+        after = self.stored()
         for states, target, buffer in zip(before, after, scratch, strict=True):
             rows = buffer[:, :, : self.length - self.oldest]
             target.copy_(torch.index_select(states, 0, indices, out=rows))

@@ -12,7 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Dtypes = tuple[torch.dtype, torch.dtype]  # of keys, of values
+from hf_static_kv.cache.codes import coded_dim
+
+Dtypes = tuple[torch.dtype, torch.dtype]  # of key states, of value states
 Members = tuple["LayerShape", torch.device, Sequence[int]]  # of a group, with its layers
 # Positions that a compact layer keeps beyond its window, so that `crop` can go back.
 SLACK = 64
@@ -29,6 +31,7 @@ class LayerShape:
     key_head_dim: int
     value_head_dim: int
     window: int | None = None  # of a compact layer; None: every position is stored
+    kv_dtype: str | None = None  # of codes (codes.py); None: the states are stored as they are
 
     @classmethod
     def of(cls, keys: Tensor, values: Tensor, window: int | None = None) -> "LayerShape":
@@ -44,8 +47,15 @@ class LayerShape:
             return max_cache_len
         return min(max_cache_len, 2 * (self.window + SLACK))
 
+    def stored(self, dtypes: Dtypes) -> list[tuple[int, torch.dtype]]:
+        """Numbers of a head, and their dtype, in the storage of keys and of values."""
+        dims = self.key_head_dim, self.value_head_dim
+        if self.kv_dtype is not None:
+            return [(coded_dim(dim), torch.int8) for dim in dims]
+        return list(zip(dims, dtypes, strict=True))
+
     def num_bytes(self, max_cache_len: int, batch_size: int, dtypes: Dtypes) -> int:
-        per_head = self.key_head_dim * dtypes[0].itemsize + self.value_head_dim * dtypes[1].itemsize
+        per_head = sum(dim * dtype.itemsize for dim, dtype in self.stored(dtypes))
         return batch_size * self.num_slots(max_cache_len) * self.num_kv_heads * per_head
 
     def __str__(self) -> str:
@@ -54,6 +64,8 @@ class LayerShape:
             text += f" (keys) and {self.value_head_dim} (values)"
         if self.window is not None:
             text += f", compact with a window of {self.window}"
+        if self.kv_dtype is not None:
+            text += f", in {self.kv_dtype}"
         return text
 
 
@@ -71,21 +83,23 @@ class StorageGroup:
 
     Attention reads a slice of one layer along S, never a copy. Zero-filled: a
     kernel may load free positions and mask them. A compact group has fewer
-    slots (`LayerSlots`).
+    slots (`LayerSlots`); one with a `kv_dtype` has codes (codes.py).
     """
 
     def __init__(
         self, members: Members, max_cache_len: int, batch_size: int, dtypes: Dtypes
     ) -> None:
         self.shape, device, layers = members
+        self.dtypes = dtypes
         self._recent: dict[tuple[int, int, int], tuple[tuple[Tensor, ...], tuple[Tensor, ...]]] = {}
         self._pickled: tuple[int, int] | None = None  # (rows, positions); None: all
         slots = self.shape.num_slots(max_cache_len)
         head = (len(layers), batch_size, self.shape.num_kv_heads, slots)
+        (key_dim, key_dtype), (value_dim, value_dtype) = self.shape.stored(dtypes)
         with torch.inference_mode(False):
-            self.keys = _zeros((*head, self.shape.key_head_dim), dtypes[0], device)
+            self.keys = _zeros((*head, key_dim), key_dtype, device)
             try:
-                self.values = _zeros((*head, self.shape.value_head_dim), dtypes[1], device)
+                self.values = _zeros((*head, value_dim), value_dtype, device)
             except RuntimeError:
                 del self.keys  # the traceback keeps `self` alive
                 raise
@@ -112,8 +126,7 @@ class StorageGroup:
         if batch_size <= rows and length == self.shape.num_slots(max_cache_len):
             return self
         members = self.shape, self.keys.device, range(layers)
-        dtypes = self.keys.dtype, self.values.dtype
-        (group,) = allocate_groups([members], max_cache_len, max(rows, batch_size), dtypes)
+        (group,) = allocate_groups([members], max_cache_len, max(rows, batch_size), self.dtypes)
         group.keys[:, :rows, :, :length] = self.keys
         group.values[:, :rows, :, :length] = self.values
         return group

@@ -80,6 +80,8 @@ def _refused_model(call: Call) -> str | None:
         return "a replayed graph would not call the model's hooks"
     if call.cache.index_layers:
         return "layers attend to the tokens that an index selects"
+    if call.device.type == "cuda" and call.cache.kv_dtype is not None:
+        return "keys and values in 8 bits have no kernel yet"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
     windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.has_keys]

@@ -417,15 +417,18 @@ def _planted_in_group(layer: StaticContiguousLayer, case: Case, length: int) -> 
     slots = torch.tensor(kept, device=values.device) - layer.offset
     before = keys.index_select(3, slots), values.index_select(3, slots)
     newest = values[:, :, :, max(0, length - _EDGE - layer.offset) : length - layer.offset]
+    _, newest = layer.as_read((newest, newest))
     usual = newest.float().square().mean(dim=(1, 2, 3, 4)).sqrt()  # [L]
     generator = torch.Generator(values.device).manual_seed(0)
-    planted = torch.randn(before[1].shape, generator=generator, device=values.device)
+    size = *before[1].shape[:-1], layer.shape.value_head_dim
+    planted = torch.randn(size, generator=generator, device=values.device)
     planted *= case.scale * usual.view(-1, 1, 1, 1, 1)
     planted[:, :, :, -1] *= _UNWRITTEN
     try:
         keys.index_fill_(3, slots, 0.0)
-        largest = torch.finfo(values.dtype).max / _UNWRITTEN  # 65,504 / 8 in float16
-        values.index_copy_(3, slots, planted.clamp(-largest, largest).to(values.dtype))
+        largest = torch.finfo(layer.value_dtype).max / _UNWRITTEN  # 65,504 / 8 in float16
+        planted = planted.clamp(-largest, largest).to(layer.value_dtype)
+        values.index_copy_(3, slots, layer.as_stored(planted))
         yield
     finally:
         keys.index_copy_(3, slots, before[0])

@@ -20,6 +20,8 @@ a fixed size, so a row's bits depend neither on other rows, nor on left padding,
 import torch
 from torch import Tensor
 
+from hf_static_kv.cache.codes import decoded, holds_codes
+
 MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
 _SHORT_SPAN = 2048
@@ -62,7 +64,12 @@ def attend(
     query: Tensor, keys: Tensor, values: Tensor, spans: Tensor, scale: float, max_span: int,
     softcap: float | None, sinks: Tensor | None, in_order: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`."""
+    """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`.
+
+    Keys and values may be codes (codes.py), in plain PyTorch.
+    """
+    if holds_codes(keys, query):
+        keys, values = decoded(keys, query.dtype), decoded(values, query.dtype)
     how = spans, scale, softcap, sinks
     is_long = query.shape[2] > MAX_TOKENS
     if is_long and query.is_cuda:
@@ -96,6 +103,8 @@ def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
 
 @attend.register_fake
 def _(query: Tensor, keys: Tensor, values: Tensor, *args: object) -> Tensor:
+    if holds_codes(keys, query):
+        values = decoded(values, query.dtype)
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
 
 

@@ -20,10 +20,13 @@ write_tokens    keys and values of the tokens, into the storage of a layer
     keys[b, :, slots[b, t]] = key_states[b, :, t]       values likewise; a slot >= S is not written
 
     keys: [B, H, S, D]   values: [B, H, S, Dv]   key_states: [B, H, q, D]
+    into storage of codes (codes.py) they are encoded
 """
 
 import torch
 from torch import Tensor
+
+from hf_static_kv.cache.codes import encoded, holds_codes
 
 NOWHERE = 1 << 40  # a slot that no storage has
 
@@ -73,6 +76,8 @@ def write_tokens(
     keys: Tensor, values: Tensor, key_states: Tensor, value_states: Tensor, slots: Tensor
 ) -> None:
     """Write the states in place, but those whose slot is beyond the capacity S."""
+    if holds_codes(keys, key_states):
+        key_states, value_states = encoded(key_states), encoded(value_states)
     for storage, states in ((keys, key_states), (values, value_states)):
         expected = [*storage.shape[:2], slots.shape[1], storage.shape[3]]
         if list(states.shape) != expected:

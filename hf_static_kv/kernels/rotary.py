@@ -11,12 +11,14 @@ rotate_and_write    with optional RMS norms over the head dim, and the write to 
     keys[b, :, slots[b, t]] = key[b, :, t]      values[b, :, slots[b, t]] = value[b, :, t]
 
     value: [B, H, q, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]   slots: [B, q], int64
+    keys and values may have codes (codes.py), in plain PyTorch
 """
 
 import torch
 from torch import Tensor
 from torch.overrides import wrap_torch_function
 
+from hf_static_kv.cache.codes import coded_dim, holds_codes
 from hf_static_kv.kernels.gradients import differentiable
 from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm
 from hf_static_kv.kernels.positions import write_tokens
@@ -70,7 +72,7 @@ def rotate_and_write(
     arguments = query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
     _check(*arguments)
     styles = [None if one is None else one.style for one in (query_norm, key_norm)]
-    if query.is_cuda and styles[0] == styles[1]:
+    if query.is_cuda and styles[0] == styles[1] and not holds_codes(keys, key):
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
 
         return rotate_and_write_triton(*arguments, angles_ready)
@@ -101,13 +103,15 @@ def _check(
     heads = key.shape[1]
     value_dim = value.shape[-1]
     capacity = keys.shape[2]
+    is_coded = holds_codes(keys, key)
+    stored_dims = [coded_dim(dim), coded_dim(value_dim)] if is_coded else [dim, value_dim]
     shapes = [list(tensor.shape) for tensor in (query, key, value, keys, values, slots)]
     fitting = [
         [batch, query_heads, num_tokens, dim],
         [batch, heads, num_tokens, dim],
         [batch, heads, num_tokens, value_dim],
-        [batch, heads, capacity, dim],
-        [batch, heads, capacity, value_dim],
+        [batch, heads, capacity, stored_dims[0]],
+        [batch, heads, capacity, stored_dims[1]],
         [batch, num_tokens],
     ]
     if shapes != fitting:
@@ -124,7 +128,8 @@ def _check(
         raise ValueError(f"cos and sin must be {expected}, got {given}.")
     if angles and dim % 2:
         raise ValueError(f"Rotary embedding needs an even head dim, got {dim}.")
-    dtypes = [tensor.dtype for tensor in (query, key, value, keys, values, *angles)]
+    storage = () if is_coded else (keys, values)
+    dtypes = [tensor.dtype for tensor in (query, key, value, *storage, *angles)]
     if len(set(dtypes)) > 1:
         raise ValueError(
             f"Heads, storage, cos and sin must have one dtype, got {', '.join(map(str, dtypes))}."

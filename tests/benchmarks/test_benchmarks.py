@@ -289,6 +289,7 @@ class TestFreshProcess:
 
 TINY = {
     "assistant": "--assistant llama --prompt-len 8 --new-tokens 16 --plain-tokens 4 --right 0.6 --trials 1",
+    "codes": "--prompt-len 20 --new-tokens 10",
     "batching": "--requests 3 --baseline-requests 0 --prompt-len 20 --new-tokens 10 --trials 1",
     "first_token": "--lengths 5 9 --batch 2 --batch-len 6 --held 12 --new 4 --answered 3 --trials 2",
     "context": "--contexts 12 24 --capacities 16 32 --steps 4 --sequence 10 --rounds 1",

@@ -467,8 +467,8 @@ SECOND_GROUP = json.dumps([{**GROUP, "first": 1}])
 LISTED_GROUP = json.dumps([{**GROUP, "dtypes": [["float32"], {}]}])
 DAMAGES = {
     "a newer format": (
-        set_metadata(format_version="2", library_version="9.0"),
-        "format is 2, of hf_static_kv 9.0",
+        set_metadata(format_version="3", library_version="9.0"),
+        "format is 3, of hf_static_kv 9.0",
     ),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
     "tokens that are no ids": (set_metadata(tokens="[[true, 1.5]]"), "the tokens in its header"),

@@ -2,7 +2,8 @@
 layer.
 
 Compact layers run against the same lists, with a longer capacity. There `seen` counts how far a
-layer has ever been, as positions that were dropped do not come back.
+layer has ever been, as positions that were dropped do not come back. A cache in 8 bits runs against
+lists of what its codes say.
 """
 
 import pickle
@@ -12,13 +13,14 @@ import torch
 
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.cache import storage
+from hf_static_kv.cache.codes import decoded, encoded
 
 pytest.importorskip("hypothesis", reason="hypothesis is not installed")
 import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-LAYERS, HEADS, DIM, ROWS = 3, 2, 2, 4
+LAYERS, HEADS, DIM, ROWS = 3, 2, 4, 4
 WINDOWS = [None, 2, 4]
 SLACK = 1  # of compact layers: they have 6 and 10 slots
 
@@ -29,6 +31,7 @@ class CacheMachine(RuleBasedStateMachine):
     """
 
     SLIDING, ROOM, MAX_STEP = "full", 9, 4
+    KV_DTYPE = None
 
     @initialize(order=st.permutations(range(LAYERS)))
     def start(self, order):
@@ -37,7 +40,7 @@ class CacheMachine(RuleBasedStateMachine):
         before, storage.SLACK = storage.SLACK, SLACK
         self.cache = StaticContiguousCache.allocate(
             LAYERS, HEADS, DIM, self.ROOM, batch_size=ROWS, dtype=torch.float32, device="cpu",
-            sliding_windows=WINDOWS, sliding=self.SLIDING,
+            sliding_windows=WINDOWS, sliding=self.SLIDING, kv_dtype=self.KV_DTYPE,
         )  # fmt: skip
         storage.SLACK = before
         self.address = self.addresses()
@@ -57,13 +60,18 @@ class CacheMachine(RuleBasedStateMachine):
         self.serial += size
         return keys, -keys
 
+    def as_read(self, states):
+        """States as the cache gives them back."""
+        return states
+
     def write(self, layer_idx, tokens):
         """Write one layer, check the views against the naive text and return that text as it will
         be.
         """
         keys, values = self.new_states(tokens)
         past = self.text[layer_idx]
-        grown = past + [(keys[:, :, i], values[:, :, i]) for i in range(tokens)]
+        known = self.as_read(keys), self.as_read(values)
+        grown = past + [(known[0][:, :, i], known[1][:, :, i]) for i in range(tokens)]
         window = WINDOWS[layer_idx]
         visible = grown if window is None else grown[max(0, len(past) - window + 1) :]
         views = self.cache.update(keys, values, layer_idx)
@@ -176,6 +184,9 @@ class CacheMachine(RuleBasedStateMachine):
     def kept(self, layer, text):
         return text
 
+    def as_stored(self, states):
+        return states
+
 
 class CompactMachine(CacheMachine):
     SLIDING, ROOM, MAX_STEP = "compact", 40, 14
@@ -194,9 +205,10 @@ class CompactMachine(CacheMachine):
         for layer in self.cache.layers:
             slot = layer.length - layer.offset
             for stored, states in ((layer.group.keys, keys), (layer.group.values, values)):
-                stored[layer.index, : self.batch, :, slot] = states[:, :, 0]
+                stored[layer.index, : self.batch, :, slot] = self.as_stored(states)[:, :, 0]
         self.cache.mark_written(1)
-        self.text = [[*text, (keys[:, :, 0], values[:, :, 0])] for text in self.text]
+        new = tuple(self.as_read(states)[:, :, 0] for states in (keys, values))
+        self.text = [[*text, new] for text in self.text]
 
     @precondition(lambda self: self.text[0] and len({len(text) for text in self.text}) == 1)
     @rule(data=st.data())
@@ -241,7 +253,19 @@ class CompactMachine(CacheMachine):
             assert layer.oldest <= max(0, seen - (window or seen) + 1 - SLACK)
 
 
+class CodedMachine(CompactMachine):
+    KV_DTYPE = "int8"
+
+    def as_stored(self, states):
+        return encoded(states)
+
+    def as_read(self, states):
+        return decoded(encoded(states), states.dtype)
+
+
 TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 TestCompactMachine = CompactMachine.TestCase
 TestCompactMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestCodedMachine = CodedMachine.TestCase
+TestCodedMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
