@@ -356,7 +356,7 @@ class StaticContiguousCache(AllocatedCache):
                 f"Layer {layer_idx} brings (batch, tokens) = {size} into a step of "
                 f"{self._pass.size}. Give every layer the same tokens, or call advance first."
             )
-        if self.kv_dtype is not None:
+        if self.kv_dtype is not None and not torch.compiler.is_compiling():
             refuse_codes(running_model())
         self._pass.size = size
         known = self._known_ids

@@ -106,6 +106,26 @@ class TestCache:
         cache.grows = True
         assert torch.equal(generated(model, cache), generated(model, coded(model)))
 
+    def test_a_compiled_model_writes_them(self):
+        model = toy_model("llama")
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        caches = coded(model), coded(model)
+        with torch.no_grad():
+            logits = compiled(PROMPT, past_key_values=caches[0]).logits
+            expected = model(PROMPT, past_key_values=caches[1]).logits
+        assert torch.equal(logits, expected)
+        assert torch.equal(caches[0].key_storage, caches[1].key_storage)
+        assert caches[0].seq_len == PROMPT.shape[1]
+
+    def test_beams_are_rows(self):
+        """Rows are reordered as they are stored."""
+        model = toy_model("llama")
+        beams = {"num_beams": 3, "max_new_tokens": 8}
+        tokens = generated(model, coded(model, batch_size=3), **beams)
+        grown = StaticContiguousCache(model.config, 4, kv_dtype="int8")
+        grown.grows = True
+        assert torch.equal(generated(model, grown, **beams), tokens)
+
     def test_copies_and_pickles_go_on(self):
         model = toy_model("gemma3")
         cache = coded(model, sliding="compact")
