@@ -292,6 +292,12 @@ class AllocatedCache(Cache):
 def _new_layer(plan: LayerPlan, max_cache_len: int) -> Any:
     if not plan.has_keys:
         return LinearAttentionLayer(number_of_states=max(1, plan.num_states))
+    layer = _new_keyed_layer(plan, max_cache_len)
+    layer.kv_dtype = plan.kv_dtype
+    return layer
+
+
+def _new_keyed_layer(plan: LayerPlan, max_cache_len: int) -> StaticContiguousLayer:
     if plan.index_shape is not None and not plan.num_states:
         return IndexedLayer(max_cache_len, plan.sliding_window)
     sizes = max_cache_len, plan.sliding_window, plan.compact_window is not None

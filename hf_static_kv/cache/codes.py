@@ -16,6 +16,7 @@ from torch import Tensor
 CODED = ("int8",)  # what `kv_dtype` may be, beside None
 _SCALE_BYTES = 4
 _LARGEST = 127
+STEP = 1 / _LARGEST  # from one code to the next, of the largest number of a head
 
 
 def check_kv_dtype(kv_dtype: str | None) -> None:
@@ -26,12 +27,17 @@ def check_kv_dtype(kv_dtype: str | None) -> None:
         )
 
 
+def check_dims(*dims: int) -> None:
+    """Raise ValueError if a scale would not lie at a multiple of its size."""
+    if odd := [dim for dim in dims if dim % _SCALE_BYTES]:
+        raise ValueError(
+            f'kv_dtype="int8" takes heads whose dim is a multiple of 4, got {odd[0]}: leave it out.'
+        )
+
+
 def coded_dim(dim: int) -> int:
     """The bytes of a head of `dim` numbers."""
-    if dim % _SCALE_BYTES:
-        raise ValueError(
-            f'kv_dtype="int8" takes heads whose dim is a multiple of 4, got {dim}: leave it out.'
-        )
+    check_dims(dim)
     return dim + _SCALE_BYTES
 
 
@@ -53,3 +59,8 @@ def decoded(coded: Tensor, dtype: torch.dtype) -> Tensor:
     """The states [..., D] of codes and scales [..., D + 4]."""
     codes, scale = coded[..., :-_SCALE_BYTES], coded[..., -_SCALE_BYTES:]
     return torch.mul(codes, scale.view(torch.float32)).to(dtype)
+
+
+def states_of(storage: Tensor, like: Tensor) -> Tensor:
+    """Storage as states, which are decoded to the dtype of `like` if it holds codes."""
+    return decoded(storage, like.dtype) if holds_codes(storage, like) else storage

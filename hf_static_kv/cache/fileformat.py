@@ -136,6 +136,10 @@ class Header:
         return self.groups[0].shape.kv_dtype
 
     @property
+    def _version(self) -> str:
+        return str(VERSION if self.kv_dtype is None else CODED_VERSION)
+
+    @property
     def min_tokens(self) -> int:
         """The fewest tokens that can be loaded: compact layers lack what fewer would see."""
         windows = self.sliding_windows
@@ -184,8 +188,7 @@ class Header:
 
     def encode(self, checksums: bytes | bytearray) -> bytes:
         """The start of a file, up to the checksums."""
-        version = str(VERSION if self.kv_dtype is None else CODED_VERSION)
-        metadata = {"format": FORMAT, "format_version": version, "digest": ""}
+        metadata = {"format": FORMAT, "format_version": self._version, "digest": ""}
         lists = {name: getattr(self, name) for name in _LISTS}
         lists["groups"] = [asdict(group) for group in self.groups]
         for group in lists["groups"]:
@@ -228,7 +231,9 @@ class Header:
             _check(isinstance(json.loads(getattr(identity, name)), dict), f"the {name}")
         values["groups"] = [FileGroup.parse(group) for group in groups]
         values |= {name: metadata[name] for name in _VERSIONS}
-        return cls(model=identity, **values)
+        header = cls(model=identity, **values)
+        _check(metadata["format_version"] == header._version, "the dtype of codes")
+        return header
 
     def is_told_by(self, text: bytes, checksums: bytes | bytearray) -> bool:
         content = json.loads(text)

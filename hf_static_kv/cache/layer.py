@@ -48,7 +48,8 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         window = self.sliding_window if self.is_compact else None
-        members = [(LayerShape.of(key_states, value_states, window), key_states.device, [0])]
+        shape = LayerShape.of(key_states, value_states, window, self.kv_dtype)
+        members = [(shape, key_states.device, [0])]
         dtypes = key_states.dtype, value_states.dtype
         (group,) = allocate_groups(members, self.max_cache_len, len(key_states), dtypes)
         self.use_storage(group, index=0)

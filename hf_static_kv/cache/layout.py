@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_static_kv import compat
-from hf_static_kv.cache.codes import check_kv_dtype
+from hf_static_kv.cache.codes import check_dims, check_kv_dtype
 from hf_static_kv.cache.ranks import num_ranks
 from hf_static_kv.cache.storage import LayerShape
 from hf_static_kv.cache.values import Known, Values
@@ -152,6 +152,8 @@ def with_kv_dtype(plans: list[LayerPlan], kv_dtype: str | None) -> list[LayerPla
     if kv_dtype is None:
         return plans
     coded = [replace(plan, kv_dtype=kv_dtype) for plan in plans]
+    for shape in filter(None, (plan.shape for plan in coded)):
+        check_dims(shape.key_head_dim, shape.value_head_dim)
     return [replace(plan, shape=plan.shape and plan.stored(plan.shape)) for plan in coded]
 
 

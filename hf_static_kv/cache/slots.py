@@ -29,6 +29,7 @@ class LayerSlots:
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.is_compact = is_compact and self.is_sliding
+        self.kv_dtype: str | None = None  # that its storage will have
         self.num_slots = max_cache_len
         self.length = self.offset = self.oldest = 0
         # Batch rows in use; -1 before allocation, as in transformers.

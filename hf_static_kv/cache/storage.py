@@ -34,8 +34,10 @@ class LayerShape:
     kv_dtype: str | None = None  # of codes (codes.py); None: the states are stored as they are
 
     @classmethod
-    def of(cls, keys: Tensor, values: Tensor, window: int | None = None) -> "LayerShape":
-        return cls(keys.shape[1], keys.shape[3], values.shape[3], window)
+    def of(
+        cls, keys: Tensor, values: Tensor, window: int | None = None, kv_dtype: str | None = None
+    ) -> "LayerShape":
+        return cls(keys.shape[1], keys.shape[3], values.shape[3], window, kv_dtype)
 
     @property
     def of_a_token(self) -> "LayerShape":
@@ -162,6 +164,7 @@ class StorageGroup:
                 with torch.inference_mode(False):
                     state[name] = states.new_zeros(size)
                     state[name][:, : states.shape[1], :, : states.shape[3]].copy_(states)
+        state.setdefault("dtypes", (state["keys"].dtype, state["values"].dtype))  # of older pickles
         self.__dict__.update(state)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StorageGroup":

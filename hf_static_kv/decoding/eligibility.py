@@ -82,6 +82,8 @@ def _refused_model(call: Call) -> str | None:
         return "layers attend to the tokens that an index selects"
     if call.device.type == "cuda" and call.cache.kv_dtype is not None:
         return "keys and values in 8 bits have no kernel yet"
+    if call.cache.kv_dtype is not None and getattr(config, "kv_lora_rank", None):
+        return "the model expands latents, and these are stored in 8 bits"
     if frequencies_depend_on_length(config):
         return "the rotary frequencies depend on the length"
     windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.has_keys]

@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from hf_static_kv import attention, patching
+from hf_static_kv.cache.codes import states_of
 from hf_static_kv.kernels.decode_attention import decode_attention
 
 _NAME = patching.TRACED_ATTENTION_NAME
@@ -157,7 +158,7 @@ def traced_attention(
         output = attention.one_token_attention(*states, scoring, weights)
     else:
         output = decode_attention(
-            query, key, value, step.spans,
+            query, states_of(key, query), states_of(value, query), step.spans,
             scale=scale, softcap=softcap, sinks=sinks, weights=weights,
         )  # fmt: skip
         first = int(step.spans[..., 1].min())

@@ -20,7 +20,7 @@ a fixed size, so a row's bits depend neither on other rows, nor on left padding,
 import torch
 from torch import Tensor
 
-from hf_static_kv.cache.codes import decoded, holds_codes
+from hf_static_kv.cache.codes import states_of
 
 MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
@@ -68,8 +68,7 @@ def attend(
 
     Keys and values may be codes (codes.py), in plain PyTorch.
     """
-    if holds_codes(keys, query):
-        keys, values = decoded(keys, query.dtype), decoded(values, query.dtype)
+    keys, values = states_of(keys, query), states_of(values, query)
     how = spans, scale, softcap, sinks
     is_long = query.shape[2] > MAX_TOKENS
     if is_long and query.is_cuda:
@@ -103,8 +102,7 @@ def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
 
 @attend.register_fake
 def _(query: Tensor, keys: Tensor, values: Tensor, *args: object) -> Tensor:
-    if holds_codes(keys, query):
-        values = decoded(values, query.dtype)
+    values = states_of(values, query)
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], values.shape[-1])
 
 

@@ -9,7 +9,9 @@ import torch
 from hf_static_kv import GraphDecoder, StaticContiguousCache, cache_bytes, exact
 from hf_static_kv.cache.codes import decoded, encoded
 from hf_static_kv.cache.files import CacheFile
-from tests.conftest import BATCH, COMMON, PROMPT, toy_model
+from hf_static_kv.inspection.attention_trace import trace_attention
+from hf_static_kv.testing import random_model
+from tests.conftest import BATCH, COMMON, PROMPT, tiny_model, toy_config, toy_model
 
 CAPACITY = 32
 
@@ -76,7 +78,7 @@ class TestCache:
 
     @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2", "phi3", "llama4", "mixtral"])
     def test_steps_and_a_whole_pass_have_the_same_tokens(self, name):
-        """A token sees the codes of its own pass, so how a text is cut changes nothing."""
+        """A token sees the codes of its own pass, so how a text is cut matters by rounding alone."""
         model = toy_model(name)
         whole = generated(model, coded(model))
         cut = coded(model)
@@ -93,6 +95,49 @@ class TestCache:
         tokens = generated(model, coded(model, batch_size=rows), ids, custom_generate=decoder)
         assert decoder.fallback_reason is None
         assert torch.equal(tokens, generated(model, coded(model, batch_size=rows), ids))
+
+    def test_drafts_are_verified_within_a_few_codes(self):
+        """Some codes round the other way where there are many."""
+        wide = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8}
+        config = toy_config("llama", **wide, num_hidden_layers=8, initializer_range=0.057)
+        model = random_model(config, seed=2)
+        decoder = GraphDecoder()
+        how = {"custom_generate": decoder, "prompt_lookup_num_tokens": 8}
+        cache = StaticContiguousCache.from_model(model, 120, kv_dtype="int8")
+        generated(model, cache, PROMPT.repeat(1, 5), **how)
+        assert (decoder.fallback_reason, decoder.draft_reason) == (None, None)
+
+    def test_latents_are_left_to_the_loop(self):
+        latent = {"kv_lora_rank": 24, "q_lora_rank": 16, "v_head_dim": 12, "n_group": 1}
+        latent |= {"qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "num_key_value_heads": 4}
+        model = tiny_model("deepseek_v3", topk_group=1, first_k_dense_replace=1, **latent)
+        decoder = GraphDecoder()
+        tokens = generated(model, coded(model), custom_generate=decoder)
+        assert "latents" in decoder.fallback_reason
+        assert torch.equal(tokens, generated(model, coded(model)))
+
+    def test_a_trace_reads_them(self):
+        model = toy_model("llama")
+        decoder = GraphDecoder()
+        with trace_attention(model) as trace:
+            tokens = generated(model, coded(model), custom_generate=decoder)
+        assert decoder.fallback_reason is None
+        assert len(trace.rows) == 2 * COMMON["max_new_tokens"]
+        assert torch.equal(tokens, generated(model, coded(model)))
+
+    def test_a_layer_alone_has_them(self):
+        cache = StaticContiguousCache(toy_model("llama").config, CAPACITY, kv_dtype="int8")
+        states = torch.randn(1, 2, 3, 16)
+        cache.layers[0].update(states, states)
+        assert cache.layers[0].group.keys.dtype == torch.int8
+
+    def test_a_pickle_of_before_grows(self):
+        cache = StaticContiguousCache.allocate(1, 2, 8, 6, dtype=torch.float32)
+        group = cache.storage_groups[0]
+        state = group.__getstate__()
+        del state["dtypes"]
+        group.__setstate__(state)
+        assert group.copy_with_capacity(12, 1).keys.shape[3] == 12
 
     def test_it_learns_its_shape_from_the_first_pass(self):
         model = toy_model("llama")
@@ -182,6 +227,10 @@ class TestRefused:
     def test_another_name(self):
         with pytest.raises(ValueError, match="kv_dtype='fp4': choose \"int8\""):
             StaticContiguousCache(toy_model("llama").config, CAPACITY, kv_dtype="fp4")
+
+    def test_a_head_of_14_dims_before_any_pass(self):
+        with pytest.raises(ValueError, match="multiple of 4, got 14"):
+            StaticContiguousCache(toy_config("llama", head_dim=14), CAPACITY, kv_dtype="int8")
 
     def test_a_head_whose_dim_is_no_multiple_of_4(self):
         with pytest.raises(ValueError, match="multiple of 4, got 6"):
