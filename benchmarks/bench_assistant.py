@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench_drafts import Case, Forced, always_wrong, measure_cases, problems
+from bench_drafts import Case, Forced, add_case_arguments, always_wrong, measure_cases, problems
 from outputs import at_least, benchmark_parser, run_benchmark
 from records import Record
 from transformers import PreTrainedModel
@@ -186,10 +186,8 @@ def parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     default = "llama-3.2-1b" if torch.cuda.is_available() else "llama"
     add("--assistant", default=default, help=f"as --model ({', '.join(SHAPES)}); %(default)s")
-    add("--right", type=float, nargs="*", default=[0.6, 0.7, 0.8], help="%(default)s")
-    add("--plain-tokens", type=int, default=64, help="limit for transformers' loop (%(default)s)")
     add("--baseline-drafts", type=int, default=5, help="a round of its loop has (%(default)s)")
-    add("--trials", type=int, default=5, help="%(default)s")
+    add_case_arguments(parser, [0.6, 0.7, 0.8])
     return parser
 
 

@@ -176,12 +176,16 @@ def parser() -> argparse.ArgumentParser:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
     add("--drafts", type=int, default=8, help="in a pass (%(default)s)")
-    add(
-        "--right", type=float, nargs="*", default=[1.0, 0.8, 0.7, 0.6, 0.3, 0.0], help="%(default)s"
-    )
+    add_case_arguments(parser, [1.0, 0.8, 0.7, 0.6, 0.3, 0.0])
+    return parser
+
+
+def add_case_arguments(parser: argparse.ArgumentParser, right: list[float]) -> None:
+    """Those of forced cases, with the shares of right drafts."""
+    add = parser.add_argument
+    add("--right", type=float, nargs="*", default=right, help="%(default)s")
     add("--plain-tokens", type=int, default=64, help="limit for transformers' loop (%(default)s)")
     add("--trials", type=int, default=5, help="%(default)s")
-    return parser
 
 
 def main() -> int:

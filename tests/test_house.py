@@ -12,9 +12,9 @@ PACKAGE = Path(__file__).parents[1] / "hf_static_kv"
 READING_ORDER = {
     "": ["compat"],
     "cache": [
-        "codes", "debug", "storage", "ranks", "values", "layout", "request", "slots", "layer", "indexed",
-        "states", "passes", "allocation", "samples", "identity", "fileidentity", "fileformat", "filepieces",
-        "files", "cache", "rows", "blocks", "entry", "histories", "prefixes", "pool",
+        "codes", "debug", "storage", "ranks", "values", "unserved", "layout", "request", "slots", "layer",
+        "indexed", "states", "passes", "allocation", "samples", "identity", "fileidentity", "fileformat",
+        "filepieces", "files", "cache", "rows", "blocks", "entry", "histories", "prefixes", "pool",
     ],
     "kernels": [
         "gradients", "launch_triton", "positions_triton", "positions",

@@ -273,6 +273,33 @@ class AllocatedCache(Cache):
         states = [tensor.nbytes for layer in self.layers for tensor in state_tensors(layer)]
         return sum(group.num_bytes for group in self._groups) + sum(states)
 
+    def allocate_like(self, other: "AllocatedCache", rows: int) -> None:
+        """Storage for states like those of `other`; as compact as the layers are here."""
+        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
+        like = [other.layers[i] for i in keyed]
+        places = {
+            i: (self._plans[i].stored(layer.shape), layer.device)
+            for i, layer in zip(keyed, like, strict=True)
+        }
+        self.allocate_places(places, rows, (like[0].dtype, like[0].value_dtype))
+
+    def bytes_of_rows(self, max_cache_len: int, rows: int, is_compact: bool = False) -> int:
+        """Of what `for_rows` gives."""
+        return sum(
+            (layer.shape if is_compact else layer.shape.of_a_token).num_bytes(
+                max_cache_len, rows, (layer.dtype, layer.value_dtype)
+            )
+            for layer in self.kv_layers
+        )
+
+    def is_like(self, other: "AllocatedCache") -> bool:
+        """Whether both can hold the same states."""
+        kinds = (
+            [(own.shape.of_a_token, own.dtype, own.value_dtype, own.device) for own in layers]
+            for layers in (self.kv_layers, other.kv_layers)
+        )
+        return next(kinds) == next(kinds)
+
     # --- copies
 
     def __getstate__(self) -> dict[str, Any]:

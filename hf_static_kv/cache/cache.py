@@ -32,6 +32,7 @@ from hf_static_kv.cache.request import (
     running_request,
 )
 from hf_static_kv.cache.storage import LayerShape, outside_inference_mode
+from hf_static_kv.cache.unserved import check_positions, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
 _ROOM = 256  # positions after the tokens of a file, if no capacity is given
@@ -84,8 +85,8 @@ class StaticContiguousCache(AllocatedCache):
     ) -> None:
         plans = layout.plan_layers(config, sliding, kv_dtype)
         check_positive(max_cache_len=max_cache_len)
-        layout.check_positions(config, max_cache_len)
-        layout.warn_use_cache_off(config)
+        check_positions(config, max_cache_len)
+        warn_use_cache_off(config)
         self._build(plans, max_cache_len)
 
     def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
@@ -115,7 +116,7 @@ class StaticContiguousCache(AllocatedCache):
         check_positive(batch_size=batch_size)
         cache._place(model, layout.layer_devices(model, len(cache)), batch_size)
         if (generation_config := getattr(model, "generation_config", None)) is not None:
-            layout.warn_use_cache_off(model.config, generation_config)
+            warn_use_cache_off(model.config, generation_config)
         return cache
 
     @classmethod
@@ -596,33 +597,6 @@ class StaticContiguousCache(AllocatedCache):
         cache.allocate_like(self, rows)
         return cache
 
-    def allocate_like(self, other: "StaticContiguousCache", rows: int) -> None:
-        """Storage for states like those of `other`; as compact as the layers are here."""
-        keyed = [i for i, plan in enumerate(self._plans) if plan.has_keys]
-        like = [other.layers[i] for i in keyed]
-        places = {
-            i: (self._plans[i].stored(layer.shape), layer.device)
-            for i, layer in zip(keyed, like, strict=True)
-        }
-        self.allocate_places(places, rows, (like[0].dtype, like[0].value_dtype))
-
-    def bytes_of_rows(self, max_cache_len: int, rows: int, is_compact: bool = False) -> int:
-        """Of what `for_rows` gives."""
-        return sum(
-            (layer.shape if is_compact else layer.shape.of_a_token).num_bytes(
-                max_cache_len, rows, (layer.dtype, layer.value_dtype)
-            )
-            for layer in self.kv_layers
-        )
-
-    def is_like(self, other: "StaticContiguousCache") -> bool:
-        """Whether both can hold the same states."""
-        kinds = (
-            [(own.shape.of_a_token, own.dtype, own.value_dtype, own.device) for own in layers]
-            for layers in (self.kv_layers, other.kv_layers)
-        )
-        return next(kinds) == next(kinds)
-
     def shared(self) -> "StaticContiguousCache":
         """The same sequences in the same storage, with its own lengths and states."""
         cache = type(self).__new__(type(self))
@@ -661,7 +635,8 @@ class StaticContiguousCache(AllocatedCache):
             file.check_model(ModelIdentity.of(model))
             length = file.check_length(tokens, max_cache_len)
             check_positive(repeat=repeat)
-            rows, kv_dtype = file.header.num_rows * repeat, file.header.kv_dtype
+            rows = file.header.num_rows * repeat
+            kv_dtype = file.header.kv_dtype
             if max_cache_len is None:
                 cache = cls.for_calls(model, length + _ROOM, rows, sliding, kv_dtype)
             else:

@@ -57,8 +57,9 @@ def encoded(states: Tensor) -> Tensor:
 
 def decoded(coded: Tensor, dtype: torch.dtype) -> Tensor:
     """The states [..., D] of codes and scales [..., D + 4]."""
-    codes, scale = coded[..., :-_SCALE_BYTES], coded[..., -_SCALE_BYTES:]
-    return torch.mul(codes, scale.view(torch.float32)).to(dtype)
+    codes = coded[..., :-_SCALE_BYTES]
+    scale = coded[..., -_SCALE_BYTES:].view(torch.float32)
+    return torch.mul(codes, scale).to(dtype)
 
 
 def states_of(storage: Tensor, like: Tensor) -> Tensor:

@@ -294,10 +294,9 @@ class StaticContiguousLayer(LayerSlots, CacheLayerMixin):  # type: ignore[no-unt
                 "build the cache with `from_model`."
             )
         own = self.storage[name == "values"][:, :, self.oldest - self.offset :]
-        shape = self.shape
-        dim, dtype = shape.key_head_dim, self.dtype
-        if name == "values":
-            dim, dtype = shape.value_head_dim, self.value_dtype
+        is_value = name == "values"
+        dim = self.shape.value_head_dim if is_value else self.shape.key_head_dim
+        dtype = self.value_dtype if is_value else self.dtype
         most = [*own.shape[:3], dim]
         kind = states.dtype, states.device
         own_kind = dtype, own.device

@@ -68,7 +68,8 @@ def attend(
 
     Keys and values may be codes (codes.py), in plain PyTorch.
     """
-    keys, values = states_of(keys, query), states_of(values, query)
+    keys = states_of(keys, query)
+    values = states_of(values, query)
     how = spans, scale, softcap, sinks
     is_long = query.shape[2] > MAX_TOKENS
     if is_long and query.is_cuda:

@@ -119,7 +119,8 @@ def end_pass_triton(state: Any, size: int, drafted: Any, weight: float, million:
     batch, num_drafts = state.drafts.shape
     # A kernel takes a pointer for an absent tensor too.
     selected, tokens, counts = drafted or (state.drafts, state.drafts, state.found)
-    num_tokens, num_eos = tokens.shape[1], selection.eos.shape[1]
+    num_tokens = tokens.shape[1]
+    num_eos = selection.eos.shape[1]
     launch(
         end_pass, (batch,), selection.sequences, selection.token, selection.unfinished, selection.eos,
         selection.last, selection.counts,

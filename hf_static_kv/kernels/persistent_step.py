@@ -144,7 +144,8 @@ def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
         None if weight is None else Norm(weight, plan.qk_eps, plan.style)
         for weight in (layer.q_norm, layer.k_norm)
     ]
-    keys, values = layer.keys[None], layer.values[None]
+    keys = layer.keys[None]
+    values = layer.values[None]
     slots = layer.slot.reshape(1, 1)
     query = rotate_and_write_plain(query, key, value, cos, sin, keys, values, slots, *norms)
     spans = layer.span.reshape(1, 1, 3)
@@ -219,9 +220,10 @@ def _conditions_of_sizes(plan: Plan) -> Iterator[tuple[bool, str]]:
 
 def _fits(layer: PlannedLayer) -> bool:
     """Whether keys, values and table have the shapes that the kernel computes addresses with."""
-    keys, values, table = layer.keys, layer.values, layer.table
+    keys = layer.keys
+    values = layer.values
     has_one_shape = keys.shape == values.shape and keys.stride() == values.stride()
-    return has_one_shape and table.shape[1] == 2 * keys.shape[2] and keys.stride(0) % 8 == 0
+    return has_one_shape and layer.table.shape[1] == 2 * keys.shape[2] and keys.stride(0) % 8 == 0
 
 
 # --- what the kernel is compiled with
@@ -329,7 +331,8 @@ def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
 
 def _scratch_floats(sizes: dict[str, int]) -> int:
     """Of attention: queries, the new key and value, and the partial sums of warps."""
-    group, dim = sizes["NQ"] // sizes["NKV"], sizes["D"]
+    group = sizes["NQ"] // sizes["NKV"]
+    dim = sizes["D"]
     groups = next(n for n in (1, 2, 4, 8) if 32 * n >= group * dim // 8)  # of heads, for the warps
     attention = group * dim + 2 * dim + 8 // groups * group * (dim + 2)
     return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)

@@ -111,8 +111,10 @@ class PersistentStep:
     def _launch(self) -> None:
         driver, _ = _bindings()
         config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = self._blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = _THREADS, 1, 1
+        config.gridDimX = self._blocks
+        config.gridDimY = config.gridDimZ = 1
+        config.blockDimX = _THREADS
+        config.blockDimY = config.blockDimZ = 1
         config.sharedMemBytes = self._shared_bytes
         config.hStream = torch.cuda.current_stream(self.logits.device).cuda_stream
         attribute = driver.CUlaunchAttribute()

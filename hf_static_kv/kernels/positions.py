@@ -77,7 +77,8 @@ def write_tokens(
 ) -> None:
     """Write the states in place, but those whose slot is beyond the capacity S."""
     if holds_codes(keys, key_states):
-        key_states, value_states = encoded(key_states), encoded(value_states)
+        key_states = encoded(key_states)
+        value_states = encoded(value_states)
     for storage, states in ((keys, key_states), (values, value_states)):
         expected = [*storage.shape[:2], slots.shape[1], storage.shape[3]]
         if list(states.shape) != expected:

@@ -245,7 +245,8 @@ class _Match:
         rows = slice(None)
         if self._kind(y) == "part":
             part = self._take(y, "part")
-            (y,), rows = part.inputs, part.own
+            (y,) = part.inputs
+            rows = part.own
         step = self._take(y, "linear")
         weight, bias = step.own
         return step.inputs[0], (weight[rows], None if bias is None else bias[rows])
@@ -260,7 +261,8 @@ class _Match:
         inputs = self._take(h, "add").inputs
         branches = [n for n in range(_MOST_INPUTS) if self._kind(inputs[n]) in ("linear", "norm")]
         _expect(len(branches) == 1, "a sum is no residual")
-        y, x = inputs[branches[0]], inputs[1 - branches[0]]
+        y = inputs[branches[0]]
+        x = inputs[1 - branches[0]]
         post = None
         if self._kind(y) == "norm":
             y, post = self._norm(y)
