@@ -470,6 +470,10 @@ DAMAGES = {
         set_metadata(format_version="3", library_version="9.0"),
         "format is 3, of hf_static_kv 9.0",
     ),
+    "a format with codes, and none": (
+        set_metadata(format_version="2"),
+        "the dtype of codes in its",
+    ),
     "other tokens": (set_metadata(tokens="[[1, 2]]"), "has .* bytes and should have"),
     "tokens that are no ids": (set_metadata(tokens="[[true, 1.5]]"), "the tokens in its header"),
     "another digest": (set_metadata(digest="0" * 32), "its header is damaged"),
