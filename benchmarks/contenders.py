@@ -72,10 +72,10 @@ def graph(
     max_cache_len: int,
     batch_size: int,
     without: Collection[str] = (),
-    sliding: str = "full",
+    **how: Any,
 ) -> NextKeywords:
     """The decoder with its cache; `without` names rules to leave out."""
-    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, sliding=sliding)
+    cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, **how)
     return _reused(cache, custom_generate=GraphDecoder(without=without))
 
 
@@ -89,6 +89,7 @@ def _reused(cache: Cache, **keywords: Any) -> NextKeywords:
 
 _OURS = "`StaticContiguousCache`"
 _COMPACT = '`sliding="compact"`'
+_CODED = '`kv_dtype="int8"`'
 _KERNEL = {"ours": True, "gpu_only": "on a CPU this attention is SDPA"}
 _GRAPH = {"ours": True, "gpu_only": "a CUDA graph needs a GPU"}
 CONTENDERS = {
@@ -108,6 +109,9 @@ CONTENDERS = {
     ),
     "graph-compact": Contender(
         partial(graph, sliding="compact"), f"`GraphDecoder()`, {_COMPACT}", in_all=False, **_GRAPH
+    ),
+    "graph-int8": Contender(
+        partial(graph, kv_dtype="int8"), f"`GraphDecoder()`, {_CODED}", in_all=False, **_GRAPH
     ),
 }
 

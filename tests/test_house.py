@@ -17,7 +17,7 @@ READING_ORDER = {
         "filepieces", "files", "cache", "rows", "blocks", "entry", "histories", "prefixes", "pool",
     ],
     "kernels": [
-        "gradients", "launch_triton", "positions_triton", "positions",
+        "gradients", "launch_triton", "codes_triton", "positions_triton", "positions",
         "select_greedy_triton", "select_greedy", "drafts_triton", "drafts", "ban_tokens_triton", "ban_tokens",
         "sample_triton", "sample",
         "decode_attention_triton", "prompt_attention_triton", "rows_attention_triton", "decode_attention",

@@ -46,6 +46,11 @@ def holds_codes(storage: Tensor, states: Tensor) -> bool:
     return storage.dtype == torch.int8 != states.dtype
 
 
+def states_dim(storage: Tensor, is_coded: bool) -> int:
+    """The numbers of a head in storage."""
+    return storage.shape[-1] - is_coded * _SCALE_BYTES
+
+
 def encoded(states: Tensor) -> Tensor:
     """States [..., D] as codes and scales [..., D + 4]."""
     x = states.float()

@@ -80,8 +80,6 @@ def _refused_model(call: Call) -> str | None:
         return "a replayed graph would not call the model's hooks"
     if call.cache.index_layers:
         return "layers attend to the tokens that an index selects"
-    if call.device.type == "cuda" and call.cache.kv_dtype is not None:
-        return "keys and values in 8 bits have no kernel yet"
     if call.cache.kv_dtype is not None and getattr(config, "kv_lora_rank", None):
         return "the model expands latents, and these are stored in 8 bits"
     if frequencies_depend_on_length(config):

@@ -20,7 +20,7 @@ a fixed size, so a row's bits depend neither on other rows, nor on left padding,
 import torch
 from torch import Tensor
 
-from hf_static_kv.cache.codes import states_of
+from hf_static_kv.cache.codes import coded_dim, holds_codes, states_of
 
 MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
@@ -66,10 +66,11 @@ def attend(
 ) -> Tensor:  # fmt: skip
     """Attention in a captured pass of any number of tokens, as one operation for `torch.compile`.
 
-    Keys and values may be codes (codes.py), in plain PyTorch.
+    Keys and values may be codes (codes.py).
     """
-    keys = states_of(keys, query)
-    values = states_of(values, query)
+    if not query.is_cuda:
+        keys = states_of(keys, query)
+        values = states_of(values, query)
     how = spans, scale, softcap, sinks
     is_long = query.shape[2] > MAX_TOKENS
     if is_long and query.is_cuda:
@@ -215,7 +216,9 @@ def _one_query(
 def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:
     batch, query_heads, num_tokens, dim = query.shape
     heads = keys.shape[1]
+    is_coded = holds_codes(keys, query)
     shapes = [list(tensor.shape) for tensor in (keys, values)]
+    dim = coded_dim(dim) if is_coded else dim
     fitting = [[batch, heads, keys.shape[2], dim], [*keys.shape[:3], values.shape[-1]]]
     if shapes != fitting or query_heads % heads:
         raise ValueError(
@@ -226,6 +229,6 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> None:
     if spans.shape != (batch, num_tokens, 3):
         expected = f"{[batch, num_tokens, 3]} of seq_start, first, end"
         raise ValueError(f"spans must be {expected}, got {list(spans.shape)}.")
-    if not query.dtype == keys.dtype == values.dtype:
+    if not (is_coded or query.dtype == keys.dtype) or keys.dtype != values.dtype:
         dtypes = f"{query.dtype}, {keys.dtype}, {values.dtype}"
         raise ValueError(f"query, keys and values must have one dtype, got {dtypes}.")

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_static_kv.cache.codes import holds_codes, states_dim
+from hf_static_kv.kernels.codes_triton import load_coded_split
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 # Set on an H200 for the dev models (2026-11-15); other values are not on record.
@@ -37,7 +39,7 @@ def decode_attention_split(
     D: tl.constexpr, TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, STAGES: tl.constexpr, HAS_SEEN: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SPANS_READY: tl.constexpr,
-    IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    IN_ORDER: tl.constexpr, IS_CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // H).to(tl.int64)
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -69,24 +71,44 @@ def decode_attention_split(
         mask = (position >= first) & (position < end)
         if HAS_SEEN:
             mask &= tl.load(seen + b * seen_b + position, mask=mask, other=0) != 0
-        k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
-        k = tl.load(k_at, mask=mask[None, :] & (d[:, None] < D), other=0.0)  # [D, N]
-        v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
-        v = tl.load(v_at, mask=mask[:, None] & (dv[None, :] < DV), other=0.0)  # [N, DV]
+        k, v, by, v_scale = _load_split(
+            keys, values, b, h, position, mask, d, dv, keys_b, keys_h, keys_s,
+            values_b, values_h, values_s, scale, D, DV, IS_CODED, q.dtype,
+        )  # fmt: skip
         is_seen = mask[None, :]
         if Q > 1:
             is_seen &= (position[None, :] >= own_first) & (position[None, :] < own_end)
-        score, maximum, p = weigh(q, k, is_seen, scale, softcap, HAS_SOFTCAP)
+        score, maximum, p = weigh(q, k, is_seen, by, softcap, HAS_SOFTCAP)
         if HAS_WEIGHTS:  # scores of one token: the combine kernel normalizes them
             in_span = (position[None, :] >= first) & (position[None, :] < end)
             at = (b * H * G + h * G + m)[:, None] * weights_h + position[None, :]
             tl.store(weights + at, score, mask=(m < G)[:, None] & in_span)
         at = (tl.program_id(0).to(tl.int64) * num_splits + split) * (G * Q) + m
         total = sum_in_order(p, v, SPLIT_SIZE) if IN_ORDER else tl.sum(p, 1)
+        p = p * v_scale if IS_CODED else p
         output = tl.dot(p.to(v.dtype), v, input_precision="ieee")
         tl.store(maxima + at, maximum, mask=m < G * Q)
         tl.store(sums + at, total, mask=m < G * Q)
         tl.store(outputs + at[:, None] * TILE_DV + dv[None, :], output, mask=(m < G * Q)[:, None])
+
+
+@triton.jit
+def _load_split(
+    keys, values, b, h, position, mask, d, dv,
+    keys_b, keys_h, keys_s, values_b, values_h, values_s, scale,
+    D: tl.constexpr, DV: tl.constexpr, IS_CODED: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Keys [D, N] and values [N, DV], or their codes, and the factors of scores and of weights."""
+    if IS_CODED:
+        k_row = b * keys_b + h * keys_h + position * keys_s
+        v_row = b * values_b + h * values_h + position * values_s
+        return load_coded_split(keys, values, k_row, v_row, d, dv, mask, scale, D, DV, dtype)
+    else:
+        k_at = keys + b * keys_b + h * keys_h + position[None, :] * keys_s + d[:, None]
+        k = tl.load(k_at, mask=mask[None, :] & (d[:, None] < D), other=0.0)
+        v_at = values + b * values_b + h * values_h + position[:, None] * values_s + dv[None, :]
+        v = tl.load(v_at, mask=mask[:, None] & (dv[None, :] < DV), other=0.0)
+        return k, v, scale, 1.0
 
 
 def readable(*states: Tensor) -> list[Tensor]:
@@ -210,7 +232,8 @@ def decode_attention_triton(
     """`decode_attention`: query [B, Hq, q, D], spans [B, q, 3], output [B, q, Hq, Dv]."""
     batch, query_heads, num_tokens, dim = query.shape
     heads = values.shape[1]
-    value_dim = values.shape[-1]
+    is_coded = holds_codes(keys, query)
+    value_dim = states_dim(values, is_coded)
     if any(tensor.stride(-1) != 1 for tensor in (query, keys, values, spans)):
         tensors = "query, keys, values and spans"
         raise ValueError(f"decode_attention needs {tensors} whose last dim has stride 1.")
@@ -241,7 +264,8 @@ def decode_attention_triton(
         *keys.stride()[:3],
         *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
-        HAS_SOFTCAP=softcap is not None, STAGES=_STAGES if query.element_size() == 2 else 1,
+        HAS_SOFTCAP=softcap is not None, IS_CODED=is_coded,
+        STAGES=_STAGES if query.element_size() == 2 else 1,
         num_warps=4 if tile_m <= 64 else 8, **both,
     )  # fmt: skip
     launch(

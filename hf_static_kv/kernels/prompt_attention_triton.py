@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_static_kv.cache.codes import holds_codes, states_dim
+from hf_static_kv.kernels.codes_triton import head_of, load_coded_split
 from hf_static_kv.kernels.decode_attention_triton import (
     LOG2_E,
     factors,
@@ -40,7 +42,7 @@ def prompt_attention(
     H: tl.constexpr, G: tl.constexpr, QUERIES: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, SPLIT_SIZE: tl.constexpr,
     STAGES: tl.constexpr, IN_ORDER: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, IS_CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(1) // H).to(tl.int64)
     h = (tl.program_id(1) % H).to(tl.int64)
@@ -69,8 +71,8 @@ def prompt_attention(
         maximum = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) * LOG2_E
         total = total + 1.0
     begin = seq_start + (lowest - seq_start) // SPLIT_SIZE * SPLIT_SIZE
-    k_at = keys + b * keys_b + h * keys_h
-    v_at = values + b * values_b + h * values_h
+    k_at = head_of(keys, b, h, keys_b, keys_h, IS_CODED)
+    v_at = head_of(values, b, h, values_b, values_h, IS_CODED)
     if IN_ORDER:
         for start in tl.range(begin, highest, SPLIT_SIZE, num_stages=STAGES):
             position = (start + n).to(tl.int64)
@@ -86,8 +88,8 @@ def prompt_attention(
             merged = tl.fma(merged, rescale[:, None], split_output * factor[:, None])
     else:
         total, merged = _add_splits(
-            q, k_at, v_at, first, end, begin, lowest, highest, maximum, total, merged,
-            keys_s, values_s, scale, softcap, D, TILE_D, DV, TILE_DV, SPLIT_SIZE, STAGES, HAS_SOFTCAP,
+            q, k_at, v_at, first, end, begin, lowest, highest, maximum, total, merged, keys_s,
+            values_s, scale, softcap, D, TILE_D, DV, TILE_DV, SPLIT_SIZE, STAGES, HAS_SOFTCAP, IS_CODED,
         )  # fmt: skip
         total = tl.where(sees, total, 0.0)
     result = tl.where(total[:, None] > 0, merged / total[:, None], 0.0)  # an empty span gives zeros
@@ -121,6 +123,7 @@ def _add_splits(
     keys_s, values_s, scale, softcap,
     D: tl.constexpr, TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    IS_CODED: tl.constexpr,
 ):  # fmt: skip
     """Sum of weights and output of all splits. Those that all queries see need no mask."""
     d = tl.arange(0, TILE_D)
@@ -138,21 +141,26 @@ def _add_splits(
         for at in tl.range(start, stop, SPLIT_SIZE, num_stages=STAGES):
             position = (at + tl.arange(0, SPLIT_SIZE)).to(tl.int64)
             mask = (position >= lowest) & (position < highest)
-            k, v = _load_split(
-                k_at, v_at, position, mask, d, dv, keys_s, values_s,
-                D, TILE_D, DV, TILE_DV, part == 1,
-            )  # fmt: skip
+            k_scale, v_scale = scale, 1.0
+            if IS_CODED:
+                states = k_at, v_at, position * keys_s, position * values_s, d, dv
+                k, v, k_scale, v_scale = load_coded_split(*states, mask, scale, D, DV, q.dtype)
+            else:
+                k, v = _load_split(
+                    k_at, v_at, position, mask, d, dv, keys_s, values_s,
+                    D, TILE_D, DV, TILE_DV, part == 1,
+                )  # fmt: skip
             maximum, total, merged = _add_split(
-                q, k, v, position, first, end, maximum, total, merged, scale, softcap,
-                HAS_SOFTCAP, part == 1,
+                q, k, v, position, first, end, maximum, total, merged, k_scale, v_scale, softcap,
+                HAS_SOFTCAP, part == 1, IS_CODED,
             )  # fmt: skip
     return total, merged
 
 
 @triton.jit
 def _add_split(
-    q, k, v, position, first, end, maximum, total, merged, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, IS_WHOLE: tl.constexpr,
+    q, k, v, position, first, end, maximum, total, merged, scale, v_scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, IS_WHOLE: tl.constexpr, IS_CODED: tl.constexpr,
 ):  # fmt: skip
     """Maximum, sum of weights and output with one more split, as in flash attention."""
     score = tl.dot(q, k, input_precision="ieee") * scale
@@ -166,6 +174,8 @@ def _add_split(
     reference = tl.where(maximum == -float("inf"), 0.0, maximum)
     p = tl.exp2(score - reference[:, None])
     total = total * rescale + tl.sum(p, 1)
+    if IS_CODED:
+        p = p * v_scale
     merged = tl.dot(p.to(v.dtype), v, merged * rescale[:, None], input_precision="ieee")
     return maximum, total, merged
 
@@ -185,7 +195,8 @@ def prompt_attention_triton(
     """Attention of queries [B, Hq, q, D] with spans [B, q, 3]; output [B, q, Hq, Dv]."""
     query, keys, values = readable(query, keys, values)
     batch, query_heads, length, dim = query.shape
-    _, heads, _, value_dim = values.shape
+    is_coded = holds_codes(keys, query)
+    heads, value_dim = values.shape[1], states_dim(values, is_coded)
     groups = query_heads // heads
     tile_d, tile_dv, split_size = tiles(dim, value_dim)
     half = 64, 4 if tile_d <= 128 else 8, 2
@@ -202,7 +213,7 @@ def prompt_attention_triton(
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *spans.stride()[:2],
         H=heads, G=groups, QUERIES=queries,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, SPLIT_SIZE=split_size,
-        STAGES=stages, IN_ORDER=in_order,
+        STAGES=stages, IN_ORDER=in_order, IS_CODED=is_coded,
         HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None, num_warps=num_warps,
     )  # fmt: skip
     return output

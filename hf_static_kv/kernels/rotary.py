@@ -11,7 +11,7 @@ rotate_and_write    with optional RMS norms over the head dim, and the write to 
     keys[b, :, slots[b, t]] = key[b, :, t]      values[b, :, slots[b, t]] = value[b, :, t]
 
     value: [B, H, q, Dv]   keys: [B, H, S, D]   values: [B, H, S, Dv]   slots: [B, q], int64
-    keys and values may have codes (codes.py), in plain PyTorch
+    keys and values may have codes (codes.py)
 """
 
 import torch
@@ -72,7 +72,7 @@ def rotate_and_write(
     arguments = query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
     _check(*arguments)
     styles = [None if one is None else one.style for one in (query_norm, key_norm)]
-    if query.is_cuda and styles[0] == styles[1] and not holds_codes(keys, key):
+    if query.is_cuda and styles[0] == styles[1]:
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
 
         return rotate_and_write_triton(*arguments, angles_ready)

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from hf_static_kv.cache.codes import holds_codes
+from hf_static_kv.kernels.codes_triton import store_codes
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.norm_triton import (
     TritonNorm,
@@ -85,7 +87,7 @@ def rope_and_cache_write(
     cos_b, cos_t, sin_b, sin_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, S, Q,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TILE: tl.constexpr, TILE_V: tl.constexpr, HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr,
-    HAS_ANGLES: tl.constexpr, ANGLES_READY: tl.constexpr, PDL: tl.constexpr,
+    HAS_ANGLES: tl.constexpr, IS_CODED: tl.constexpr, ANGLES_READY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) // (HQ + H)).to(tl.int64)
     h = (tl.program_id(0) % (HQ + H)).to(tl.int64)
@@ -120,15 +122,23 @@ def rope_and_cache_write(
     has_room = slot < S  # else a full cache, which the host refuses: never write into another head
     if is_key:
         v = tl.load(value + b * value_b + t * value_t + h * value_h + dv, mask=dv < DV)
-        y = keys + b * keys_b + h * keys_h + slot * keys_s
-        value_at = values + b * values_b + h * values_h + slot * values_s + dv
-        tl.store(value_at, v, mask=(dv < DV) & has_room)
+        if IS_CODED:
+            value_at = values + b * values_b + h * values_h + slot * values_s
+            store_codes(value_at, dv, v, has_room, DV)
+        else:
+            y = keys + b * keys_b + h * keys_h + slot * keys_s
+            value_at = values + b * values_b + h * values_h + slot * values_s + dv
+            tl.store(value_at, v, mask=(dv < DV) & has_room)
     if HAS_NORM:
         scale = rms_scale(head, eps, D)
         head = rms_multiply(head, scale, w, norm_offset, CAST_FIRST)
         swapped = rms_multiply(swapped, scale, swapped_w, norm_offset, CAST_FIRST)
     if HAS_ANGLES:
         head = _rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
+    if IS_CODED:
+        key_at = keys + b * keys_b + h * keys_h + slot * keys_s
+        store_codes(key_at, d, head, has_room & is_key, D)
+        has_room = is_key == 0
     tl.store(y + d, head, mask=(d < D) & (has_room | (is_key == 0)))
 
 
@@ -140,7 +150,7 @@ def rope_and_cache_write_tiles(
     cos_b, cos_t, sin_b, sin_t, keys_b, keys_h, keys_s, values_b, values_h, values_s, S, Q,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     TILE: tl.constexpr, TILE_V: tl.constexpr, HAS_NORM: tl.constexpr, CAST_FIRST: tl.constexpr,
-    HAS_ANGLES: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
+    HAS_ANGLES: tl.constexpr, IS_CODED: tl.constexpr, TOKENS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As `rope_and_cache_write`, for several tokens of a head. A warp has a token: its sums have
     the order, and the bits, of that kernel."""
@@ -159,13 +169,18 @@ def rope_and_cache_write_tiles(
     if is_key:
         h -= HQ
         x = key + b * key_b + h * key_h + t * key_t
-        y = keys + b * keys_b + h * keys_h + slot * keys_s
+        if not IS_CODED:
+            y = keys + b * keys_b + h * keys_h + slot * keys_s
         weight = key_weight
         eps = key_eps
         has_value = (t < Q) & (dv < DV)
         v = tl.load(value + b * value_b + h * value_h + t * value_t + dv, mask=has_value)
-        value_at = values + b * values_b + h * values_h + slot * values_s + dv
-        tl.store(value_at, v, mask=has_value & (slot < S))
+        if IS_CODED:
+            value_at = values + b * values_b + h * values_h + slot * values_s
+            store_codes(value_at, dv, v, (t < Q) & (slot < S), DV)
+        else:
+            value_at = values + b * values_b + h * values_h + slot * values_s + dv
+            tl.store(value_at, v, mask=has_value & (slot < S))
     mask = (t < Q) & (d < D)
     swap = tl.where(d < D // 2, d + D // 2, d - D // 2)
     head = tl.load(x + d, mask=mask, other=0.0)
@@ -180,6 +195,10 @@ def rope_and_cache_write_tiles(
         c = tl.load(cos + b * cos_b + t * cos_t + d, mask=mask)
         s = tl.load(sin + b * sin_b + t * sin_t + d, mask=mask)
         head = _rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
+    if IS_CODED:
+        key_at = keys + b * keys_b + h * keys_h + slot * keys_s
+        store_codes(key_at, d, head, (t < Q) & (slot < S) & is_key, D)
+        mask = mask & (is_key == 0)
     tl.store(y + d, head, mask=mask & ((slot < S) | (is_key == 0)))
 
 
@@ -220,7 +239,7 @@ def rotate_and_write_triton(
         "HQ": query_heads, "H": heads, "D": dim, "DV": value_dim,
         "TILE": tile, "TILE_V": triton.next_power_of_2(value_dim),
         "HAS_NORM": query_norm is not None, "CAST_FIRST": of_norm["CAST_FIRST"],
-        "HAS_ANGLES": cos is not None,
+        "HAS_ANGLES": cos is not None, "IS_CODED": holds_codes(keys, key),
         "enable_fp_fusion": False,  # as in the kernels of the parts
     }  # fmt: skip
     # A warp loads up to 512 bytes at once: of a longer head it would share the sum with others.

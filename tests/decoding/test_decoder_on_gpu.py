@@ -34,6 +34,20 @@ def run(model, cache, decoder, ids, **how):
     return model.generate(ids, **asked, past_key_values=cache, custom_generate=decoder)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_keys_and_values_in_8_bits_are_read_by_the_kernels(name, rows):
+    """In float32, where kernels and the loop of `generate` round apart by little."""
+    model = toy_model(name).cuda()
+    ids = PROMPT.repeat(rows, 1).cuda()
+    caches = [StaticContiguousCache.from_model(model, 60, rows, kv_dtype="int8") for _ in range(2)]
+    decoder = GraphDecoder()
+    for _ in range(3):  # the third prompt is a captured pass
+        tokens = run(model, caches[0], decoder, ids)
+    assert decoder.fallback_reason is None
+    assert torch.equal(tokens, run(model, caches[1], None, ids))
+
+
 def test_another_thread_may_wait_for_the_device_while_a_step_is_captured():
     stop, errors, waits = Event(), [], []
 

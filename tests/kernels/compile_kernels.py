@@ -40,6 +40,7 @@ POINTERS = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int64: "*i64",
+    torch.int8: "*i8",
 }
 POINTERS |= {torch.bool: "*i1", torch.int32: "*i32", torch.float64: "*fp64"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
@@ -128,6 +129,12 @@ def launch_attention(dtype, dim, heads):
     )
     several = torch.empty(1, heads, 5, dim, dtype=dtype)
     attend(several, keys, keys, torch.zeros(1, 5, 3, dtype=torch.int64), None, 0.1, 400)
+    coded = torch.empty(1, 4, 403, dim + 4, dtype=torch.int8)
+    attend(query, coded, coded, spans, None, 0.1, 400, spans_ready=True)
+    rows_attention_triton.rows_attention_triton(query, coded, coded, spans, 0.1, None, None)
+    prompt_attention_triton.prompt_attention_triton(
+        prompt, coded, coded, spans_of_prompt, 0.1, None, None, False
+    )
 
 
 def launch_small(dtype):
@@ -205,19 +212,12 @@ def launch_rotate_and_write(dtype, dim, style, tokens=1):
         .split([4, 2, 2], dim=1)
     )
     angles = torch.empty(1, tokens, dim, dtype=dtype)
-    keys = torch.empty(2, 2, 400, dim, dtype=dtype)
     norm = None if style is None else Norm(angles[0, 0], 1e-6, style)
-    rotary_triton.rotate_and_write_triton(
-        *heads,
-        angles,
-        angles,
-        keys,
-        keys,
-        torch.zeros(2, tokens).long(),
-        norm,
-        norm,
-        style is not None,
-    )
+    how = torch.zeros(2, tokens).long(), norm, norm, style is not None
+    keys = torch.empty(2, 2, 400, dim, dtype=dtype)
+    coded = torch.empty(2, 2, 403, dim + 4, dtype=torch.int8)
+    for storage in (keys, coded):
+        rotary_triton.rotate_and_write_triton(*heads, angles, angles, storage, storage, *how)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.provenance import provenance
+from hf_static_kv.cache.codes import encoded
 from hf_static_kv.kernels import (
     ban_tokens_triton,
     decode_attention_triton,
@@ -241,9 +242,11 @@ def run_attention(dtype: torch.dtype) -> None:
     keys, values = (normal(batch, kv_heads, slots, dim, dtype=dtype) for _ in range(2))
     query = normal(batch, heads, 1, dim, dtype=dtype)
     spans = torch.tensor([[[0, 0, slots]], [[20, 31, slots]]])
+    coded = encoded(keys), encoded(values)
     attend = decode_attention_triton.decode_attention_triton
     for in_order in (False, True):
         attend(query, keys, values, spans, None, 0.2, slots, spans_ready=True, in_order=in_order)
+    attend(query, *coded, spans, None, 0.2, slots, spans_ready=True)
     seen, weights = torch.ones(batch, slots, dtype=torch.bool), torch.empty(batch, heads, slots)
     attend(query, keys, values, spans, seen, 0.2, slots, weights=weights)
     several = normal(batch, heads, 3, dim, dtype=dtype)
@@ -255,6 +258,7 @@ def run_attention(dtype: torch.dtype) -> None:
     for rows in (query, several):
         own = spans[:, : rows.shape[2]]
         rows_attention_triton.rows_attention_triton(rows, keys, values, own, 0.2, 50.0, sinks)
+        rows_attention_triton.rows_attention_triton(rows, *coded, own, 0.2, None, None)
     ends = torch.arange(slots - 18, slots + 1)
     spans_of_prompt = torch.stack(
         [torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1
@@ -263,6 +267,9 @@ def run_attention(dtype: torch.dtype) -> None:
         prompt_attention_triton.prompt_attention_triton(
             prompt, keys, values, spans_of_prompt, 0.2, 50.0, sinks, in_order
         )
+    prompt_attention_triton.prompt_attention_triton(
+        prompt, *coded, spans_of_prompt, 0.2, None, None, False
+    )
 
 
 def run_norms(dtype: torch.dtype) -> None:
@@ -290,16 +297,18 @@ def run_rotary(dtype: torch.dtype) -> None:
         angle = normal(1, 1, 24, dtype=dtype)
         norm = None if style is None else Norm(angle[0, 0].clone(), 1e-6, style)
         ready = style is not None
-        rotary_triton.rotate_and_write_triton(
-            *heads, angle, angle, keys, values, last, norm, norm, ready
-        )
+        for storage in ((keys, values), (encoded(keys), encoded(values))):
+            rotary_triton.rotate_and_write_triton(
+                *heads, angle, angle, *storage, last, norm, norm, ready
+            )
         # Several tokens in an instance: a number that 8 does not divide, and some have no slot.
         many = [part.expand(2, -1, 19, -1).contiguous() for part in heads]
         slots = torch.arange(19).expand(2, 19).contiguous()
         angles = angle.expand(1, 19, 24).contiguous()
-        rotary_triton.rotate_and_write_triton(
-            *many, angles, angles, keys, values, slots, norm, norm
-        )
+        for storage in ((keys, values), (encoded(keys), encoded(values))):
+            rotary_triton.rotate_and_write_triton(
+                *many, angles, angles, *storage, slots, norm, norm
+            )
 
 
 def run_step(dtype: torch.dtype) -> None:
