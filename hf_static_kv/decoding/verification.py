@@ -41,6 +41,7 @@ from hf_static_kv.patching import (
     attention_implementation,
     without_cudnn,
 )
+from hf_static_kv.program.quantised import unrounded_inputs
 from hf_static_kv.program.record import leaves
 from hf_static_kv.program.step import DecodeStep, last_logits_only
 
@@ -246,11 +247,7 @@ def _ordinary_prompt(
         "position_ids": _default_positions(call, tokens),
         "past_key_values": call.cache,
     }
-    with (
-        step.on_shadow() as model,
-        attention_implementation(model, call.attention),
-        without_cudnn(),
-    ):
+    with _ordinary(step, call) as model:
         kept = {} if all_logits else last_logits_only(model)
         outputs = model(input_ids=tokens, use_cache=True, **inputs, **kept)
     logits = outputs.logits.float()
@@ -368,16 +365,25 @@ def _ordinary_logits(step: DecodeStep, call: Call, case: Case, tokens: Tensor) -
         **call.step_inputs.tensors,
     }
     cache.mark_written(case.position - cache.seq_len)
-    # Without cuDNN, which would build a plan for this one call.
-    with (
-        step.on_shadow() as model,
-        attention_implementation(model, call.attention),
-        without_cudnn(),
-        _unread(call),
-    ):
+    with _ordinary(step, call) as model, _unread(call):
         outputs = model(input_ids=tokens[:, None], **inputs)
     cache.restore(here)  # `verify` does so after an exception
     return outputs.logits[:, -1].float()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _ordinary(step: DecodeStep, call: Call) -> Iterator[Any]:
+    """The model as ordinary passes run it, with the user's own attention.
+
+    Where the step rounds fewer inputs than a package does, the model rounds as few.
+    """
+    with (
+        step.on_shadow() as model,
+        attention_implementation(model, call.attention),
+        without_cudnn(),  # which would build a plan for this one call
+        unrounded_inputs(model) if step.rounds_fewer_inputs else nullcontext(),
+    ):
+        yield model
 
 
 def _unread(call: Call) -> AbstractContextManager[object]:

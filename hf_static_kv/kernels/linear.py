@@ -17,6 +17,7 @@ their batch-invariant forms.
 `fused_linears` is one launch for one token. It rounds where the operations of a model round, except
 after the norm: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32. With
 transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
+It takes packed weights (packed.py) too, which have four or eight bits: of up to 16 tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from torch import Tensor
 
 from hf_static_kv.kernels import norm as norms
 from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
+from hf_static_kv.kernels.packed import Packed, layout_of, unpacked
 
 MAX_TOKENS = 64
 MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
@@ -45,7 +47,7 @@ ACTIVATIONS: dict[str, partial[Tensor]] = {
 class Linear(NamedTuple):
     """Linear layers with one input, and what `fused_linears` computes with them."""
 
-    weights: list[Tensor]  # [N_i, K]
+    weights: list[Any]  # [N_i, K]: tensors, or `Packed` ones of one kind
     biases: list[Tensor]  # as many, or none
     norm: Norm | None = None  # an RMS norm of the input
     activation: str = ""  # one of `ACTIVATIONS`, or none
@@ -92,7 +94,7 @@ def _(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
     return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
 
 
-def check_linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> None:
+def check_linears(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor]) -> None:
     """Raise ValueError if shapes or dtypes do not fit."""
     if not 1 <= len(weights) <= MAX_WEIGHTS or len(biases) not in (0, len(weights)):
         takes = f"1 to {MAX_WEIGHTS} weights and as many biases or none"
@@ -120,8 +122,9 @@ def linears_kernel(
     return run(x, weights, biases, activation)
 
 
-def linears_plain(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensor:
-    parts = [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(weights)]
+def linears_plain(x: Tensor, weights: Sequence[Any], biases: Sequence[Tensor]) -> Tensor:
+    plain = [unpacked(weight) if isinstance(weight, Packed) else weight for weight in weights]
+    parts = [F.linear(x, w, biases[i] if biases else None) for i, w in enumerate(plain)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)  # of one part it is a copy
 
 
@@ -190,6 +193,8 @@ def activation_name(function: Any, keywords: Mapping[str, Any]) -> str:
 def fused_linears(x: Tensor, layer: Linear) -> Tensor:
     """Linear layers with the RMS norm before them, and the activation and the sum after them."""
     check_fused(x, layer)
+    if is_packed(layer):
+        return _packed_linears(x, layer)
     if not fuses(x, layer):
         return fused_linears_plain(x, layer)
     if layer.norm is not None and not _are_contiguous(layer.weights):
@@ -198,6 +203,21 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
     return fused_linears_triton(x, *layer)
+
+
+def is_packed(layer: Linear) -> bool:
+    """Whether the weights have four or eight bits."""
+    return isinstance(layer.weights[0], Packed)
+
+
+def _packed_linears(x: Tensor, layer: Linear) -> Tensor:
+    if len({layout_of(weight) for weight in layer.weights}) > 1:
+        raise ValueError("Packed weights of one launch must be of one kind: run these apart.")
+    if not x.is_cuda:
+        return fused_linears_plain(x, layer)
+    from hf_static_kv.kernels.packed_triton import packed_linears_triton
+
+    return packed_linears_triton(x, *layer)
 
 
 def check_fused(x: Tensor, layer: Linear) -> None:

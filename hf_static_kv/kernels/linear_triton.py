@@ -90,14 +90,14 @@ def linear_few_tokens(
     total += _unpack(tile, dtype, IS_PAIRED) * x_tile[None, :]
     if IS_GATED:
         up += _unpack(up_tile, dtype, IS_PAIRED) * x_tile[None, :]
-    result = _finish_sum(tl.sum(total, 1), scale, bias, HAS_NORM, HAS_BIAS)
-    factor = _finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS) if IS_GATED else 1.0
-    result = _epilogue(result, factor, residual_tile, dtype, ACTIVATION, IS_GATED, HAS_RESIDUAL)
+    result = finish_sum(tl.sum(total, 1), scale, bias, HAS_NORM, HAS_BIAS)
+    factor = finish_sum(tl.sum(up, 1), scale, up_bias, HAS_NORM, HAS_BIAS) if IS_GATED else 1.0
+    result = epilogue(result, factor, residual_tile, dtype, ACTIVATION, IS_GATED, HAS_RESIDUAL)
     tl.store(y + y_start + n, result.to(dtype), mask=n < N)
 
 
 @triton.jit
-def _epilogue(
+def epilogue(
     result, factor, residual, dtype: tl.constexpr,
     ACTIVATION: tl.constexpr, IS_GATED: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -152,8 +152,8 @@ def linear_transposed(
         if IS_SPLIT:
             tl.store(counters + block, 0)  # for the next launch
             result = _add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
-        result = _finish_sum(result, 1.0, bias, False, HAS_BIAS)
-        result = _epilogue(result, 1.0, residual_tile, dtype, ACTIVATION, False, HAS_RESIDUAL)
+        result = finish_sum(result, 1.0, bias, False, HAS_BIAS)
+        result = epilogue(result, 1.0, residual_tile, dtype, ACTIVATION, False, HAS_RESIDUAL)
         tl.store(y + y_start + n, result.to(dtype), mask=n < N)
 
 
@@ -236,7 +236,7 @@ def _load_parts(sums, part, n, N, size, parts):
 
 
 @triton.jit
-def _finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
+def finish_sum(total, scale, bias, HAS_NORM: tl.constexpr, HAS_BIAS: tl.constexpr):
     """The sum over K, scaled and with the bias: [TILE_N] in float32."""
     if HAS_NORM:
         total *= scale
@@ -403,7 +403,7 @@ def _counters(x: Tensor, number: int) -> Tensor:
     return x.new_zeros(number, dtype=torch.int32)
 
 
-def output_sizes(weights: Sequence[Tensor], is_gated: bool) -> list[int]:
+def output_sizes(weights: Sequence[Any], is_gated: bool) -> list[int]:
     """The output features of each weight; gate and up have one output together."""
     return [weight.shape[0] for weight in (weights[:1] if is_gated else weights)]
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_static_kv.kernels.linear import Linear
+from hf_static_kv.kernels.linear import Linear, is_packed
 from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, add_norm, norm
 from hf_static_kv.kernels.persistent_step import Plan, PlannedLayer
 from hf_static_kv.kernels.rotary import rotate_and_write
@@ -93,6 +93,8 @@ class _Unfused:
         assert found is not None
         x = found.x
         layer: Linear = found.layer
+        if is_packed(layer):
+            raise Unplanned("weights have four or eight bits")
         if layer.norm is not None:
             x = self._add("norm", [x], [object()], layer.norm)
         if layer.is_gated and not layer.biases and layer.residual is None:

@@ -24,12 +24,15 @@ from hf_static_kv.kernels.linear import (
     activation_name,
     fused_linears,
     gated_linear,
+    is_packed,
     linear_add_norm,
     linears,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
+from hf_static_kv.kernels.packed import layout_of
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.activations import activated
+from hf_static_kv.program.quantised import packed_linear
 from hf_static_kv.program.record import Operation, Program, Value
 from hf_static_kv.program.rotary import angle_table, angles, lookup
 
@@ -155,8 +158,9 @@ def write_rotated(program: Program) -> None:
 def run_linear(x: Tensor, layer: Linear) -> Any:
     """The output; where several weights share the input, a tuple of outputs."""
     weights = layer.weights
+    is_plain = layer.norm is None and layer.residual is None and not is_packed(layer)
     # As inside `exact`.
-    if layer.norm is None and layer.residual is None and (layer.is_gated or not layer.activation):
+    if is_plain and (layer.is_gated or not layer.activation):
         y = (
             gated_linear(x, *weights, layer.activation)
             if layer.is_gated
@@ -211,6 +215,19 @@ def few_tokens(program: Program) -> None:
         if _is_plain_linear(x, weight, bias):
             layer = Linear([weight], [] if bias is None else [bias])
             program.fuse([call], run_linear, x, layer, results=call.results)
+
+
+@rule(keeps_bits=False)
+def packed_weights(program: Program) -> None:
+    """
+    y = packed_linear(x, w, b)              ->   y = run_linear(x, [w], [b])         (four or eight bits)
+
+    Without this rule quantised layers are recorded as their package computes them.
+    """
+    for call in program.calls_of(packed_linear):
+        x, weight, bias = call.args
+        layer = Linear([weight], [] if bias is None else [bias])
+        program.fuse([call], run_linear, x, layer, results=call.results)
 
 
 @rule(keeps_bits=False)
@@ -294,7 +311,7 @@ def product(program: Program) -> None:
 
 def _gate_and_up(
     gate: Found | None, up: Found | None
-) -> tuple[Any, list[Tensor], list[Operation]] | None:
+) -> tuple[Any, list[Any], list[Operation]] | None:
     """Input, weights and calls where these are two linear layers without biases that fit each
     other.
     """
@@ -303,15 +320,13 @@ def _gate_and_up(
     if any(one.layer[1:] != Linear([], [])[1:] for one in (gate, up)):
         return None
     weights = [*gate.layer.weights, *up.layer.weights]
-    kinds = {(weight.shape, weight.stride()) for weight in weights}
+    kinds = {(weight.shape, weight.stride(), layout_of(weight)) for weight in weights}
     return (
         (gate.x, weights, [gate.call, up.call]) if len(weights) == 2 and len(kinds) == 1 else None
     )
 
 
-def _halves(
-    program: Program, gate: Any, up: Any
-) -> tuple[Any, list[Tensor], list[Operation]] | None:
+def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Any], list[Operation]] | None:
     """The same where gate and up are the halves of the output of one linear layer (Phi 3, GLM 4)."""
     split = program.maker(gate)
     if (
@@ -324,7 +339,7 @@ def _halves(
     dims = (*split.args[1:], *split.kwargs.values())
     if found is None or dims not in ((2, -1), (2, len(split.args[0].shape) - 1)):
         return None
-    if found.layer.biases:
+    if found.layer.biases or is_packed(found.layer):
         return None
     return (found.x, list(found.layer.weights[0].chunk(2)), [found.call, split])
 
@@ -352,7 +367,7 @@ def shared_input(program: Program) -> None:
     for found in filter(None, map(found_linear, program)):
         weights, biases, *around = found.layer
         if len(weights) == 1 and around == [None, "", False, None] and found.tokens <= MAX_TOKENS:
-            kind = id(found.x), len(biases), weights[0].dtype, weights[0].is_contiguous()
+            kind = id(found.x), len(biases), layout_of(weights[0])
             groups.setdefault(kind, []).append(found)
     for group in groups.values():
         for i in range(0, len(group), MAX_WEIGHTS):

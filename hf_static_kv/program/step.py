@@ -39,6 +39,7 @@ from hf_static_kv.program.experts import one_operation_experts, one_operation_ro
 from hf_static_kv.program.norms import fused_norms
 from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.preload import TRITON, wait_for
+from hf_static_kv.program.quantised import one_operation_quantised, rounds_inputs
 from hf_static_kv.program.record import Program, Recorder, leaves
 from hf_static_kv.program.rotary import fused_rotary, lookup, one_operation_angles
 from hf_static_kv.program.rules import rewrite
@@ -128,6 +129,8 @@ class DecodeStep:
         self._buffers: list[Tensor] = []  # of a kernel in the place of the list
         self._settings = dict(settings or {})
         self._shadow: PreTrainedModel | None = None
+        # A package rounds the inputs of a layer to eight bits, and the list does not.
+        self.rounds_fewer_inputs = False
 
     def _step_layers(self, cache: StaticContiguousCache) -> dict[int, StepLayer]:
         keyed = [i for i, layer in enumerate(cache.layers) if layer in cache.kv_layers]
@@ -260,6 +263,9 @@ class DecodeStep:
             if not is_exact and changes.enter_context(one_operation_experts(model)):
                 # A router whose launches are skipped gives no valid index to other operations.
                 changes.enter_context(one_operation_routers(model))
+            if not is_exact and "packed_weights" not in without:
+                packed = changes.enter_context(one_operation_quantised(model, self.token.numel()))
+                self.rounds_fewer_inputs = any(map(rounds_inputs, packed))
             changes.enter_context(fused_rotary(model, only_here=True))
             for change in (fused_norms, one_operation_angles, named_activations):
                 changes.enter_context(change(model))

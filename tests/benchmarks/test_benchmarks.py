@@ -57,6 +57,7 @@ class InThisProcess:
 def run(monkeypatch, capsys):
     """Runs a script's `main` with these arguments in this process, with few trials."""
     import bench_exact
+    import bench_quantised
     import bench_serve
     import bench_step
     import bench_training
@@ -66,7 +67,7 @@ def run(monkeypatch, capsys):
     monkeypatch.setitem(measure.BANDWIDTH_BYTES, "cpu", 1 << 16)
     for module in (contest, bench_serve):
         monkeypatch.setattr(module, "FreshProcess", InThisProcess)
-    for module in (bench_exact, bench_training, bench_step):
+    for module in (bench_exact, bench_training, bench_step, bench_quantised):
         monkeypatch.setattr(module, "TRIALS", 1)
     monkeypatch.setattr(bench_exact, "ROWS", 2)
     monkeypatch.setattr(bench_step, "REPLAY_TRIALS", 1)
@@ -299,6 +300,7 @@ TINY = {
     "generation": "--compare --prompt-len 8 --new-tokens 5 --uncached-tokens 4 --trials 2",
     "generation --lengths 3 6": "--trials 2",
     "files": "--tokens 20 --question-tokens 3 --trials 2",
+    "quantised": "--formats nf4,torchao-int8 --prompt-len 8 --new-tokens 4 --compared-tokens 3",
     "serve": "--users 1 2 --baseline-users 1 --baseline-tokens 2 --prompt-len 8 --new-tokens 4 --questions 2",
     "sampling": "--prompt-len 8 --new-tokens 4 --plain-tokens 3 --trials 2",
     "step": "--prompt-len 8 --new-tokens 8",
@@ -348,13 +350,38 @@ class TestScripts:
             pytest.importorskip(
                 "fastapi", reason="fastapi is not installed: see the extra `examples`"
             )
+        for package in ("bitsandbytes", "torchao") if name == "quantised" else ():
+            pytest.importorskip(
+                package, reason=f"{package} is not installed: see the extra `clients`"
+            )
         record = record_of(*tiny(name))
         assert record.keys() >= PROVENANCE
+        if name == "quantised":
+            errors = [way["error"] for row in record["rows"] for way in row["ways"].values()]
+            assert len(errors) == 6
+            assert max(errors) < 1e-5
         if name in ("exact", "training"):
             assert set(record["differences"]["exact"].values()) == {0}
         if name == "sampling":
             ours = [row for row in record["rows"] if row["contender"] == "graph"]
             assert all(row["on_device"] and row["fallback_reason"] is None for row in ours)
+
+    def test_quantised_layers_that_are_not_packed(self, record_of, run, monkeypatch):
+        """A package that is absent is a row; layers that our kernel does not read are a problem."""
+        import bench_quantised
+
+        def absent(linear):
+            raise ImportError("no module of this name")
+
+        monkeypatch.setitem(bench_quantised.FORMATS, "nf4", absent)
+        monkeypatch.setitem(bench_quantised.FORMATS, "fp4", lambda linear: linear)
+        sizes = {"--prompt-len": 8, "--new-tokens": 4, "--compared-tokens": 3}
+        options = [*(word for size in sizes.items() for word in size), "--formats"]
+        (row,) = record_of("bench_quantised", *options, "nf4")["rows"]
+        assert row["unavailable"] == "ImportError: no module of this name"
+        result = run("bench_quantised", "--model", "llama", "--device", "cpu", *options, "fp4")
+        assert result.returncode == 1
+        assert "fp4: 0 of 42 layers are packed" in result.stdout
 
     def test_forced_drafts(self, record_of):
         """All of them right: nine tokens a pass. None, and always tried: one."""

@@ -6,6 +6,10 @@ import pytest
 import transformers
 from transformers import AutoModelForCausalLM
 
+from hf_static_kv import GraphDecoder, StaticContiguousCache
+from hf_static_kv.kernels.linear import is_packed
+from hf_static_kv.program import quantised, step
+from hf_static_kv.program.rules import run_linear
 from hf_static_kv.testing import find_source, load_model
 from tests.clients.conftest import CHAT_TEMPLATE, DEVICE, QUESTION, same_with_attach
 
@@ -108,3 +112,38 @@ def test_quantised_weights(kind):
     _, tokenizer = load_model("llama")
     _, info = same_with_attach(model, lambda: generated(model, tokenizer))
     assert (info.calls, len(info.caches)) == (1, 1)
+
+
+def nested_4bit():
+    library("bitsandbytes")
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+
+
+@pytest.mark.parametrize("kind", [torchao, bitsandbytes_4bit, nested_4bit, quanto])
+def test_quantised_weights_are_read_by_our_kernel(kind, monkeypatch):
+    """On a CPU its plain twin. Every layer but the head is packed, and the tokens are the same."""
+    monkeypatch.setattr(quantised, "DEVICES", (DEVICE,))
+    model = AutoModelForCausalLM.from_pretrained(
+        find_source("llama").location, quantization_config=kind(), device_map=DEVICE
+    )
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # it would change the weights for the CPU
+    _, tokenizer = load_model("llama")
+    found = []
+    own = step.rewrite
+
+    def noting(program, *args, **kwargs):
+        own(program, *args, **kwargs)
+        layers = [call.args[1] for call in program.calls_of(run_linear)]
+        found.append(sum(len(one.weights) for one in layers if is_packed(one)))
+
+    monkeypatch.setattr(step, "rewrite", noting)
+    decoder = GraphDecoder()
+    cache = StaticContiguousCache.from_model(model, 64)
+    expected = generated(model, tokenizer)
+    assert generated(model, tokenizer, past_key_values=cache, custom_generate=decoder) == expected
+    assert decoder.fallback_reason is None
+    assert found == [7 * model.config.num_hidden_layers]

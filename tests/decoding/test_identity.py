@@ -23,8 +23,10 @@ from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import steps as steps_module
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import type_without_address
+from hf_static_kv.program import quantised
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
 from tests.decoding.mutations import COUNTERS, MUTATIONS, read_by_forward
+from tests.quantised_layers import Linear4bit, layers_of, quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PROMPT = PROMPT.to(DEVICE)
@@ -493,3 +495,88 @@ def test_what_is_too_large_counts_as_the_object_that_it_is():
     assert pass_state(model) == before
     model.model.data = list(model.model.data)
     assert pass_state(model) != before
+
+
+class TestQuantisedWeights:
+    """A step reads the memory of packed weights: what is written there counts, and other memory makes
+    another step.
+    """
+
+    @pytest.fixture
+    def decoding(self, monkeypatch):
+        monkeypatch.setattr(quantised, "DEVICES", (DEVICE,))
+        decoding = Decoding()
+        decoding.model = quantise(
+            toy_model("llama", hidden_size=64, intermediate_size=128).to(DEVICE)
+        )
+        decoding.cache = StaticContiguousCache.from_model(decoding.model, 40)
+        assert quantised.packed_weights(decoding.model)
+        assert decoding.steps() == 1
+        return decoding
+
+    @pytest.mark.parametrize("name", ["weight", "absmax"])
+    def test_written_in_place(self, decoding, name):
+        for layer in layers_of(decoding.model):
+            state = layer.quant_state
+            layer.weight.data.bitwise_xor_(3) if name == "weight" else state.absmax.mul_(1.5)
+        assert decoding.steps() == 1
+
+    def test_other_codes(self, decoding):
+        for layer in layers_of(decoding.model):
+            layer.weight.data = layer.weight.data ^ 3
+        assert decoding.steps() == 2
+
+    def test_other_scales(self, decoding):
+        for layer in layers_of(decoding.model):
+            layer.quant_state.absmax = layer.quant_state.absmax * 1.5
+        assert decoding.steps() == 2
+
+    def test_another_table(self, decoding):
+        for layer in layers_of(decoding.model):
+            layer.quant_state.quant_type = "fp4"
+        # The layers of the toy compute as before: now they are no longer packed.
+        assert not quantised.packed_weights(decoding.model)
+        assert decoding.steps() == 2
+
+    def test_dequantised(self, decoding):
+        for module in list(decoding.model.modules()):
+            for name, child in list(module.named_children()):
+                if isinstance(child, Linear4bit):
+                    linear = torch.nn.Linear(child.in_features, child.out_features, False)
+                    linear.weight.data = child.unpacked()
+                    setattr(module, name, linear)
+        assert decoding.steps() == 2
+
+    def test_adapters_that_are_switched(self, decoding):
+        class Adapter(torch.nn.Module):
+            def __init__(self, base):
+                super().__init__()
+                self.base, self.scale, self.is_active = (
+                    base,
+                    torch.nn.Parameter(torch.ones(1)),
+                    True,
+                )
+
+            def forward(self, x):
+                y = self.base(x)
+                return y + self.scale * x.mean() if self.is_active else y
+
+        adapters = []
+        for layer in decoding.model.model.layers:
+            layer.mlp.down_proj = Adapter(layer.mlp.down_proj).to(DEVICE)
+            adapters.append(layer.mlp.down_proj)
+        assert len(quantised.packed_weights(decoding.model)) == 14
+        assert decoding.steps() == 2
+        for adapter in adapters:
+            adapter.is_active = False
+        assert decoding.steps() == 3
+        for adapter in adapters:
+            adapter.is_active = True
+        assert decoding.steps() == 3
+
+    def test_the_memory_of_a_weight_is_noted(self, decoding):
+        (step,) = decoding.decoder.steps.by_cache[decoding.cache].values()
+        assert step.is_in_place
+        layer = layers_of(decoding.model)[0]
+        layer.weight.data = layer.weight.data.clone()
+        assert not step.is_in_place

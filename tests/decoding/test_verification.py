@@ -5,18 +5,20 @@ On a GPU the dev models at their true shapes; elsewhere toys.
 """
 
 import itertools
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import verification
-from hf_static_kv.program import rules
+from hf_static_kv.program import quantised, rules
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.positions import Positions
 from hf_static_kv.program.step import DecodeStep
 from hf_static_kv.testing import dev_config, random_model, tiny_config
 from tests.conftest import ARCHITECTURES, COMMON, PROMPT, tiny_model, toy_model
+from tests.quantised_layers import Linear4bit, Linear8bit, quantise
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -322,3 +324,39 @@ def test_a_planted_fault_reaches_no_token(name, fault):
         step for step in decoder.steps.by_cache[cache].values() if isinstance(step, DecodeStep)
     ]
     assert decoder.fallback_reason is not None or not any(step.is_recorded for step in steps)
+
+
+class TestQuantisedWeights:
+    """A package rounds the inputs of its layers to eight bits, and the step does not: it is compared with
+    ordinary passes that do not either.
+    """
+
+    def is_recorded(self, kind, monkeypatch):
+        """Whether the step of a call is a list: one that is not verified is the model itself."""
+        monkeypatch.setattr(quantised, "DEVICES", (DEVICE,))
+        model = quantise(toy_model("llama", hidden_size=64, intermediate_size=128).to(DEVICE), kind)
+        decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
+        ids = PROMPT.to(DEVICE)
+        model.generate(ids, past_key_values=cache, custom_generate=decoder, **COMMON)
+        assert decoder.fallback_reason is None
+        (step,) = decoder.steps.by_cache[cache].values()
+        return step.is_recorded
+
+    @pytest.mark.parametrize("kind", [Linear4bit, Linear8bit])
+    def test_a_sound_step_is_used(self, kind, monkeypatch):
+        assert self.is_recorded(kind, monkeypatch)
+
+    def test_an_ordinary_pass_that_rounds_inputs_is_too_far(self, monkeypatch):
+        monkeypatch.setattr(verification, "unrounded_inputs", lambda model: nullcontext())
+        assert not self.is_recorded(Linear8bit, monkeypatch)
+
+    def test_a_scale_that_the_step_does_not_apply_is_seen(self, monkeypatch):
+        own = quantised.read
+
+        def read(module, dtype):
+            weight = own(module, dtype)
+            return None if weight is None else weight._replace(factor=1.01)
+
+        monkeypatch.setattr(quantised, "read", read)
+        monkeypatch.setattr(quantised, "agrees", lambda module, weight: True)
+        assert not self.is_recorded(Linear4bit, monkeypatch)

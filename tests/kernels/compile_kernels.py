@@ -22,6 +22,7 @@ from hf_static_kv.kernels import (
     joint_linear_triton,
     linear_triton,
     norm_triton,
+    packed_triton,
     positions_triton,
     prompt_attention_triton,
     rotary_triton,
@@ -31,6 +32,7 @@ from hf_static_kv.kernels import (
 )
 from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
+from hf_static_kv.kernels.packed import Nested, Packed
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
 
@@ -43,6 +45,7 @@ POINTERS = {
     torch.int8: "*i8",
 }
 POINTERS |= {torch.bool: "*i1", torch.int32: "*i32", torch.float64: "*fp64"}
+POINTERS |= {torch.uint8: "*u8", torch.int8: "*i8"}
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl")
 
 
@@ -98,6 +101,41 @@ def launch_linears(dtype):
         joint_linear_triton.joint_linears_triton(tokens, [gate, up], [bias, bias])
         joint_linear_triton.joint_linears_triton(tokens, [gate, up], [], "silu")
         joint_linear_triton.linear_parts_triton(tokens, gate, 2)
+
+
+def packed_weights(dtype):
+    """A weight [512, 2048] of each format."""
+    shape = 512, 2048, dtype
+    codes, int8 = (
+        torch.empty(512, n, dtype=kind) for n, kind in ((1024, torch.uint8), (2048, torch.int8))
+    )
+    table, absmax = torch.empty(16), torch.empty(512, 32)
+    nested = Nested(torch.empty(256), torch.empty(64), torch.tensor(0.5))
+    pairs = torch.empty(16, 512, 2, dtype=dtype)
+    both = pairs[..., 0].t(), pairs[..., 1].t()
+    yield Packed(codes, "high_first", *shape, 64, absmax, table)
+    yield Packed(codes, "high_first", *shape, 64, absmax.to(torch.uint8), table, nested=nested)
+    yield Packed(int8, "bytes", *shape, 2048, absmax[:, :1], factor=1 / 127)
+    halves = codes.view(256, 2048)
+    yield Packed(halves, "halves", *shape, 128, both[0], zeros=both[1])
+    yield Packed(
+        codes.view(torch.int32), "tiles", *shape, 128, both[0], None, 8, zeros=both[1], added=True
+    )
+
+
+def launch_packed(dtype):
+    """As on a GPU: entries of a table are in the lanes of a warp."""
+    x, bias = torch.empty(1, 2048, dtype=dtype), torch.empty(512, dtype=dtype)
+    norm, y = (x[0], 1e-5, (0.0, True, False), None), torch.empty(1, 512, dtype=dtype)
+    with patch.object(packed_triton, "_shuffles", lambda x: True):
+        for weight in packed_weights(dtype):
+            packed_triton.packed_linears_triton(x, [weight] * 3, [bias] * 3)
+            packed_triton.packed_linears_triton(x, [weight], [], norm, "relu", False, y)
+            packed_triton.packed_linears_triton(x, [weight] * 2, [], None, "silu", True)
+            packed_triton.packed_linears_triton(x.expand(4, -1), [weight] * 3, [bias] * 3)
+            packed_triton.packed_linears_triton(
+                x.expand(16, -1), [weight] * 2, [], None, "silu", True
+            )
 
 
 def launch_experts(dtype, k):
@@ -229,6 +267,7 @@ if __name__ == "__main__":
     for module in LAUNCHERS:
         patch.object(module, "launch", launch).start()
     launch_linears(torch.bfloat16)
+    launch_packed(torch.bfloat16)
     launch_experts(torch.bfloat16, 8)
     launch_attention(torch.bfloat16, 64, 32)
     if capability >= 90:

@@ -36,6 +36,7 @@ from hf_static_kv.kernels import (
     launch_triton,
     linear_triton,
     norm_triton,
+    packed_triton,
     positions_triton,
     prompt_attention_triton,
     rotary_triton,
@@ -47,6 +48,7 @@ from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
+from tests.quantised_layers import FORMATS, Made
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "benchmarks" / "results" / "sanitizer.json"
@@ -178,6 +180,7 @@ def run_kernels(device: str) -> list[str]:
             # alone.
             run_linears(torch.bfloat16 if device == "cuda" else torch.float16)
             run_linears(torch.float32)
+            run_packed(torch.float16, device)
             for run in others:
                 run(torch.bfloat16 if device == "cuda" else torch.float32)
             if device == "cuda":
@@ -227,6 +230,21 @@ def run_linears(dtype: torch.dtype) -> None:
         )
     invariant_linear_triton.invariant_sum_triton(torch.randn(3, 77))
     linear_triton.activated_product_triton(gate, up, "gelu")
+
+
+def run_packed(dtype: torch.dtype, device: str) -> None:
+    """Every format; rows that no tile divides, and words of a row that fill no tile."""
+    for name in FORMATS:
+        weights = [Made(name, 24, 384, dtype, device, seed).packed for seed in (0, 1)]
+        x, residual = normal(1, 384, dtype=dtype) / 16, normal(1, 24, dtype=dtype)
+        norm, bias = (x[0].clone(), 1e-5, (0.0, True, False), None), normal(24, dtype=dtype)
+        linears = packed_triton.packed_linears_triton
+        linears(x, weights[:1], [bias], norm, "relu", False, residual)
+        linears(x, weights, [], None, "silu", True)
+        for tokens in (3, 11):
+            some = normal(tokens, 384, dtype=dtype) / 16
+            linears(some, weights, [bias, bias])
+            linears(some, weights, [], None, "silu", True)
 
 
 def run_experts(dtype: torch.dtype) -> None:

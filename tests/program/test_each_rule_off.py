@@ -9,15 +9,25 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import prompts
+from hf_static_kv.program import quantised
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.rules import RULES
-from tests.conftest import BATCH, COMMON, PROMPT, shared_toy_model
+from tests.conftest import BATCH, COMMON, PROMPT, shared_toy_model, toy_model
+from tests.quantised_layers import quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# RoPE with norms of queries and keys, windows and norms after layers, Conv1D with LayerNorm.
-TOYS = ("qwen3", "gemma3", "gpt2")
+# RoPE with norms of queries and keys, windows and norms after layers, Conv1D with LayerNorm, weights
+# with four bits.
+TOYS = ("qwen3", "gemma3", "gpt2", "quantised llama")
 PROMPTS = {"one row": PROMPT, "two rows": BATCH}
 SIZES = {"one row": (128,), "two rows": (16,)}  # there are rules for many tokens, and for some
+
+
+@cache
+def model_of(toy):
+    if toy != "quantised llama":
+        return shared_toy_model(toy, device=DEVICE)
+    return quantise(toy_model("llama", hidden_size=64, intermediate_size=128).to(DEVICE))
 
 
 def tokens(model, ids, **how):
@@ -29,7 +39,7 @@ def tokens(model, ids, **how):
 
 @cache
 def expected(toy, rows):
-    return tokens(shared_toy_model(toy, device=DEVICE), PROMPTS[rows], use_cache=False)
+    return tokens(model_of(toy), PROMPTS[rows], use_cache=False)
 
 
 @cache
@@ -37,7 +47,7 @@ def decoded(toy, rows, *without):
     """The tokens of the decoder, and the recorded lists that they come from: of a step and of a
     prompt.
     """
-    model, lists = shared_toy_model(toy, device=DEVICE), []
+    model, lists = model_of(toy), []
     rewrite = step_module.rewrite
 
     def noting(program, *args, **kwargs):
@@ -50,7 +60,8 @@ def decoded(toy, rows, *without):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "rewrite", noting)
         patch.setattr(prompts, "SIZES", SIZES[rows])
-        patch.setattr(prompts, "DEVICES", (DEVICE,))
+        for module in (prompts, quantised):
+            patch.setattr(module, "DEVICES", (DEVICE,))
         for _ in range(2):
             storage.reset()
             got = tokens(model, ids, past_key_values=storage, custom_generate=decoder)

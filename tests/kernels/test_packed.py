@@ -1,0 +1,212 @@
+"""Packed weights: unpacking in plain PyTorch, and the kernels against float64; on a CPU they run in
+Triton's interpreter.
+"""
+
+import re
+
+import pytest
+import torch
+
+from hf_static_kv.kernels import linear
+from hf_static_kv.kernels.linear import Linear, fused_linears, fused_linears_plain
+from hf_static_kv.kernels.norm import Norm, NormStyle
+from hf_static_kv.kernels.packed import (
+    LAYOUTS,
+    MAX_TOKENS,
+    TILE_STEPS,
+    is_readable,
+    layout_of,
+    unpacked,
+)
+from tests.kernels.test_step_kernels import DEVICE, DTYPES, normal
+from tests.quantised_layers import FORMATS, Made, pack
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from hf_static_kv.kernels import packed_triton
+from hf_static_kv.kernels.packed_triton import packed_linears_triton
+
+GEMMA = NormStyle(1.0, False)
+SINGLE = torch.finfo(torch.float32).eps
+
+
+def made(name, rows=24, columns=256, dtype=torch.float32, seed=0):
+    return Made(name, rows, columns, dtype, DEVICE, seed)
+
+
+def sums(x, weights, bias=0.0):
+    """x w^T + b in float64, and how far float32 sums of rounded terms may be from it.
+
+    A term is rounded four times (value with zero, scale, product, factor), a sum of K terms K times
+    and at its end three times (row scale, bias, dtype).
+    """
+    whole = torch.cat([weight.exact for weight in weights])
+    largest = torch.cat([weight.largest for weight in weights])
+    exact = x.double() @ whole.T + bias
+    terms = x.double().abs() @ largest.T + (bias.abs() if torch.is_tensor(bias) else 0.0)
+    return exact, (x.shape[-1] + 8) * SINGLE * terms + torch.finfo(x.dtype).eps * exact.abs(), terms
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FORMATS)
+def test_unpacked_against_float64(name, dtype):
+    weight = made(name, dtype=dtype)
+    got = unpacked(weight.packed)
+    bound = 4 * SINGLE * weight.largest + torch.finfo(dtype).eps * weight.exact.abs()
+    assert got.dtype == dtype
+    assert got.shape == weight.packed.shape == (24, 256)
+    assert ((got.double() - weight.exact).abs() <= bound).all()
+    assert is_readable(weight.packed)
+
+
+class TestOneToken:
+    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize("columns", [256, 2304])  # whole rows, and tiles that K does not fill
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_against_float64(self, name, dtype, columns, has_bias):
+        weights = [made(name, rows, columns, dtype, rows) for rows in (16, 8, 24)]
+        x = normal(1, columns, dtype=dtype)
+        biases = [normal(weight.packed.rows, dtype=dtype) for weight in weights] if has_bias else []
+        bias = torch.cat(biases).double() if has_bias else 0.0
+        exact, bound, _ = sums(x, weights, bias)
+        got = packed_linears_triton(x, [weight.packed for weight in weights], biases)
+        assert got.dtype == dtype
+        assert ((got.double() - exact).abs() <= bound).all()
+
+    @pytest.mark.parametrize("columns", [4, 12, 100])
+    def test_short_rows(self, columns):
+        weight, x = made("int8 rows", 5, columns), normal(1, columns)
+        exact, bound, _ = sums(x, [weight])
+        got = packed_linears_triton(x, [weight.packed], [])
+        assert is_readable(weight.packed)
+        assert ((got.double() - exact).abs() <= bound).all()
+
+    @pytest.mark.parametrize("rows", [1, 7])
+    def test_an_odd_number_of_rows(self, rows):
+        weights = [made("blocks", rows), made("blocks", 1, seed=1)]
+        x = normal(1, 256)
+        exact, bound, _ = sums(x, weights)
+        got = packed_linears_triton(x, [weight.packed for weight in weights], [])
+        assert ((got.double() - exact).abs() <= bound).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_a_norm_before(self, name, dtype):
+        weight = made(name, dtype=dtype)
+        x = 5 * normal(1, 256, dtype=dtype)
+        norm = Norm(normal(256, dtype=dtype, seed=7), 1e-5, GEMMA)
+        factor = torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + norm.eps)
+        states = x.double() * factor * (1 + norm.weight.double())
+        exact = states @ weight.exact.T
+        terms = states.abs() @ weight.largest.T
+        got = packed_linears_triton(x, [weight.packed], [], norm)
+        # Sums of the products and of the squares, and as many roundings of a term as of the sum.
+        bound = (2 * 256 + 24) * SINGLE * terms + torch.finfo(dtype).eps * exact.abs()
+        assert ((got.double() - exact).abs() <= bound).all()
+
+    @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
+    @pytest.mark.parametrize("is_gated", [False, True])
+    def test_what_follows_the_sum(self, activation, is_gated):
+        dtype = torch.float16
+        weights = [made("blocks", dtype=dtype, seed=seed).packed for seed in (0, 1)]
+        x = normal(1, 256, dtype=dtype) / 16
+        residual = normal(1, 24 if is_gated else 48, dtype=dtype)
+        layer = Linear(weights, [], None, activation, is_gated, residual)
+        y = packed_linears_triton(x, weights, [])
+        first, up = y.chunk(2, dim=-1) if is_gated else (y, 1)
+        expected = residual + (linear.activate(first, activation) if activation else first) * up
+        got = packed_linears_triton(x, *layer)
+        # Two ways to compute exp, erf and tanh: 2 eps of what is rounded next, three times.
+        bound = 8 * torch.finfo(dtype).eps * (residual.abs() + (first * up).abs() + first.abs())
+        assert ((got - expected).abs() <= bound).all()
+
+
+class TestFewTokens:
+    @pytest.mark.parametrize("tokens", [2, 11, MAX_TOKENS])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("name", FORMATS)
+    def test_against_float64(self, name, dtype, tokens):
+        weights = [made(name, rows, 384, dtype, rows) for rows in (16, 8, 24)]
+        x = normal(tokens, 384, dtype=dtype)
+        biases = [normal(weight.packed.rows, dtype=dtype) for weight in weights]
+        exact, bound, terms = sums(x, weights, torch.cat(biases).double())
+        if weights[0].packed.group < 384:  # a weight with groups is rounded to the dtype of x
+            bound += torch.finfo(dtype).eps / 2 * terms
+        got = packed_linears_triton(x, [weight.packed for weight in weights], biases)
+        assert ((got.double() - exact).abs() <= bound).all()
+
+    @pytest.mark.parametrize("name", ["nested blocks", "int8 rows", "int4 tiles"])
+    def test_a_gate(self, name):
+        weights = [made(name, seed=seed).packed for seed in (0, 1)]
+        x = normal(3, 256) / 16
+        got = packed_linears_triton(x, weights, [], None, "silu", True)
+        expected = fused_linears_plain(x, Linear(weights, [], None, "silu", True))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+    def test_what_follows_the_sum_of_one_token_alone(self):
+        weight, x = made("blocks").packed, normal(2, 256)
+        for around in ((None, "relu"), (None, "", False, x), (Norm(x[0], 1e-5, GEMMA),)):
+            with pytest.raises(ValueError, match="run these apart"):
+                packed_linears_triton(x, [weight], [], *around)
+
+
+@pytest.mark.parametrize(
+    ("layout", "sum_of_word"),
+    [
+        ("high_first", packed_triton._SUM_OF_HIGH_FIRST),
+        ("low_first", packed_triton._SUM_OF_LOW_FIRST),
+        ("tiles", packed_triton._SUM_OF_LOW_FIRST),
+        ("halves", packed_triton._SUM_OF_HALVES),
+    ],
+)
+def test_the_order_of_lookups(layout, sum_of_word):
+    """The interpreter does not run them: position i of the first word has input i of the PTX."""
+    codes = torch.randint(0, 16, (8, 128))
+    words = pack(codes, layout).reshape(-1).view(torch.int32)
+    steps = TILE_STEPS if layout == "tiles" else range(LAYOUTS[layout].in_word)
+    first = int(words[0]) >> (4 if layout == "halves" else 0)
+    ptx = sum_of_word.value
+    shifts = [int(shift) for shift in re.findall(r"shr.u32 code, \$2, (\d+);", ptx)]
+    inputs = [
+        int(number) - 3 for number in re.findall(r"fma.rn.f32 \$0, value, \$(\d+), \$0;", ptx)
+    ]
+    assert inputs == list(range(len(steps)))
+    assert [first >> shift & 15 for shift in shifts] == codes[0, list(steps)].tolist()
+
+
+class TestPacked:
+    def test_what_no_kernel_reads(self):
+        weight = made("blocks").packed
+        assert is_readable(weight)
+        for wrong in (
+            {"columns": 255},  # no whole words
+            {"group": 96},  # groups do not end with rows
+            {"rows": 25},  # more than there are codes
+            {"codes": weight.codes[:, 0][::2]},
+            {"scales": weight.scales[1:]},
+            {"layout": "bytes"},
+        ):
+            assert not is_readable(weight._replace(**wrong)), wrong
+        tiles = made("int4 tiles", 24).packed
+        assert not is_readable(tiles._replace(group=16))  # a word spans 32 columns
+
+    def test_weights_of_one_launch_are_of_one_kind(self):
+        blocks, rows = made("blocks").packed, made("int8 rows").packed
+        assert layout_of(blocks) != layout_of(rows)
+        assert layout_of(blocks) == layout_of(blocks._replace(rows=4))
+        assert layout_of(made("blocks", seed=1).packed) == layout_of(blocks)
+        assert layout_of(blocks._replace(table=blocks.table + 1)) != layout_of(blocks)
+        with pytest.raises(ValueError, match="one kind"):
+            fused_linears(normal(1, 256), Linear([blocks, rows], []))
+
+    def test_shapes_and_dtypes_are_checked(self):
+        weight = made("blocks").packed
+        with pytest.raises(ValueError, match="do not fit"):
+            fused_linears(normal(1, 128), Linear([weight], []))
+        with pytest.raises(ValueError, match="one dtype"):
+            fused_linears(normal(1, 256).half(), Linear([weight], []))
+
+    def test_nothing_is_copied(self):
+        weight = made("blocks").packed
+        assert packed_triton._words(weight).data_ptr() == weight.codes.data_ptr()
