@@ -101,6 +101,7 @@ def attach(
     max_rows: int = MAX_ROWS,
     speculate: str | None = None,
     assistant: Any = None,
+    kv_dtype: str | None = None,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
@@ -121,6 +122,8 @@ def attach(
             for a row. 1: each call by itself.
         speculate: "prompt" drafts tokens of every call from its text, as `prompt_lookup_num_tokens`.
         assistant: a smaller model that drafts tokens of every call, as `assistant_model`.
+        kv_dtype: "int8" stores keys and values in 8 bits: about half the memory, and other tokens.
+            Inside `exact` they are stored as they are.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -133,14 +136,10 @@ def attach(
     1
     >>> detach(model)
     """
-    inner = unwrapped(model, "attach")
-    if not inner.can_generate():
-        raise ValueError(
-            f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
-            "head."
-        )
+    inner = _generating(model)
     helper = _helper(inner, assistant)
-    settings = Settings(max_cache_len, max_bytes, reuse_prefix, exact, max_rows, speculate, helper)
+    sizes = max_cache_len, max_bytes
+    settings = Settings(*sizes, reuse_prefix, exact, max_rows, speculate, helper, kv_dtype)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
             pass
@@ -148,9 +147,20 @@ def attach(
     if known is not None and known.settings == settings:
         known.why_unserved = None
         return known
-    if (reason := unserved(inner)) is not None:
+    if (reason := unserved(inner, kv_dtype)) is not None:
         logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
     return _hook(inner, Attachment(settings))
+
+
+def _generating(model: Any) -> PreTrainedModel:
+    """The model without wrappers; a `ValueError` if it does not generate."""
+    inner = unwrapped(model, "attach")
+    if not inner.can_generate():
+        raise ValueError(
+            f"{type(inner).__name__} has no `generate`: attach a model with a language modeling "
+            "head."
+        )
+    return inner
 
 
 def _helper(model: PreTrainedModel, assistant: Any) -> PreTrainedModel | None:

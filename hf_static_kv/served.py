@@ -25,6 +25,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from hf_static_kv import compat
 from hf_static_kv.batching import BatchManager, refusal
 from hf_static_kv.cache.cache import StaticContiguousCache
+from hf_static_kv.cache.codes import check_kv_dtype
 from hf_static_kv.cache.identity import State, content_state
 from hf_static_kv.cache.layout import check_positive, compute_device, plan_layers
 from hf_static_kv.cache.passes import UnfinishedPass
@@ -92,6 +93,7 @@ class Settings:
     max_rows: int = MAX_ROWS
     speculate: str | None = None
     assistant: PreTrainedModel | None = None
+    kv_dtype: str | None = None
 
     @property
     def drafts(self) -> Drafts | None:
@@ -122,6 +124,12 @@ class Settings:
             )
         if self.speculate is not None and self.assistant is not None:
             raise ValueError("Drafts come from the text or from an assistant: omit one of both.")
+        check_kv_dtype(self.kv_dtype)
+        if self.exact and self.kv_dtype is not None:
+            raise ValueError(
+                f"exact=True and kv_dtype={self.kv_dtype!r}: omit one of both. Inside exact keys and "
+                "values are stored as they are."
+            )
 
 
 @dataclass(eq=False)
@@ -161,7 +169,9 @@ class Attachment:
         self.decoder.assistant = settings.assistant
         # Nobody has asked for a captured step; `fallback_reason` tells.
         self.decoder.show_no_warnings()
-        self.pool = CachePool(settings.max_cache_len, settings.max_bytes, settings.store)
+        self.pool = CachePool(
+            settings.max_cache_len, settings.max_bytes, settings.store, settings.kv_dtype
+        )
         self.decoder.use_pool(self.pool)
         # Exact changes the model.
         self._exact = SharedContext(_exact if settings.exact else nullcontext)
@@ -344,7 +354,7 @@ class Attachment:
         if made is not DynamicCache:
             kept = f"`generate` makes a {made.__name__} for this model"
             instead = "the call uses no cache" if made is NoneType else kept
-            raise Fallback(unserved(request.model) or instead)
+            raise Fallback(unserved(request.model, self.settings.kv_dtype) or instead)
         if request.prompt_length == 0:
             raise Fallback("the prompt has no tokens")  # an error, and transformers' own
         if self.why_unserved is not None:
@@ -394,7 +404,7 @@ class Attachment:
         config = given.get("generation_config") or model.generation_config
         how = config, given.get("continuous_batching_config")
         device = compute_device(model).type
-        reason = unserved(model) or refusal(*how)
+        reason = unserved(model, self.settings.kv_dtype) or refusal(*how)
         if num_ranks(model) > 1:
             reason = "the model is split over processes"
         if reason is None and device not in _DECODER_DEVICES:
@@ -412,9 +422,9 @@ class Attachment:
         """Whether our cache is no slower than transformers' own, or is needed for what was asked
         for.
         """
-        is_wanted = bool(self.settings.reuse_prefix) or self.settings.exact
+        settings = self.settings
         return (
-            is_wanted
+            bool(settings.reuse_prefix or settings.exact or settings.kv_dtype)
             or compute_device(request.model).type == "cuda"
             or request.prompt_length >= _MIN_PROMPT_ON_CPU
         )
@@ -511,10 +521,10 @@ def _starts_of_ids_alone(request: Request) -> list[int] | None:
     return starts if max(starts) < ids.shape[1] else None
 
 
-def unserved(model: PreTrainedModel) -> str | None:
+def unserved(model: PreTrainedModel, kv_dtype: str | None) -> str | None:
     """Why no call of this model is given a cache of ours; None where calls are."""
     try:
-        plan_layers(model.config)
+        plan_layers(model.config, kv_dtype=kv_dtype)
     except ValueError as reason:
         return str(reason)
     # Its prompts are a few tokens long: there our cache alone is no faster.

@@ -29,7 +29,7 @@ from hf_static_kv.cache.layout import (
 )
 from hf_static_kv.cache.prefixes import PrefixStore, common_length
 from hf_static_kv.cache.ranks import least, num_ranks
-from hf_static_kv.cache.request import Fallback, Request
+from hf_static_kv.cache.request import Fallback, Request, is_exact
 from hf_static_kv.cache.rows import Row, fill
 from hf_static_kv.cache.storage import free_bytes, is_out_of_memory
 
@@ -58,6 +58,8 @@ class CachePool:
             half of the free memory of a GPU, or a quarter of the memory of the
             host. A call that may need more begins with less, and its cache grows.
         store: Has prefixes of earlier processes.
+        kv_dtype: Of all caches, but not inside `exact`: there keys and values
+            are stored as they are.
     """
 
     def __init__(
@@ -65,10 +67,12 @@ class CachePool:
         max_cache_len: int | None = None,
         max_bytes: int | None = None,
         store: PrefixStore | None = None,
+        kv_dtype: str | None = None,
     ) -> None:
         self.max_cache_len = max_cache_len
         self.max_bytes = max_bytes
         self.store = store
+        self.kv_dtype = kv_dtype
         self.free: list[Entry] = []  # least recently used first
         self.in_use: list[Entry] = []
         self.histories = Histories()
@@ -370,10 +374,11 @@ class CachePool:
         ranks = num_ranks(model)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = 1 << (needed - 1).bit_length()
+        kv_dtype = self._kv_dtype_for(model)
 
         def num_bytes(length: int) -> int:
-            parts = {"sliding": sliding, "tp": ranks, "tp_plan": model.tp_plan}
-            return cache_bytes(model.config, length, rows, model.dtype, **parts)
+            how = {"sliding": sliding, "kv_dtype": kv_dtype, "tp": ranks, "tp_plan": model.tp_plan}
+            return cache_bytes(model.config, length, rows, model.dtype, **how)
 
         windows = [plan.sliding_window for plan in plan_layers(model.config) if plan.sliding_window]
         is_long = windows and capacity > 4 * max(windows)
@@ -395,8 +400,11 @@ class CachePool:
             )
         planned_bytes = num_bytes(capacity)
         self._evict(bound - planned_bytes, _MAX_FREE - 1)
-        cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding)
+        cache = StaticContiguousCache.for_calls(model, capacity, rows, sliding, kv_dtype)
         return Entry(cache, kind, planned_bytes)
+
+    def _kv_dtype_for(self, model: PreTrainedModel) -> str | None:
+        return None if is_exact(model) else self.kv_dtype
 
     def _kind(self, request: Request, modules: list[Module]) -> Any:
         """Equal for two calls whose states one cache can hold. Raises `Fallback`."""
@@ -404,7 +412,7 @@ class CachePool:
         device = compute_device(model).type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         try:
-            plans = plan_layers(model.config)
+            plans = plan_layers(model.config, kv_dtype=self._kv_dtype_for(model))
             # As long as the modules are the same, none is missing.
             numbers = [module.__dict__.get("layer_idx") for module in modules]
             if self._complete != (seen := [len(plans), *map(id, modules), *numbers]):

@@ -21,6 +21,7 @@ from hf_static_kv.cache.fileidentity import ModelIdentity
 from hf_static_kv.cache.files import CacheFile, header_of, save_cache, tokens_to_save
 from hf_static_kv.cache.layout import check_positive
 from hf_static_kv.cache.storage import is_out_of_memory
+from hf_static_kv.cache.values import dtype_name
 
 logger = logging.getLogger(__name__)
 _OWN_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
@@ -37,6 +38,7 @@ class _Prefix(NamedTuple):
     tokens: Tensor  # [B, n]
     model: ModelIdentity | None  # None: the file cannot be read, or has left padding
     min_tokens: int = 1  # that can be loaded
+    kv_dtype: str | None = None  # of codes; None: the states are stored as they are
 
 
 class PrefixStore:
@@ -82,7 +84,7 @@ class PrefixStore:
                 self._identity = identity, ModelIdentity.of(model)
             own = self._identity[1]
             try:
-                path, length = self._longest(own, ids)
+                path, length = self._longest(own, ids, cache.kv_dtype)
             except OSError as reason:  # the folder is gone
                 logger.warning("Saved prefixes are not used. %s", reason)
                 return
@@ -91,8 +93,8 @@ class PrefixStore:
         try:
             with CacheFile(path) as file:
                 file.check_model(own)
-                dtypes = {tensor.dtype for tensor in file.header.states()}
-                if not cache.is_allocated and dtypes != {model.dtype}:
+                dtypes = {dtype for group in file.header.groups for dtype in group.dtypes}
+                if not cache.is_allocated and dtypes != {dtype_name(model.dtype)}:
                     return  # only a pass can tell the dtype of its states
                 if not cache.grows:
                     length = min(length, cache.max_cache_len)
@@ -119,7 +121,10 @@ class PrefixStore:
                 f"A prefix of {size:,} bytes is more than the {bound:,} of max_bytes. Pass "
                 "PrefixStore(folder, max_bytes=...), or save fewer tokens."
             )
-        name = blake2b(f"{header.model} {header.tokens}".encode(), digest_size=16).hexdigest()
+        content = f"{header.model} {header.tokens}"
+        if header.kv_dtype is not None:
+            content += f" {header.kv_dtype}"
+        name = blake2b(content.encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}.safetensors"
         known = self._index.get(path.name)
         is_damaged = path.name in self._unusable or (known is not None and known.model is None)
@@ -131,7 +136,9 @@ class PrefixStore:
         self._remove_unused(path)
         return path
 
-    def _longest(self, identity: ModelIdentity, ids: Tensor) -> tuple[Path | None, int]:
+    def _longest(
+        self, identity: ModelIdentity, ids: Tensor, kv_dtype: str | None
+    ) -> tuple[Path | None, int]:
         """The file with the most tokens of the prompt, and how many. One row serves any number."""
         known = self._index
         self._index = {}
@@ -146,7 +153,7 @@ class PrefixStore:
         best = None
         longest = 0
         for name, prefix in self._index.items():
-            if prefix.model is None or name in self._unusable:
+            if prefix.model is None or name in self._unusable or prefix.kv_dtype != kv_dtype:
                 continue
             if len(prefix.tokens) not in (1, len(ids)):
                 continue
@@ -165,7 +172,7 @@ class PrefixStore:
             with CacheFile(path) as opened:
                 header = opened.header
                 model = None if any(header.left_padding) else header.model
-                return _Prefix(file, opened.tokens, model, header.min_tokens)
+                return _Prefix(file, opened.tokens, model, header.min_tokens, header.kv_dtype)
         except OSError as reason:
             self._warn_of(path, reason)
             return None

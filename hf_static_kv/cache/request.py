@@ -203,14 +203,17 @@ def _has_own_limit(names: dict[str, Any]) -> bool:
     return not names["has_default_max_length"] and bool(config.max_length != default.max_length)
 
 
+def is_exact(model: PreTrainedModel) -> bool:
+    """Whether the model is inside `exact`."""
+    configs = model.config, model.config.get_text_config(decoder=True)
+    return any(compat.attention_name(config) == EXACT_ATTENTION_NAME for config in configs)
+
+
 def refuse_codes(model: PreTrainedModel | None) -> None:
     """Raise ValueError inside `exact`: a pass with a cache of codes has other states than one
     without a cache.
     """
-    if model is None:
-        return
-    configs = model.config, model.config.get_text_config(decoder=True)
-    if any(compat.attention_name(config) == EXACT_ATTENTION_NAME for config in configs):
+    if model is not None and is_exact(model):
         raise ValueError(
             "Inside exact keys and values are stored as they are, and this cache has a kv_dtype: "
             "build it without."
