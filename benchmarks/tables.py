@@ -20,6 +20,7 @@ from records import (
     limit_ms,
     limit_tokens_per_s,
     measured,
+    percentiles,
     points,
     title,
 )
@@ -46,6 +47,24 @@ DRAFTED = {
     "forced": "{:.0%} of drafts right",
     "always": "{:.0%} right, and never given up",
 }
+
+# Of `bench_quantised.py`.
+FORMATS = {
+    "nf4": "bitsandbytes NF4",
+    "nf4-nested": "bitsandbytes NF4, quantised scales",
+    "fp4": "bitsandbytes FP4",
+    "int8": "bitsandbytes int8",
+    "torchao-int8": "torchao int8",
+    "torchao-int4": "torchao int4",
+    "quanto-int8": "quanto int8",
+    "hqq-4bit": "HQQ 4 bits",
+}
+WAYS = {
+    "eager": "`DynamicCache`",
+    "recorded": "`GraphDecoder`, the package's kernels",
+    "packed": "**`GraphDecoder()`**",
+}
+_CODED = ("graph", "graph-int8")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -108,8 +127,9 @@ def sliding(records: list[Record]) -> str:
 
 
 def context(records: list[Record]) -> str:
-    """The first → the last point of each sweep as rows, contenders as columns."""
-    ran = {row["contender"] for record in records for row in record["context"]}
+    """The first → the last point of each sweep as rows, contenders as columns; without codes."""
+    records = [record for record in records if _ran(record) - {*_CODED}]
+    ran = {name for record in records for name in _ran(record)} - {"graph-int8"}
     names = [name for name in CONTENDERS if name in ran]
     rows = []
     for record in records:
@@ -123,6 +143,27 @@ def context(records: list[Record]) -> str:
             rows.append([f"{title(record)}, {words} {sizes}", *cells, limit])
     labels = [CONTENDERS[name].label for name in names]
     return table(["ms per token", *labels, "bandwidth allows"], rows)
+
+
+def _ran(record: Record) -> set[str]:
+    return {row["contender"] for row in record["context"]}
+
+
+def coded(records: list[Record]) -> str:
+    """One sequence a row: bytes of the cache and time per token without codes → with them."""
+    rows = []
+    for record in records:
+        for lengths, found in points(record, "context").items():
+            if found.keys() >= {*_CODED}:
+                both = [found[name] for name in _CODED]
+                sizes = " → ".join(f"{row['cache_bytes'] / 2**20:,.0f}" for row in both)
+                times = cost(*map(percentiles, both), digits=3)
+                rows.append([title(record), *(f"{n:,}" for n in lengths), sizes, times])
+    if not rows:
+        return ""
+    head = ["sequence", "capacity", "cache, MiB", "decode, ms per token"]
+    words = "Captured steps with states as they are, and with codes:\n\n"
+    return words + table(['as they are → `kv_dtype="int8"`', *head], rows)
 
 
 def _ends(rows: list[Record | None]) -> str:
@@ -242,6 +283,42 @@ def codes(records: list[Record]) -> str:
         by_name = {row["contender"]: _divergence(row) for row in record["rows"]}
         rows.append([title(record), *(by_name.get(name, "-") for name in names)])
     return table(["KL mean, largest; same token", *(f"`{name}`" for name in names)], rows)
+
+
+def quantised(records: list[Record]) -> str:
+    """Formats as rows, ways to generate as columns: tokens/s and the error of the logits."""
+    ran = [(record, row) for record in records for row in record["rows"] if "ways" in row]
+    if not ran:
+        return ""
+    rows = []
+    for record, row in ran:
+        sizes = [row["model_bytes"], row["peak_bytes"]]
+        mib = "; ".join("-" if size is None else f"{size / 2**20:,.0f}" for size in sizes)
+        cells = [_quantised_way(row["ways"][name]) for name in WAYS]
+        rows.append([f"{title(record)}, {_format(row)}", *cells, mib])
+    how = "; ".join(dict.fromkeys(_conditions(record) for record, _ in ran))
+    words = "Tokens/s, and the error of the logits against the unpacked weights in float32"
+    head = ["tokens/s; relative error", *WAYS.values(), "weights; peak, MiB"]
+    return f"{words} ({how}):\n\n{table(head, rows)}"
+
+
+def _quantised_way(figures: Record) -> str:
+    if figures["fallback_reason"]:
+        return "fell back"
+    return f"{median(figures['tokens_per_s'])}; {figures['error']:.2g}"
+
+
+def _format(row: Record) -> str:
+    numbers = row["packed_layers"], row["layers"]
+    name = FORMATS[row["format"]]
+    some = f" ({numbers[0]} of {numbers[1]} layers packed)"
+    return name if numbers[0] == numbers[1] else name + some
+
+
+def _conditions(record: Record) -> str:
+    sizes = record["workload"]
+    words = f"{sizes['dtype']}, batch {sizes['batch_size']}, prompt of {sizes['prompt_len']:,}"
+    return f"{words}, {sizes['new_tokens']:,} new tokens"
 
 
 def _divergence(row: Record) -> str:

@@ -23,8 +23,10 @@ from hf_static_kv import (
 )
 from hf_static_kv.decoding.loop import Loop
 from hf_static_kv.decoding.turns import Turns
+from hf_static_kv.program import quantised
 from tests.conftest import COMMON
 from tests.decoding.conftest import BATCH, DEVICE, PROMPT, padded, toy_model
+from tests.quantised_layers import quantise
 
 CODES = {"kv_dtype": "int8"}
 ON_GPU = DEVICE == "cuda"
@@ -201,6 +203,26 @@ def test_an_assistant_has_codes_too(model):
     assert (info.draft_reason, kinds(info)) == (None, {"int8"})
     assert len(info.caches) == 2
     assert info.drafted_passes > 0
+
+
+@pytest.mark.usefixtures("in_steps")
+def test_beside_packed_weights(monkeypatch):
+    """Both in one step."""
+    model = quantise(toy_model("llama", hidden_size=64, intermediate_size=128))
+    expected = by_hand(model)
+    found = []
+    packed_weights = quantised.packed_weights
+
+    def noting(model):
+        found.append(packed_weights(model))
+        return found[-1]
+
+    monkeypatch.setattr(quantised, "DEVICES", (DEVICE,))
+    monkeypatch.setattr(quantised, "packed_weights", noting)
+    with attached(model, **CODES) as info:
+        assert torch.equal(generate(model), expected)
+        assert (info.fallback_reason, kinds(info)) == (None, {"int8"})
+    assert len(found[0]) == 14  # all of two layers
 
 
 def test_a_cache_that_is_returned_has_codes(model):

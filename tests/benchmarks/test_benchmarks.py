@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -265,6 +266,91 @@ class TestRecords:
         assert all(f"{path.name}: " in listed for path in RECORDS)
         assert "bench_update.py --json benchmarks/results/update.json" in listed
         assert listed.count("# an earlier script") == 3  # two of speed-ups, one of updates
+
+
+class TestTablesThatMayBeEmpty:
+    """Made from synthetic records; without any they leave nothing on their page."""
+
+    WHERE: ClassVar = {"hardware": "H200", "host": "a CPU", "command": ""}
+    SIZES: ClassVar = {"dtype": "bfloat16", "batch_size": 1, "prompt_len": 512, "new_tokens": 128}
+
+    def quantised(self, *rows):
+        return {**self.WHERE, "workload": {"model": "llama-3.1-8b", **self.SIZES}, "rows": rows}
+
+    def row(self, name="nf4", packed_layers=224, **fallbacks):
+        ways = {
+            way: {
+                "tokens_per_s": {"median": speed},
+                "error": error,
+                "fallback_reason": fallbacks.get(way),
+            }
+            for way, speed, error in (
+                ("eager", 31.4, 0.0123),
+                ("recorded", 62.0, 0.0123),
+                ("packed", 405.2, 0.0119),
+            )
+        }
+        own = {"format": name, "packed_layers": packed_layers, "layers": 224, "ways": ways}
+        return {**own, "model_bytes": 5 << 30, "peak_bytes": 6 << 30}
+
+    def context(self, *names):
+        measured = {"dynamic": (9.0, 0), "graph": (2.0, 1024), "graph-int8": (1.5, 544)}
+        rows = [
+            {"contender": name, "context": n, "max_cache_len": 32768, "bytes_per_step": 1e9}
+            | dict.fromkeys(("median_ms", "p10_ms", "p90_ms"), measured[name][0])
+            | {"cache_bytes": measured[name][1] << 20}
+            for name in names
+            for n in (512, 32768)
+        ]
+        sizes = {"workload": {"model": "llama-3.2-1b"}, "bandwidth_gb_per_s": 4000}
+        return {**self.WHERE, **sizes, "context": rows, "capacity": rows}
+
+    def test_without_a_record(self):
+        import tables
+        from write_results import fill
+
+        empty = "<!-- results:a --><!-- /results -->"
+        absent = {"format": "nf4", "unavailable": "ImportError: why"}
+        assert tables.quantised([]) == tables.quantised([self.quantised(absent)]) == ""
+        assert tables.coded([self.context("dynamic", "graph")]) == ""
+        assert fill("<!-- results:a -->\nold\n<!-- /results -->", {"a": ""}, "page") == empty
+        assert fill(empty, {"a": ""}, "page") == empty
+
+    def test_formats_as_rows(self):
+        import tables
+
+        rows = self.row(), self.row("int8", packed_layers=100, packed="why")
+        words, _, head, _, *lines = tables.quantised([self.quantised(*rows)]).splitlines()
+        assert "bfloat16, batch 1, prompt of 512, 128 new tokens" in words
+        assert head.count("|") == lines[0].count("|") == 6
+        assert lines == [
+            "| Llama-3.1-8B, bitsandbytes NF4 | 31.4; 0.012 | 62.0; 0.012 | 405; 0.012 | 5,120; 6,144 |",
+            "| Llama-3.1-8B, bitsandbytes int8 (100 of 224 layers packed) | 31.4; 0.012 | 62.0; 0.012 "
+            "| fell back | 5,120; 6,144 |",
+        ]
+
+    def test_every_format_and_way_has_words(self):
+        import bench_quantised
+        import tables
+
+        assert tables.FORMATS.keys() == bench_quantised.FORMATS.keys()
+        assert tables.WAYS.keys() == bench_quantised.WAYS.keys()
+
+    def test_codes_beside_states_as_they_are(self):
+        import tables
+
+        record = self.context("dynamic", "graph", "graph-int8")
+        *_, first, second = tables.coded([record]).splitlines()
+        assert first == "| Llama-3.2-1B | 512 | 32,768 | 1,024 → 544 | 2.00 → 1.50, 0.750x |"
+        assert second.startswith("| Llama-3.2-1B | 32,768 | 32,768 |")
+
+    def test_the_table_of_contexts_leaves_codes_out(self):
+        import tables
+
+        records = [self.context("dynamic", "graph"), self.context("graph", "graph-int8")]
+        assert tables.context(records) == tables.context(records[:1])
+        both = [self.context("dynamic", "graph", "graph-int8")]
+        assert tables.context(both) == tables.context(records[:1])
 
 
 class TestFreshProcess:
