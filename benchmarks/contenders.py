@@ -72,11 +72,12 @@ def graph(
     max_cache_len: int,
     batch_size: int,
     without: Collection[str] = (),
+    persistent: bool = False,
     **how: Any,
 ) -> NextKeywords:
     """The decoder with its cache; `without` names rules to leave out."""
     cache = StaticContiguousCache.from_model(model, max_cache_len, batch_size, **how)
-    return _reused(cache, custom_generate=GraphDecoder(without=without))
+    return _reused(cache, custom_generate=GraphDecoder(without=without, persistent=persistent))
 
 
 def _reused(cache: Cache, **keywords: Any) -> NextKeywords:
@@ -109,6 +110,9 @@ CONTENDERS = {
     ),
     "graph-compact": Contender(
         partial(graph, sliding="compact"), f"`GraphDecoder()`, {_COMPACT}", in_all=False, **_GRAPH
+    ),
+    "graph-persistent": Contender(
+        partial(graph, persistent=True), "`GraphDecoder(persistent=True)`", in_all=False, **_GRAPH
     ),
     "graph-int8": Contender(
         partial(graph, kv_dtype="int8"), f"`GraphDecoder()`, {_CODED}", in_all=False, **_GRAPH

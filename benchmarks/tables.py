@@ -461,6 +461,8 @@ def picture(docstring: str) -> str:
 
     >>> picture("y = f(x)  (some models)   ->   z = gf(x)      one token\\nz = g(y)")
     '`y = f(x)` (some models), `z = g(y)` → `z = gf(x)` (one token)'
+    >>> picture("y = f(x)   ->   y = h(x,\\nz = g(y)            a)\\nw = k(z)        w = k(y)")
+    '`y = f(x)`, `z = g(y)`, `w = k(z)` → `y = h(x, a)`, `w = k(y)`'
     """
 
     def code_and_remark(text: str) -> str:
@@ -468,5 +470,13 @@ def picture(docstring: str) -> str:
         return " ".join([f"`{code}`", *(f"({remark.strip('()')})" for remark in remarks)])
 
     first, *others = inspect.cleandoc(docstring).split("\n\n")[0].splitlines()
-    before, after = first.split("->")
-    return f"{', '.join(map(code_and_remark, [before, *others]))} → {code_and_remark(after)}"
+    middle = first.index("->")
+    before, after = [first[:middle]], [first[middle + 2 :]]
+    for line in others:
+        left, right = line[:middle].strip(), line[middle:].strip()
+        before += [left] if left else []
+        if right and after[-1].rstrip().endswith(","):  # a call goes on
+            after[-1] = f"{after[-1].rstrip()} {right}"
+        elif right:
+            after.append(right)
+    return " → ".join(", ".join(map(code_and_remark, side)) for side in (before, after))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import random
 import resource
 import sys
@@ -104,8 +105,10 @@ class Soak:
 
 
 def memory_bytes() -> int:
+    """Bytes in use. What torch has reserved grows until each stream of its pool has been some thread's."""
+    gc.collect()
     if DEVICE == "cuda":
-        return torch.cuda.memory_reserved()
+        return torch.cuda.memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
@@ -125,7 +128,9 @@ def main() -> int:
     for part in range(parts):  # memory may grow in the first one
         soak.run(args.seconds / parts, args.threads, args.seed + 1000 * part)
         used.append(memory_bytes())
-        print(f"{sum(soak.counts.values())} calls, {used[-1] >> 20} MiB", flush=True)
+        reserved = torch.cuda.memory_reserved() >> 20 if DEVICE == "cuda" else 0
+        calls = sum(soak.counts.values())
+        print(f"{calls} calls, {used[-1] >> 20} MiB, {reserved} MiB reserved", flush=True)
     if used[-1] > 1.02 * used[1] + (8 << 20):
         soak.wrong.append(f"memory grows: {used}")
     print(dict(soak.counts), soak.info)
