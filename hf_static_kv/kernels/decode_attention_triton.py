@@ -3,14 +3,15 @@
 Formula and shapes are in decode_attention.py.
 
     split     Instance (batch row and KV head, i) computes an equal share of the splits of a span.
-              It reads a split once for all queries of the KV head, and writes the maximum m of
-              their scores, the sum of exp(score - m) and the sum of exp(score - m) * value.
-    combine   Instance (batch row and KV head, query, output dims) merges the splits of a span.
+              It reads a split once for all queries of the KV head, merges its splits, and writes
+              the maximum m of their scores, the sum of exp(score - m) and the sum of
+              exp(score - m) * value: its part.
+    combine   Instance (batch row and KV head, query, output dims) merges the parts of a span.
 
 Splits are counted from seq_start and their size depends on the head dims alone, not on the number
-of instances. In order (inside `exact`) tensor cores add the weights of a split, and splits are
-merged from left to right: so does prompt_attention_triton.py, which therefore gives the same bits.
-Otherwise many splits are merged at once.
+of instances. In order (inside `exact`) tensor cores add the weights of a split, each split is a
+part, and they are merged from left to right: so does prompt_attention_triton.py, which therefore
+gives the same bits.
 """
 
 import torch
@@ -32,7 +33,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decode_attention_split(
-    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, scale, softcap,
+    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, parts, scale, softcap,
     query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     spans_b, spans_t, seen_b, weights_h,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, TILE_M: tl.constexpr,
@@ -62,10 +63,10 @@ def decode_attention_split(
     d = tl.arange(0, TILE_D)
     dv = tl.arange(0, TILE_DV)
     n = tl.arange(0, SPLIT_SIZE)
-    q_row = query + b * query_b + (h * G + m % G) * query_h + m // G * query_t
-    q_mask = (m < G * Q)[:, None] & (d[None, :] < D)
-    q = tl.load(q_row[:, None] + d[None, :], mask=q_mask, other=0.0)  # [M, D]
+    q = _load_queries(query + b * query_b, h, m, d, query_h, query_t, G, Q, D)
     begin = tl.program_id(1) * per_program
+    to = outputs, maxima, sums, parts
+    merged = _nothing(TILE_M, TILE_DV)
     for split in tl.range(begin, tl.minimum(begin + per_program, count), num_stages=STAGES):
         position = (seq_start + (first_split + split) * SPLIT_SIZE + n).to(tl.int64)
         mask = (position >= first) & (position < end)
@@ -75,21 +76,59 @@ def decode_attention_split(
             keys, values, b, h, position, mask, d, dv, keys_b, keys_h, keys_s,
             values_b, values_h, values_s, scale, D, DV, IS_CODED, q.dtype,
         )  # fmt: skip
-        is_seen = mask[None, :]
+        sees = mask[None, :]
         if Q > 1:
-            is_seen &= (position[None, :] >= own_first) & (position[None, :] < own_end)
-        score, maximum, p = weigh(q, k, is_seen, by, softcap, HAS_SOFTCAP)
+            sees &= (position[None, :] >= own_first) & (position[None, :] < own_end)
+        score, maximum, p = weigh(q, k, sees, by, softcap, HAS_SOFTCAP)
         if HAS_WEIGHTS:  # scores of one token: the combine kernel normalizes them
-            in_span = (position[None, :] >= first) & (position[None, :] < end)
+            in_span = (m < G)[:, None] & ((position >= first) & (position < end))[None, :]
             at = (b * H * G + h * G + m)[:, None] * weights_h + position[None, :]
-            tl.store(weights + at, score, mask=(m < G)[:, None] & in_span)
-        at = (tl.program_id(0).to(tl.int64) * num_splits + split) * (G * Q) + m
+            tl.store(weights + at, score, mask=in_span)
         total = sum_in_order(p, v, SPLIT_SIZE) if IN_ORDER else tl.sum(p, 1)
-        p = p * v_scale if IS_CODED else p
-        output = tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        tl.store(maxima + at, maximum, mask=m < G * Q)
-        tl.store(sums + at, total, mask=m < G * Q)
-        tl.store(outputs + at[:, None] * TILE_DV + dv[None, :], output, mask=(m < G * Q)[:, None])
+        output = tl.dot((p * v_scale).to(v.dtype), v, input_precision="ieee")
+        if IN_ORDER:
+            _store_part(to, split, output, maximum, total, m, dv, G * Q, TILE_DV)
+        else:
+            merged = _merged(merged, output, maximum, total)
+    if not IN_ORDER:
+        _store_part(to, tl.program_id(1), merged[0], merged[1], merged[2], m, dv, G * Q, TILE_DV)
+
+
+@triton.jit
+def _load_queries(
+    query, h, m, d, query_h, query_t, G: tl.constexpr, Q: tl.constexpr, D: tl.constexpr
+):
+    """The queries [M, D] of a KV head: of row m those of token m // G and head m % G of its group."""
+    row = query + (h * G + m % G) * query_h + m // G * query_t
+    return tl.load(
+        row[:, None] + d[None, :], mask=(m < G * Q)[:, None] & (d[None, :] < D), other=0.0
+    )
+
+
+@triton.jit
+def _nothing(TILE_M: tl.constexpr, TILE_DV: tl.constexpr):
+    """Output, maximum and sum of weights of no split."""
+    maximum = tl.full((TILE_M,), -float("inf"), tl.float32)
+    return tl.zeros((TILE_M, TILE_DV), tl.float32), maximum, tl.zeros((TILE_M,), tl.float32)
+
+
+@triton.jit
+def _merged(before, output, maximum, total):
+    """Output, maximum and sum of weights with those of one more split."""
+    merged, highest, so_far = before
+    highest, rescale, factor = factors(highest, maximum)
+    merged = merged * rescale[:, None] + output * factor[:, None]
+    return merged, highest, so_far * rescale + total * factor
+
+
+@triton.jit
+def _store_part(to, part, output, maximum, total, m, dv, rows: tl.constexpr, TILE_DV: tl.constexpr):
+    """One of the parts of a batch row and KV head: `to` has the tensors and how many parts they have."""
+    outputs, maxima, sums, parts = to
+    at = (tl.program_id(0).to(tl.int64) * parts + part) * rows + m
+    tl.store(maxima + at, maximum, mask=m < rows)
+    tl.store(sums + at, total, mask=m < rows)
+    tl.store(outputs + at[:, None] * TILE_DV + dv[None, :], output, mask=(m < rows)[:, None])
 
 
 @triton.jit
@@ -165,7 +204,7 @@ def _normalize_scores(scores, first, end, maximum, total, TILE: tl.constexpr):
 
 @triton.jit
 def decode_attention_combine(
-    outputs, maxima, sums, spans, sinks, output, weights, spans_b, spans_t, weights_h, num_splits,
+    outputs, maxima, sums, spans, sinks, output, weights, spans_b, spans_t, weights_h, parts,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SPANS_READY: tl.constexpr,
@@ -180,7 +219,7 @@ def decode_attention_combine(
     span = spans + b * spans_b
     first = tl.load(span + 1)
     end = tl.load(span + (Q - 1) * spans_t + 2)
-    count = _count_splits(tl.load(span), first, end, num_splits, SPLIT_SIZE)
+    count = _count_splits(tl.load(span), first, end, parts, SPLIT_SIZE) if IN_ORDER else parts
     if SPANS_READY:
         pdl_sync(PDL)
     n = tl.arange(0, TILE)
@@ -193,7 +232,7 @@ def decode_attention_combine(
         total = 1.0
     if IN_ORDER:
         for split in tl.range(0, count, loop_unroll_factor=UNROLL):
-            at = (pair * num_splits + split) * (G * Q) + m
+            at = (pair * parts + split) * (G * Q) + m
             maximum, rescale, factor = factors(maximum, tl.load(maxima + at))
             # `fma`, as a compiler would choose itself where it rounds.
             total = tl.fma(total, rescale, tl.load(sums + at) * factor)
@@ -201,7 +240,7 @@ def decode_attention_combine(
     else:
         for begin in range(0, count, TILE):
             split = begin + n
-            at = (pair * num_splits + split) * (G * Q) + m
+            at = (pair * parts + split) * (G * Q) + m
             split_maximum = tl.load(maxima + at, mask=split < count, other=-float("inf"))
             split_sum = tl.load(sums + at, mask=split < count, other=0.0)
             split_output = tl.load(
@@ -245,8 +284,9 @@ def decode_attention_triton(
     # may begin inside a split.
     num_splits = triton.cdiv(max_span + num_tokens - 1, split_size) + 1
     per_span = min(num_splits, max(1, _PROGRAMS_PER_PROCESSOR * _processors(query) // pairs))
-    outputs = query.new_empty(pairs, num_splits, rows, tile_dv, dtype=torch.float32)
-    maxima = query.new_empty(pairs, num_splits, rows, dtype=torch.float32)
+    parts = num_splits if in_order else per_span
+    outputs = query.new_empty(pairs, parts, rows, tile_dv, dtype=torch.float32)
+    maxima = query.new_empty(pairs, parts, rows, dtype=torch.float32)
     sums = torch.empty_like(maxima)
     output = query.new_empty(batch, num_tokens, query_heads, value_dim)
     # A kernel takes a pointer for an absent tensor too.
@@ -260,7 +300,7 @@ def decode_attention_triton(
     }  # fmt: skip
     launch(
         decode_attention_split, (pairs, per_span), query, keys, values, spans, mask,
-        outputs, maxima, sums, scores, num_splits, scale, softcap or 0.0, *query.stride()[:3],
+        outputs, maxima, sums, scores, num_splits, parts, scale, softcap or 0.0, *query.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
@@ -271,7 +311,8 @@ def decode_attention_triton(
     launch(
         decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
         query if sinks is None else sinks, output, scores, *spans.stride()[:2], weights_h,
-        num_splits, TILE=_COMBINE_TILE, DIMS=_COMBINE_DIMS, HAS_SINKS=sinks is not None,
+        parts, TILE=min(_COMBINE_TILE, triton.next_power_of_2(parts)), DIMS=_COMBINE_DIMS,
+        HAS_SINKS=sinks is not None,
         # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.
         UNROLL=8 if split_size == 32 else 4, num_warps=4, **both,
     )  # fmt: skip
