@@ -165,7 +165,8 @@ class Steps:
         sums = _sums(call.cache)
         try:
             with _trial(call):
-                return self._recorded_step(call, selection) or self._verified_step(call, selection)
+                recorded = self._recorded_step(call, selection, sums)
+                return recorded or self._verified_step(call, selection)
         except Fallback:  # now, and perhaps not later
             raise
         except Exception as error:  # whatever a model does that a fixed step cannot do
@@ -181,7 +182,9 @@ class Steps:
             attempts = failed.attempts + 1 if failed else 1
             return _Failed(Fallback(reason), attempts, frozenset(call.given))
 
-    def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
+    def _recorded_step(
+        self, call: Call, selection: Selection | None, sums: list[int]
+    ) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
         # A trace records weights in Python, and hooks are called.
         if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
@@ -190,7 +193,9 @@ class Steps:
             return self._verified_step(call, selection, is_recorded=True)
         except (torch.OutOfMemoryError, Fallback):
             raise
-        except Exception:  # such as a kernel that torch does not see
+        except Exception as error:  # such as a kernel that torch does not see
+            if _sums(call.cache) != sums:
+                raise RuntimeError("its recording has overwritten the cache") from error
             debug.logger.debug(
                 "A pass could not be recorded, so the step runs the model itself.", exc_info=True
             )

@@ -303,6 +303,29 @@ PLANTED = {
 }
 
 
+def test_what_a_refused_recording_has_overwritten_is_computed_again(monkeypatch):
+    """The step that runs the model itself is right, but the cache no longer is."""
+    own = rules.rotate_and_write
+
+    def too_early(*args):
+        return own(*args[:7], args[7] - 1, *args[8:])
+
+    monkeypatch.setattr(rules, "rotate_and_write", too_early)
+    model, how = toy_model("llama").to(DEVICE), {**COMMON, "max_new_tokens": 6}
+    ids = PROMPT.to(DEVICE)
+    mask = torch.ones_like(ids)
+    plain, ours = (StaticContiguousCache.from_model(model, 40) for _ in range(2))
+    expected = model.generate(ids, attention_mask=mask, past_key_values=plain, **how)
+    decoder = GraphDecoder()
+    got = model.generate(
+        ids, attention_mask=mask, past_key_values=ours, custom_generate=decoder, **how
+    )
+    assert torch.equal(got, expected)
+    assert "overwritten" in decoder.fallback_reason
+    for one, other in zip(plain.layers, ours.layers, strict=True):
+        torch.testing.assert_close(one.keys, other.keys)
+
+
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_a_planted_fault_reaches_no_token(name, fault):

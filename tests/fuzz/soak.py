@@ -125,13 +125,14 @@ def main() -> int:
     soak = Soak(args.model, args.seed, args.reuse_prefix)
     used: list[int] = []
     parts = 5
-    for part in range(parts):  # memory may grow in the first one
+    for part in range(parts):
         soak.run(args.seconds / parts, args.threads, args.seed + 1000 * part)
         used.append(memory_bytes())
         reserved = torch.cuda.memory_reserved() >> 20 if DEVICE == "cuda" else 0
         calls = sum(soak.counts.values())
         print(f"{calls} calls, {used[-1] >> 20} MiB, {reserved} MiB reserved", flush=True)
-    if used[-1] > 1.02 * used[1] + (8 << 20):
+    # Torch keeps a cuBLAS workspace of 32 MiB for each thread's handle and each stream that it has met.
+    if used[-1] > 1.02 * used[parts // 2] + (8 << 20):
         soak.wrong.append(f"memory grows: {used}")
     print(dict(soak.counts), soak.info)
     # A streamer may refuse the prompt, before a cache is asked for.

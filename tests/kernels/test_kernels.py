@@ -30,13 +30,14 @@ def kernel(
     max_span=None,
     seen=None,
     weights=None,
+    in_order=False,
 ):
     """The Triton kernel itself, which `decode_attention` takes on a GPU only."""
     triton_kernel = triton_module("hf_static_kv.kernels.decode_attention_triton")
     skip_bfloat16_on_a_cpu(query)
     span = min(max_span or keys.shape[2], keys.shape[2])
     return triton_kernel.decode_attention_triton(
-        query, keys, values, spans, seen, scale, span, softcap, sinks, weights
+        query, keys, values, spans, seen, scale, span, softcap, sinks, weights, in_order=in_order
     )
 
 
@@ -285,11 +286,11 @@ class TestDecodeAttention:
 
 
 class TestBits:
-    """The kernel's result for a row is the same to the bit wherever the row stands."""
+    """In order the kernel's result for a row is the same to the bit wherever the row stands."""
 
     def test_room_padding_and_neighbours_change_nothing(self):
         query, keys, values = tensors(4, 2, 64, room=700)
-        alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125)
+        alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125, in_order=True)
         # A larger room, a prefix of padding that is no multiple of anything, and a second row.
         batch_query, wide_keys, wide_values = tensors(4, 2, 64, room=6000, batch=2, seed=1)
         batch_query[1], wide_keys[1, :, 37:737], wide_values[1, :, 37:737] = (
@@ -298,30 +299,42 @@ class TestBits:
             values[0],
         )
         both = kernel(
-            batch_query, wide_keys, wide_values, spans_of([0, 0, 737], [37, 37, 737]), 0.125
+            batch_query,
+            wide_keys,
+            wide_values,
+            spans_of([0, 0, 737], [37, 37, 737]),
+            0.125,
+            in_order=True,
         )
         assert torch.equal(both[1], alone[0])
 
     def test_under_a_window(self):
         query, keys, values = tensors(4, 1, 64, room=900)
-        alone = kernel(query, keys, values, spans_of([0, 400, 900]), 0.125, max_span=500)
+        alone = kernel(
+            query, keys, values, spans_of([0, 400, 900]), 0.125, max_span=500, in_order=True
+        )
         shifted_keys, shifted_values = (
             torch.zeros(1, 1, 2000, 64, device=DEVICE) for _ in range(2)
         )
         shifted_keys[:, :, 11:911], shifted_values[:, :, 11:911] = keys, values
         spans = spans_of([11, 411, 911])
         assert torch.equal(
-            kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500), alone
+            kernel(query, shifted_keys, shifted_values, spans, 0.125, max_span=500, in_order=True),
+            alone,
         )
 
     @pytest.mark.parametrize("moved", [1, 64, 399])
     def test_in_a_compact_layer(self, moved):
         """Its first slot is a later position, so the sequence begins before it."""
         query, keys, values = tensors(4, 1, 64, room=900)
-        alone = kernel(query, keys, values, spans_of([3, 400, 900]), 0.125, max_span=500)
+        alone = kernel(
+            query, keys, values, spans_of([3, 400, 900]), 0.125, max_span=500, in_order=True
+        )
         keys, values = (states[:, :, moved:].contiguous() for states in (keys, values))
         spans = spans_of([3 - moved, 400 - moved, 900 - moved])
-        assert torch.equal(kernel(query, keys, values, spans, 0.125, max_span=500), alone)
+        assert torch.equal(
+            kernel(query, keys, values, spans, 0.125, max_span=500, in_order=True), alone
+        )
 
 
 @pytest.mark.parametrize(
