@@ -48,6 +48,14 @@ DRAFTED = {
     "always": "{:.0%} right, and never given up",
 }
 
+# Of `bench_assistant.py`: of a case, what stands before its share of right drafts.
+ASSISTED = {
+    "plain": "without drafts",
+    "forced": "{:.0%} of drafts right",
+    "transformers": "transformers' own loop without drafts",
+    "transformers forced": "{:.0%} right, transformers' own loop",
+}
+
 # Of `bench_quantised.py`.
 FORMATS = {
     "nf4": "bitsandbytes NF4",
@@ -266,6 +274,9 @@ def drafts(records: list[Record]) -> str:
         for row in record["rows"]:
             speed = figure(1e3 / row["ms"]["median"])
             name = f"{title(record)}, {_drafted(row['case'])}"
+            if not record["random_weights"]:
+                name = name.replace("random text, where none is right", "true text")
+                name = name.replace("random text", "true text")
             rows.append([name, speed, figure(row["times_plain"])])
     return table(["prompt lookup", "tokens/s", "times those without"], rows)
 
@@ -273,6 +284,38 @@ def drafts(records: list[Record]) -> str:
 def _drafted(case: str) -> str:
     kind, _, right = case.partition(" ")
     return DRAFTED[kind].format(float(right or 0))
+
+
+def assistants(records: list[Record]) -> str:
+    """Cases as rows: tokens a second, times those without drafts, and what a formula expects."""
+    rows = []
+    for record in records:
+        for row in record["rows"]:
+            kind, _, right = row["case"].rpartition(" ")
+            name = ASSISTED.get(kind or right)
+            if name is None:  # what a pass costs, which is in the record
+                continue
+            times = [figure(row[key]) if key in row else "-" for key in ("times_plain", "expected")]
+            words = f"{title(record)}, {name.format(float(right) if kind else 0)}"
+            rows.append([words, figure(1e3 / row["ms"]["median"]), *times])
+    return table(["assistant", "tokens/s", "times those without", "by the formula"], rows)
+
+
+def users(records: list[Record]) -> str:
+    """Contenders and figures as rows, users as columns."""
+    heads = sorted({row["users"] for record in records for row in record["rows"]})
+    rows = []
+    for record in records:
+        for name, words in FIRST_TOKEN.items():
+            by_number = {row["users"]: row for row in record["rows"] if row["name"] == name}
+            for what, key in (("tokens/s", None), ("first token, ms", "p50"), ("of 95 %", "p95")):
+                cells = [
+                    "-" if row is None
+                    else figure(row["first_token_ms"][key] if key else row["tokens_per_s"])
+                    for row in map(by_number.get, heads)
+                ]  # fmt: skip
+                rows.append([f"{words}: {what}", *cells])
+    return table(["users", *map(str, heads)], rows) if rows else ""
 
 
 def codes(records: list[Record]) -> str:

@@ -100,6 +100,8 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "threads": tables.threads,
     "requests": tables.requests,
     "drafts": tables.drafts,
+    "assistant": tables.assistants,
+    "serve": tables.users,
     "step": tables.step,
     "profile": tables.profiled,
     "sampling": tables.sampling,

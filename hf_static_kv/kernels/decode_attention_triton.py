@@ -33,7 +33,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decode_attention_split(
-    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, parts, scale, softcap,
+    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, parts, most_parts, scale, softcap,
     query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     spans_b, spans_t, seen_b, weights_h,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, TILE_M: tl.constexpr,
@@ -59,7 +59,7 @@ def decode_attention_split(
         own_end = tl.load(own_span + 2, mask=m < G * Q, other=0)[:, None]
     if SPANS_READY:
         pdl_sync(PDL)
-    per_program = tl.cdiv(count, tl.num_programs(1))
+    per_program = tl.cdiv(count, most_parts)
     d = tl.arange(0, TILE_D)
     dv = tl.arange(0, TILE_DV)
     n = tl.arange(0, SPLIT_SIZE)
@@ -283,7 +283,9 @@ def decode_attention_triton(
     # The spans of a batch row cover `max_span` and one position more for each further token. They
     # may begin inside a split.
     num_splits = triton.cdiv(max_span + num_tokens - 1, split_size) + 1
-    per_span = min(num_splits, max(1, _PROGRAMS_PER_PROCESSOR * _processors(query) // pairs))
+    # The share of an instance and the order of all sums do not depend on the capacity.
+    most_parts = max(1, _PROGRAMS_PER_PROCESSOR * _processors(query) // pairs)
+    per_span = min(num_splits, most_parts)
     parts = num_splits if in_order else per_span
     outputs = query.new_empty(pairs, parts, rows, tile_dv, dtype=torch.float32)
     maxima = query.new_empty(pairs, parts, rows, dtype=torch.float32)
@@ -300,7 +302,7 @@ def decode_attention_triton(
     }  # fmt: skip
     launch(
         decode_attention_split, (pairs, per_span), query, keys, values, spans, mask,
-        outputs, maxima, sums, scores, num_splits, parts, scale, softcap or 0.0, *query.stride()[:3],
+        outputs, maxima, sums, scores, num_splits, parts, most_parts, scale, softcap or 0.0, *query.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
@@ -311,7 +313,7 @@ def decode_attention_triton(
     launch(
         decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
         query if sinks is None else sinks, output, scores, *spans.stride()[:2], weights_h,
-        parts, TILE=min(_COMBINE_TILE, triton.next_power_of_2(parts)), DIMS=_COMBINE_DIMS,
+        parts, TILE=min(_COMBINE_TILE, triton.next_power_of_2(most_parts)), DIMS=_COMBINE_DIMS,
         HAS_SINKS=sinks is not None,
         # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.
         UNROLL=8 if split_size == 32 else 4, num_warps=4, **both,

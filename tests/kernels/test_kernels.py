@@ -308,6 +308,16 @@ class TestBits:
         )
         assert torch.equal(both[1], alone[0])
 
+    @pytest.mark.parametrize("in_order", [False, True])
+    def test_room_and_padding(self, in_order):
+        query, keys, values = tensors(4, 2, 64, room=700)
+        alone = kernel(query, keys, values, spans_of([0, 0, 700]), 0.125, in_order=in_order)
+        _, wide_keys, wide_values = tensors(4, 2, 64, room=6000, seed=1)
+        wide_keys[:, :, 37:737], wide_values[:, :, 37:737] = keys, values
+        spans = spans_of([37, 37, 737])
+        wide = kernel(query, wide_keys, wide_values, spans, 0.125, in_order=in_order)
+        assert torch.equal(wide, alone)
+
     def test_under_a_window(self):
         query, keys, values = tensors(4, 1, 64, room=900)
         alone = kernel(
