@@ -33,8 +33,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def decode_attention_split(
-    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, parts, most_parts, scale, softcap,
-    query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
+    query, keys, values, spans, seen, outputs, maxima, sums, weights, num_splits, parts, most_parts,
+    scale, softcap, query_b, query_h, query_t, keys_b, keys_h, keys_s, values_b, values_h, values_s,
     spans_b, spans_t, seen_b, weights_h,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, TILE_M: tl.constexpr,
     D: tl.constexpr, TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
@@ -302,9 +302,8 @@ def decode_attention_triton(
     }  # fmt: skip
     launch(
         decode_attention_split, (pairs, per_span), query, keys, values, spans, mask,
-        outputs, maxima, sums, scores, num_splits, parts, most_parts, scale, softcap or 0.0, *query.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
+        outputs, maxima, sums, scores, num_splits, parts, most_parts, scale, softcap or 0.0,
+        *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *spans.stride()[:2], seen_b, weights_h,
         TILE_M=tile_m, D=dim, TILE_D=tile_d, HAS_SEEN=seen is not None,
         HAS_SOFTCAP=softcap is not None, IS_CODED=is_coded,
         STAGES=_STAGES if query.element_size() == 2 else 1,
