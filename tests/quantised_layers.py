@@ -105,6 +105,7 @@ FORMATS = {
     "int4 groups": ("low_first", 32, "subtracted"),
     "int4 halves": ("halves", 32, "subtracted"),
     "int4 tiles": ("tiles", 32, "added"),
+    "wide int4 tiles": ("tiles", 128, "added"),
 }
 
 

@@ -1,21 +1,22 @@
 """Linear layers of packed weights in Triton. See packed.py for the formula and the layouts.
 
-Codes are read as int32 words: of eight codes with four bits, or of four with eight. The codes at
-one position of all words of a tile [TILE_N, WORDS] are one tile of values, which is multiplied by
-the inputs of that position. So no weight is moved after it was loaded:
+Codes are read as int32 words: of eight codes with four bits, or of four with eight.
 
     word      |  7  6  5  4  3  2  1  0  |      value(word, i) * x[k(word, i)], i = 0 .. 7
 
-`packed_linear_one_token` sums the products of a word in float32, multiplies by the scale of its
-group, and adds. Tiles are loaded before the wait for x, and each further one before the one at hand
-is used. What is before and after the sum is that of `linear_few_tokens` in linear_triton.py.
+`packed_linear_one_token`: a thread reads runs of four words with one scale, or of one word if the
+format does not allow that. It sums the products of a run in float32, multiplies by the scale, and
+adds. Tiles are loaded before the wait for x, and each further one before the one at hand is used.
+What is before and after the sum is that of `linear_few_tokens` in linear_triton.py.
 
-`packed_linear_few_tokens`, for up to 16 tokens: tensor cores multiply the tile of a position by the
-inputs of its position, [TILE_N, WORDS] x [WORDS, TILE_M]. A weight with groups is rounded to the
-dtype of x first, as packages do that unpack it.
+`packed_linear_few_tokens`, for up to 16 tokens: tensor cores multiply the codes at one position of
+all words, [TILE_N, WORDS], by the inputs of that position, [WORDS, TILE_M]. A weight with groups is
+rounded to the dtype of x first, as packages do that unpack it.
 
-The value of a code with four bits is read from the lane of a warp that holds it: lane i has that of
-code i % 16. In the interpreter it is loaded, or computed.
+On NVIDIA's GPUs words, scales and the inputs of one token are loaded in PTX: by the thread that uses
+them. For `tl.load` Triton would choose other threads and pass the values through shared memory. The
+value of a code with a table is read from the lane of a warp that holds it: lane i has that of code
+i % 16.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,24 +38,55 @@ _INTEGER_BITS = tl.constexpr(0x4B000000)
 _INTEGER = tl.constexpr(8388608.0)
 _NESTED_GROUP = tl.constexpr(NESTED_GROUP)
 
+# The interpreter does not run PTX. tests/kernels/test_packed.py computes the sums of words by hand.
+_LOAD_8 = tl.constexpr("ld.global.u8 $0, [$1];")
+_LOAD_16 = tl.constexpr("ld.global.u16 $0, [$1];")
+_LOAD_32 = tl.constexpr("ld.global.b32 $0, [$1];")
+_LOAD_WORDS = tl.constexpr("ld.global.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD_PAIRS = tl.constexpr("ld.global.v4.b32 {$0, $1, $2, $3}, [$4];")
+_LOAD_PAIRS_OF_TILES = tl.constexpr(  # a step of eight columns is 16 bytes
+    "".join(f"ld.global.b32 ${i}, [$4 + {16 * i}]; " for i in range(4))
+)
 
-def _sum_of_word(shifts: Sequence[int]) -> Any:
-    """The products of one word in PTX: each code chooses the lane that has its value.
+
+def _sum_of_word(start: str, values: Sequence[str], first_input: int) -> Any:
+    """PTX that sums the products of a word. Each of `values` computes `value`.
 
     With Triton's operations all lookups of a tile came first, which took all 255 registers.
     """
-    look_up = "shr.u32 code, $2, {}; shfl.sync.idx.b32 value, $1, code, 31, 0xffffffff; "
-    products = (
-        f"{look_up.format(shift)}fma.rn.f32 $0, value, ${3 + i}, $0; "
-        for i, shift in enumerate(shifts)
-    )
-    start = "{ .reg .b32 code; .reg .f32 value; mov.f32 $0, 0.0; "
-    return tl.constexpr(start + "".join(products) + "}")
+    text = "{ .reg .b32 code, upper; .reg .f32 value; mov.f32 $0, 0.0; " + start
+    for i, value in enumerate(values):
+        text += f"{value} fma.rn.f32 $0, value, ${first_input + i}, $0; "
+    return tl.constexpr(text + "}")
 
 
-_SUM_OF_HIGH_FIRST = _sum_of_word((4, 0, 12, 8, 20, 16, 28, 24))
-_SUM_OF_LOW_FIRST = _sum_of_word((0, 4, 8, 12, 16, 20, 24, 28))
-_SUM_OF_HALVES = _sum_of_word((0, 8, 16, 24))
+def _lookups(shifts: Sequence[int]) -> Any:
+    """Operands: lanes, word, inputs. Each code chooses the lane that has its value."""
+    value = "shr.u32 code, $2, {}; shfl.sync.idx.b32 value, $1, code, 31, 0xffffffff;"
+    return _sum_of_word("", [value.format(shift) for shift in shifts], 3)
+
+
+def _integers() -> Any:
+    """Operands: word, minus the zeros of positions i % 4, inputs divided by 16 ** (i % 4).
+
+    Codes stay at their place in a half of the word, and so count 16 ** (i % 4) times.
+    """
+    value = "lop3.b32 code, {}, {}, 0x4B000000, 0xEA; add.rn.f32 value, code, ${};"  # a & b | c
+    places = [(("$1", "upper")[i // 4], 15 << 4 * (i % 4), 2 + i % 4) for i in range(8)]
+    return _sum_of_word("shr.u32 upper, $1, 16; ", [value.format(*at) for at in places], 6)
+
+
+def _bytes() -> Any:
+    """Operands: word, minus the zero, inputs. A byte as unsigned, 128 more, ends the bits of 2 ** 23."""
+    value = "prmt.b32 code, upper, 0x4B000000, {}; add.rn.f32 value, code, $2;"
+    values = [value.format(0x7540 + i) for i in range(4)]
+    return _sum_of_word("xor.b32 upper, $1, 0x80808080; ", values, 3)
+
+
+_SUM_OF_HIGH_FIRST = _lookups((4, 0, 12, 8, 20, 16, 28, 24))
+_SUM_OF_LOW_FIRST = _lookups((0, 4, 8, 12, 16, 20, 24, 28))
+_SUM_OF_INTEGERS = _integers()
+_SUM_OF_BYTES = _bytes()
 
 
 class Format(NamedTuple):
@@ -62,12 +94,14 @@ class Format(NamedTuple):
 
     layout: str
     in_word: int  # codes in an int32
+    run: int  # words that a thread reads in a row
     group: int  # columns that share a scale; 0: a row has one, which multiplies its sum
     has_table: bool
-    is_shuffled: bool  # values of four bits come from the lanes of a warp
     is_nested: bool
     zeros: str  # "", "subtracted" or "added"
     is_even: bool  # rows end with a tile
+    in_ptx: bool
+    has_pairs: bool  # inputs of 16 bits may be loaded as pairs, 16 bytes at once
 
 
 @triton.jit
@@ -83,36 +117,40 @@ def packed_linear_one_token(
         (w0, b0, n0, s0, z0, t0, a0, o0, r0, g0), second, (w2, b2, n2, s2, z2, t2, a2, o2, r2, g2),
         TILE_N, IS_GATED,
     )  # fmt: skip
-    IN_WORD: tl.constexpr = FORMAT.in_word
+    RUNS: tl.constexpr = WORDS // FORMAT.run
     N = own[2]
     n = n_start + tl.arange(0, TILE_N)
+    row = tl.minimum(n, N - 1)[:, None].to(tl.int64)
+    runs = K // (FORMAT.in_word * FORMAT.run)
+    run = tl.arange(0, RUNS)[None, :]
     dtype = y.dtype.element_ty
-    tile = _load_words(own[0], n, 0, N, K, WORDS, FORMAT)
+    tile = _load_tile(own, row, tl.minimum(run, runs - 1), N, K, FORMAT)
     if IS_GATED:  # the first weight is the gate and the second is up
-        up_tile = _load_words(w1, n, 0, N, K, WORDS, FORMAT)
-    lanes = _lanes(table, tile, midpoint, FORMAT)
+        up_tile = _load_tile(second, row, tl.minimum(run, runs - 1), N, K, FORMAT)
+    lanes = _lanes(table, FORMAT)
     bias = tl.load(own[1] + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(b1 + n, mask=n < N, other=0.0) if HAS_BIAS and IS_GATED else 0.0
     pdl_sync(PDL)
     residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
-    total = tl.zeros((TILE_N, WORDS), tl.float32)
-    up = tl.zeros((TILE_N, WORDS), tl.float32)
-    squares = tl.zeros((WORDS, IN_WORD), tl.float32)
-    for start in tl.range(0, K // IN_WORD, WORDS):
-        if not IS_WHOLE:
-            next_tile = _load_words(own[0], n, start + WORDS, N, K, WORDS, FORMAT)
+    total = tl.zeros((TILE_N, RUNS), tl.float32)
+    up = tl.zeros((TILE_N, RUNS), tl.float32)
+    squares = tl.zeros((1, RUNS), tl.float32)
+    for start in tl.range(0, runs, RUNS):
+        at = start + run
+        if not IS_WHOLE:  # behind the end the last run again, which is not added
+            following = tl.minimum(at + RUNS, runs - 1)
+            next_tile = _load_tile(own, row, following, N, K, FORMAT)
             if IS_GATED:
-                next_up_tile = _load_words(w1, n, start + WORDS, N, K, WORDS, FORMAT)
-        x_tile = _load_x(x, start, K, WORDS, FORMAT)
-        if HAS_NORM:
-            squares += x_tile * x_tile
-            x_tile *= offset + _load_x(norm_weight, start, K, WORDS, FORMAT)
-        xs = _positions(x_tile, FORMAT)
-        sums = _products(tile, xs, table, lanes, midpoint, FORMAT)
-        total += _scaled(sums, xs, own, n, start, N, K, factor, WORDS, FORMAT)
+                next_up_tile = _load_tile(second, row, following, N, K, FORMAT)
+        is_inside = FORMAT.is_even | (at < runs)
+        inside = at if FORMAT.is_even else tl.minimum(at, runs - 1)
+        xs, x_sum, new = _load_x(x, norm_weight, offset, inside, HAS_NORM, FORMAT)
+        squares += tl.where(is_inside, new, 0.0)
+        sums = _products(tile, xs, x_sum, table, lanes, midpoint, factor, FORMAT)
+        total += tl.where(is_inside, sums, 0.0)
         if IS_GATED:
-            sums = _products(up_tile, xs, table, lanes, midpoint, FORMAT)
-            up += _scaled(sums, xs, second, n, start, N, K, factor, WORDS, FORMAT)
+            sums = _products(up_tile, xs, x_sum, table, lanes, midpoint, factor, FORMAT)
+            up += tl.where(is_inside, sums, 0.0)
         if not IS_WHOLE:
             tile = next_tile
             if IS_GATED:
@@ -143,30 +181,30 @@ def packed_linear_few_tokens(
     IN_WORD: tl.constexpr = FORMAT.in_word
     N = own[2]
     n = n_start + tl.arange(0, TILE_N)
+    row = tl.minimum(n, N - 1)[:, None].to(tl.int64)
     m = tl.arange(0, TILE_M)[None, :]
     dtype = y.dtype.element_ty
     bias = tl.load(own[1] + n, mask=n < N, other=0.0)[:, None] if HAS_BIAS else 0.0
     up_bias = tl.load(b1 + n, mask=n < N, other=0.0)[:, None] if HAS_BIAS and IS_GATED else 0.0
     total = tl.zeros((TILE_N, TILE_M), tl.float32)
     up = tl.zeros((TILE_N, TILE_M), tl.float32)
+    lanes = _lanes(table, FORMAT)
     pdl_sync(PDL)
     for start in tl.range(0, K // IN_WORD, WORDS):
         word = (start + tl.arange(0, WORDS))[:, None]
-        tile = _load_words(own[0], n, start, N, K, WORDS, FORMAT)
-        scale, zero = _scale_and_zero(own, n, start, N, K, factor, WORDS, FORMAT)
-        lanes = _lanes(table, tile, midpoint, FORMAT)
+        inside = tl.minimum(start + tl.arange(0, WORDS)[None, :], K // IN_WORD - 1)
+        words, scale, zero = _load_tile(own, row, inside, N, K, FORMAT)
         if IS_GATED:
-            up_tile = _load_words(w1, n, start, N, K, WORDS, FORMAT)
-            up_scale, up_zero = _scale_and_zero(second, n, start, N, K, factor, WORDS, FORMAT)
+            up_words, up_scale, up_zero = _load_tile(second, row, inside, N, K, FORMAT)
         for i in tl.static_range(IN_WORD):
             at = x + m.to(tl.int64) * K + _columns(word, i, FORMAT)
             x_tile = tl.load(at, mask=(m < M) & (word < K // IN_WORD), other=0.0)
-            value = _value(tile, i, table, lanes, midpoint, FORMAT)
-            weight = _weight(value, scale, zero, FORMAT).to(dtype)
+            value = _value(words[0], i, table, lanes, midpoint, FORMAT)
+            weight = _scaled(value, 1.0, scale, zero, factor, FORMAT).to(dtype)
             total = tl.dot(weight, x_tile, total, input_precision="ieee")
             if IS_GATED:
-                value = _value(up_tile, i, table, lanes, midpoint, FORMAT)
-                weight = _weight(value, up_scale, up_zero, FORMAT).to(dtype)
+                value = _value(up_words[0], i, table, lanes, midpoint, FORMAT)
+                weight = _scaled(value, 1.0, up_scale, up_zero, factor, FORMAT).to(dtype)
                 up = tl.dot(weight, x_tile, up, input_precision="ieee")
     total *= _row_scale(own, n, N, factor, FORMAT)[:, None]
     result = finish_sum(total, 1.0, bias, False, HAS_BIAS)
@@ -205,93 +243,192 @@ def _pick(first, second, third, TILE_N: tl.constexpr, IS_GATED: tl.constexpr):
 
 
 @triton.jit
-def _load_words(w, n, start, N, K, WORDS: tl.constexpr, FORMAT: tl.constexpr):
-    """The tile [n, WORDS] from word `start` of each row on, with zeros outside."""
+def _load_tile(weight, row, run, N, K, FORMAT: tl.constexpr):
+    """The words of each row and run, a tensor for each word of a run; its scale, and its zero."""
     words_of_row = K // FORMAT.in_word
-    word = (start + tl.arange(0, WORDS))[None, :]
-    mask = (n[:, None] < N) & (word < words_of_row)
-    row = n[:, None].to(tl.int64)
+    word = run * FORMAT.run
     if FORMAT.layout == "tiles":  # [N / 8, K / 128, 8, 16] words
-        at = (row // 8 * (words_of_row // 16) + word // 16) * 128 + row % 8 * 16 + word % 16
+        at = ((row >> 3) * (words_of_row >> 4) + (word >> 4)) * 128 + (row & 7) * 16 + (word & 15)
     elif FORMAT.layout == "halves":
         at = row % (N // 2) * words_of_row + word
     else:
         at = row * words_of_row + word
-    # One word of a thread at a time: so the inputs of a word, which are loaded by one thread, are
-    # where they are needed. With several they would go through shared memory.
-    words = tl.load(w + tl.max_contiguous(at, [1, 1]), mask=mask, other=0)
+    at += weight[0]
+    if FORMAT.run == 1:
+        words = (_load_bits(at, _LOAD_32) if FORMAT.in_ptx else tl.load(at),)
+    elif FORMAT.in_ptx:
+        words = _load_four(at, _LOAD_WORDS)
+    else:
+        words = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     if FORMAT.layout == "halves":  # the upper half of each byte has the first rows
-        words = words >> tl.where(n < N // 2, 4, 0)[:, None]
-    return words
+        shift = tl.where(row < N // 2, 4, 0)
+        words = [(word >> shift) & 0x0F0F0F0F for word in words]
+    scale, zero = _load_scale(weight, row, _columns(word, 0, FORMAT), FORMAT)
+    return words, scale, zero
 
 
 @triton.jit
-def _load_x(x, start, K, WORDS: tl.constexpr, FORMAT: tl.constexpr):
-    """The inputs of a tile of words, [WORDS, in_word] in float32."""
-    IN_WORD: tl.constexpr = FORMAT.in_word
-    word = (start + tl.arange(0, WORDS))[:, None]
-    k = _columns(word, tl.arange(0, IN_WORD)[None, :], FORMAT)
-    if FORMAT.is_even:
-        tile = tl.load(x + k)
+def _load_scale(weight, row, k, FORMAT: tl.constexpr):
+    """Scale and zero of column k, without `factor`; of no use if rows have one scale."""
+    scale = tl.zeros((1, 1), tl.float32)
+    zero = tl.zeros((1, 1), tl.float32)
+    if FORMAT.group != 0:
+        at = row * weight[8] + k // FORMAT.group * weight[9]
+        scale = _load_number(weight[3] + at, FORMAT)
+        if FORMAT.is_nested:
+            absmax = _load_number(weight[6] + at // _NESTED_GROUP, FORMAT)
+            scale = _load_number(weight[5] + scale.to(tl.int32), FORMAT) * absmax
+            scale += tl.load(weight[7])
+        if FORMAT.zeros != "":
+            zero = _load_number(weight[4] + at, FORMAT)
+    return scale, zero
+
+
+@triton.jit
+def _load_bits(at, ptx: tl.constexpr):
+    return tl.inline_asm_elementwise(ptx, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _load_four(at, ptx: tl.constexpr):
+    return tl.inline_asm_elementwise(
+        ptx, "=&r,=&r,=&r,=&r,l", [at], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_number(at, FORMAT: tl.constexpr):
+    """In float32."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    if not FORMAT.in_ptx:
+        return tl.load(at).to(tl.float32)
+    elif dtype == tl.float32:
+        return _load_bits(at, _LOAD_32).to(tl.float32, bitcast=True)
+    elif dtype == tl.uint8:
+        return _load_bits(at, _LOAD_8).to(tl.float32)
     else:
-        tile = tl.load(x + k, mask=word < K // IN_WORD, other=0.0)
-    return tile.to(tl.float32)
+        return _pair(_load_bits(at, _LOAD_16), dtype)[0]
+
+
+@triton.jit
+def _pair(bits, dtype: tl.constexpr):
+    """The two numbers of 16 bits in each int32, in float32."""
+    if dtype == tl.bfloat16:  # the upper half of a float32
+        first = (bits << 16).to(tl.float32, bitcast=True)
+        second = (bits & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        second = (bits >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _load_x(x, norm_weight, offset, run, HAS_NORM: tl.constexpr, FORMAT: tl.constexpr):
+    """The inputs of each word of a run, [1, runs] by position; their sum; the sum of x^2."""
+    IN_WORD: tl.constexpr = FORMAT.in_word
+    RUN: tl.constexpr = FORMAT.run
+    inputs = ()
+    x_sum = tl.zeros(run.shape, tl.float32)
+    squares = tl.zeros(run.shape, tl.float32)
+    for j in tl.static_range(RUN):
+        xs = _load_inputs(x, run * RUN + j, FORMAT)
+        if HAS_NORM:
+            weights = _load_inputs(norm_weight, run * RUN + j, FORMAT)
+        finished = ()
+        for i in tl.static_range(IN_WORD):
+            value = xs[i]
+            if HAS_NORM:
+                squares += value * value
+                value *= offset + weights[i]
+            if FORMAT.zeros != "":
+                x_sum += value
+            if FORMAT.in_ptx and IN_WORD == 8 and not FORMAT.has_table:  # as _integers
+                value *= 0.0625 ** (i % 4)
+            finished += (value,)
+        inputs += (finished,)
+    return inputs, x_sum, squares
+
+
+@triton.jit
+def _load_inputs(x, word, FORMAT: tl.constexpr):
+    """The inputs of a word by position, in float32."""
+    IN_WORD: tl.constexpr = FORMAT.in_word
+    dtype: tl.constexpr = x.dtype.element_ty
+    at = x + _columns(word, 0, FORMAT)
+    if not FORMAT.has_pairs or dtype.primitive_bitwidth != 16:
+        xs = ()
+        for i in tl.static_range(IN_WORD):
+            xs += (_load_number(x + _columns(word, i, FORMAT), FORMAT),)
+        return xs
+    elif IN_WORD == 4:
+        a, b = tl.inline_asm_elementwise(
+            "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.int32, tl.int32),
+            is_pure=False, pack=1,
+        )  # fmt: skip
+        return _pair(a, dtype) + _pair(b, dtype)
+    elif FORMAT.layout == "tiles":
+        a, b, c, d = _load_four(at, _LOAD_PAIRS_OF_TILES)
+        a, b, c, d = _pair(a, dtype), _pair(b, dtype), _pair(c, dtype), _pair(d, dtype)
+        return a[0], b[0], c[0], d[0], a[1], b[1], c[1], d[1]
+    else:
+        a, b, c, d = _load_four(at, _LOAD_PAIRS)
+        return _pair(a, dtype) + _pair(b, dtype) + _pair(c, dtype) + _pair(d, dtype)
 
 
 @triton.jit
 def _columns(word, i, FORMAT: tl.constexpr):
     """The column k of the code at position i of a word of a row."""
     if FORMAT.layout == "tiles":  # word 4 q + j of a tile: 32 j + 2 q + TILE_STEPS[i] of packed.py
-        return word // 16 * 128 + word % 4 * 32 + word % 16 // 4 * 2 + i % 4 * 8 + i // 4
+        first = (word >> 4) * 128 + (word & 3) * 32 + (word >> 2 & 3) * 2
+        return first + i % 4 * 8 + i // 4
     else:
         return word * FORMAT.in_word + i
 
 
 @triton.jit
-def _positions(tile, FORMAT: tl.constexpr):
-    """The columns of a tile [WORDS, in_word]."""
-    WORDS: tl.constexpr = tile.shape[0]
-    if FORMAT.in_word == 4:
-        even, odd = tl.split(tl.reshape(tile, (WORDS, 2, 2)))
-        x0, x2 = tl.split(even)
-        x1, x3 = tl.split(odd)
-        return x0, x1, x2, x3
-    else:
-        even, odd = tl.split(tl.reshape(tile, (WORDS, 2, 2, 2)))
-        x04, x26 = tl.split(even)
-        x15, x37 = tl.split(odd)
-        x0, x4 = tl.split(x04)
-        x1, x5 = tl.split(x15)
-        x2, x6 = tl.split(x26)
-        x3, x7 = tl.split(x37)
-        return x0, x1, x2, x3, x4, x5, x6, x7
+def _products(tile, xs, x_sum, table, lanes, midpoint, factor, FORMAT: tl.constexpr):
+    """The sum of the products of each run."""
+    RUN: tl.constexpr = FORMAT.run
+    words, scale, zero = tile
+    sums = _sum_of_products(words[0], xs[0], table, lanes, midpoint, FORMAT)
+    for i in tl.static_range(1, RUN):
+        sums += _sum_of_products(words[i], xs[i], table, lanes, midpoint, FORMAT)
+    return _scaled(sums, x_sum, scale, zero, factor, FORMAT)
 
 
 @triton.jit
-def _products(tile, xs, table, lanes, midpoint, FORMAT: tl.constexpr):
+def _sum_of_products(word, xs, table, lanes, midpoint, FORMAT: tl.constexpr):
     """The sum of the products of each word."""
     IN_WORD: tl.constexpr = FORMAT.in_word
-    if FORMAT.is_shuffled and IN_WORD == 8:
-        x0, x1, x2, x3, x4, x5, x6, x7 = xs
-        sums = tl.inline_asm_elementwise(
+    if FORMAT.in_ptx and IN_WORD == 8 and FORMAT.has_table:
+        return tl.inline_asm_elementwise(
             _SUM_OF_HIGH_FIRST if FORMAT.layout == "high_first" else _SUM_OF_LOW_FIRST,
             "=&f,f,r,f,f,f,f,f,f,f,f",
-            [lanes, tile, x0[None, :], x1[None, :], x2[None, :], x3[None, :], x4[None, :],
-             x5[None, :], x6[None, :], x7[None, :]],
+            [lanes, word, xs[0], xs[1], xs[2], xs[3], xs[4], xs[5], xs[6], xs[7]],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
-    elif FORMAT.is_shuffled:
-        x0, x1, x2, x3 = xs
-        sums = tl.inline_asm_elementwise(
-            _SUM_OF_HALVES, "=&f,f,r,f,f,f,f",
-            [lanes, tile, x0[None, :], x1[None, :], x2[None, :], x3[None, :]],
+    elif FORMAT.in_ptx and IN_WORD == 8:
+        zero = -_INTEGER - midpoint
+        zero_16 = -_INTEGER - midpoint * 16.0
+        zero_256 = -_INTEGER - midpoint * 256.0
+        zero_4096 = -_INTEGER - midpoint * 4096.0
+        return tl.inline_asm_elementwise(
+            _SUM_OF_INTEGERS, "=&f,r,f,f,f,f,f,f,f,f,f,f,f,f",
+            [word, zero, zero_16, zero_256, zero_4096, xs[0], xs[1], xs[2], xs[3], xs[4], xs[5],
+             xs[6], xs[7]],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    elif FORMAT.in_ptx and not FORMAT.has_table:
+        return tl.inline_asm_elementwise(
+            _SUM_OF_BYTES, "=&f,r,f,f,f,f,f",
+            [word, -_INTEGER - 128.0 - midpoint, xs[0], xs[1], xs[2], xs[3]],
             dtype=tl.float32, is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        sums = tl.zeros(tile.shape, tl.float32)
+        sums = tl.zeros(word.shape, tl.float32)
         for i in tl.static_range(IN_WORD):
-            sums += _value(tile, i, table, lanes, midpoint, FORMAT) * xs[i][None, :]
-    return sums
+            sums += _value(word, i, table, lanes, midpoint, FORMAT) * xs[i]
+        return sums
 
 
 @triton.jit
@@ -303,7 +440,9 @@ def _value(tile, i: tl.constexpr, table, lanes, midpoint, FORMAT: tl.constexpr):
         codes = tile >> 8 * i
     else:
         codes = tile >> 4 * i
-    if FORMAT.is_shuffled:  # the lowest five bits are a lane; each value is in two of them
+    if (
+        FORMAT.in_ptx and FORMAT.has_table
+    ):  # the lowest five bits are a lane; each value is in two of them
         value = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [lanes, codes],
             dtype=tl.float32, is_pure=True, pack=1,
@@ -320,27 +459,16 @@ def _value(tile, i: tl.constexpr, table, lanes, midpoint, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _lanes(table, tile, midpoint, FORMAT: tl.constexpr):
-    """In each lane of a warp the value of a code, in the shape of a tile."""
-    if FORMAT.is_shuffled:
-        code = tl.inline_asm_elementwise(
-            "{ .reg .u32 lane; mov.u32 lane, %laneid; and.b32 $0, lane, 15; }",
-            "=r,r",
-            [tl.zeros(tile.shape, tl.int32)],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-        if FORMAT.has_table:
-            lanes = tl.load(table + code)
-        else:
-            lanes = code.to(tl.float32) - midpoint
-        return lanes
+def _lanes(table, FORMAT: tl.constexpr):
+    """In each lane of a warp the value of a code: a scalar, so that it fits any layout of a tile."""
+    if FORMAT.in_ptx and FORMAT.has_table:
+        return tl.inline_asm_elementwise(
+            "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
+            "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }",
+            "=f,l", [table], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
     else:
         return 0.0
-
-
-# --- scales and zeros
 
 
 @triton.jit
@@ -354,52 +482,16 @@ def _row_scale(weight, n, N, factor, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
-    sums, xs, weight, n, start, N, K, factor, WORDS: tl.constexpr, FORMAT: tl.constexpr
-):  # fmt: skip
-    """The sums of words with the scales and zeros of their groups."""
-    if FORMAT.group != 0:
-        scale, zero = _scale_and_zero(weight, n, start, N, K, factor, WORDS, FORMAT)
-        if FORMAT.zeros != "":
-            x_sum = xs[0]
-            IN_WORD: tl.constexpr = FORMAT.in_word
-            for i in tl.static_range(1, IN_WORD):
-                x_sum += xs[i]
-            if FORMAT.zeros == "added":
-                sums = sums * scale + zero * x_sum[None, :]
-            else:
-                sums = (sums - zero * x_sum[None, :]) * scale
-        else:
-            sums *= scale
-    return sums
-
-
-@triton.jit
-def _weight(value, scale, zero, FORMAT: tl.constexpr):
-    if FORMAT.zeros == "added":
-        return value * scale + zero
+def _scaled(sums, x_sum, scale, zero, factor, FORMAT: tl.constexpr):
+    """A sum of products of one group, and the sum of its inputs, with scale and zero."""
+    if FORMAT.group == 0:
+        return sums
+    elif FORMAT.zeros == "added":
+        return sums * (scale * factor) + zero * x_sum
+    elif FORMAT.zeros == "subtracted":
+        return (sums - zero * x_sum) * (scale * factor)
     else:
-        return (value - zero) * scale
-
-
-@triton.jit
-def _scale_and_zero(weight, n, start, N, K, factor, WORDS: tl.constexpr, FORMAT: tl.constexpr):
-    """Of each word [n, WORDS]; 1 and 0 if rows have one scale."""
-    scale = 1.0
-    zero = 0.0
-    if FORMAT.group != 0:
-        word = (start + tl.arange(0, WORDS))[None, :]
-        mask = (n[:, None] < N) & (word < K // FORMAT.in_word)
-        group = _columns(word, 0, FORMAT) // FORMAT.group  # a word is in one group
-        at = n[:, None].to(tl.int64) * weight[8] + group * weight[9]
-        scale = tl.load(weight[3] + at, mask=mask, other=0)
-        if FORMAT.is_nested:
-            absmax = tl.load(weight[6] + at // _NESTED_GROUP, mask=mask, other=0.0)
-            scale = tl.load(weight[5] + scale.to(tl.int32)) * absmax + tl.load(weight[7])
-        scale = scale.to(tl.float32) * factor
-        if FORMAT.zeros != "":
-            zero = tl.load(weight[4] + at, mask=mask, other=0).to(tl.float32)
-    return scale, zero
+        return sums * (scale * factor)
 
 
 # --- launchers
@@ -430,12 +522,14 @@ def packed_linears_triton(
         _launch_few(x, y, weights, biases, activation, is_gated)
         return y
     (norm_weight, _), numbers, _ = norm_arguments(norm, x)
+    norm_weight = norm_weight.contiguous()
     tile_n, words, warps = _tiles(weights[0], is_gated)
     launch(
         packed_linear_one_token, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
-        norm_weight.contiguous(), x if residual is None else residual.contiguous(),
+        norm_weight, x if residual is None else residual.contiguous(),
         *_arguments(x, weights, biases, sizes), dim, *_numbers(weights[0]), *numbers,
-        TILE_N=tile_n, WORDS=words, FORMAT=_format(x, weights[0], words),
+        TILE_N=tile_n, WORDS=words,
+        FORMAT=_format(x, weights[0], words, _run(weights), _is_aligned(x, norm_weight)),
         IS_WHOLE=_words_of_row(weights[0]) <= words, HAS_NORM=norm is not None, HAS_BIAS=bool(biases),
         ACTIVATION=activation, IS_GATED=is_gated, HAS_RESIDUAL=residual is not None, num_warps=warps,
     )  # fmt: skip
@@ -454,7 +548,7 @@ def _launch_few(
         packed_linear_few_tokens, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
         *_arguments(x, weights, biases, sizes), tokens, dim, *_numbers(weights[0]),
         TILE_N=tile_n, TILE_M=8 if tokens <= 8 else 16, WORDS=words,
-        FORMAT=_format(x, weights[0], words), HAS_BIAS=bool(biases), ACTIVATION=activation,
+        FORMAT=_format(x, weights[0], words, 1, False), HAS_BIAS=bool(biases), ACTIVATION=activation,
         IS_GATED=is_gated, num_warps=warps,
     )  # fmt: skip
 
@@ -496,31 +590,50 @@ def _words_of_row(packed: Packed) -> int:
     return packed.columns // LAYOUTS[packed.layout].in_word
 
 
-def _format(x: Tensor, packed: Packed, words: int) -> Format:
+def _format(x: Tensor, packed: Packed, words: int, run: int, is_aligned: bool) -> Format:
     has_row_scale = (
         packed.group == packed.columns and packed.nested is None and packed.zeros is None
     )
     return Format(
         layout=packed.layout,
         in_word=LAYOUTS[packed.layout].in_word,
+        run=run,
         group=0 if has_row_scale else packed.group,
         has_table=packed.table is not None,
-        is_shuffled=LAYOUTS[packed.layout].bits == 4 and _shuffles(x),
         is_nested=packed.nested is not None,
         zeros="" if packed.zeros is None else "added" if packed.added else "subtracted",
         is_even=_words_of_row(packed) % words == 0,
+        in_ptx=_runs_ptx(x),
+        has_pairs=_runs_ptx(x) and is_aligned,
     )
 
 
-def _shuffles(x: Tensor) -> bool:
-    """Whether a warp has 32 lanes that can be asked for a value."""
+def _runs_ptx(x: Tensor) -> bool:
     return x.is_cuda and torch.version.hip is None
 
 
+def _is_aligned(*tensors: Tensor) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _run(weights: Sequence[Packed]) -> int:
+    """Words that a thread reads in a row: four if they have one scale and are aligned, or one."""
+    one = weights[0]
+    span = 128 if one.layout == "tiles" else 4 * LAYOUTS[one.layout].in_word
+    is_one_group = one.columns % span == 0 and (one.group == one.columns or one.group % span == 0)
+    return 4 if is_one_group and _is_aligned(*(weight.codes for weight in weights)) else 1
+
+
 def _tiles(packed: Packed, is_gated: bool) -> tuple[int, int, int]:
-    """TILE_N, WORDS and warps of a launch for one token. Not measured yet."""
-    words = min(512, max(32, triton.next_power_of_2(_words_of_row(packed))))
-    return 4 if is_gated else 8, words, max(1, words // 64)
+    """TILE_N, WORDS and warps of a launch for one token.
+
+    By single launches of the shapes of Llama 1B and 8B, H200, 2026-11-19. Where tiles of one or two
+    warps were a little faster for long rows, as many as a multiprocessor holds at once would be far
+    more than its share, and the first to be free would take them: tiles of four warps are chosen.
+    """
+    words = min(128 if is_gated else 512, max(32, triton.next_power_of_2(_words_of_row(packed))))
+    is_short = not is_gated and _words_of_row(packed) <= words
+    return 8 if is_short else LAYOUTS[packed.layout].in_word // 2, words, max(1, words // 128)
 
 
 # TILE_N, WORDS and warps of a launch for several tokens. Not measured yet.

@@ -4,6 +4,7 @@ Triton's interpreter.
 
 import re
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +83,19 @@ class TestOneToken:
         assert is_readable(weight.packed)
         assert ((got.double() - exact).abs() <= bound).all()
 
+    @pytest.mark.parametrize("name", ["blocks", "int8 groups", "wide int4 tiles"])
+    def test_inputs_and_codes_that_are_not_aligned(self, name):
+        weight = made(name, dtype=torch.float16)
+        x = normal(1, 257, dtype=torch.float16)[:, 1:]
+        stored = weight.packed.codes.view(-1).view(torch.uint8)
+        codes = torch.cat([stored[:4], stored])[4:].view(weight.packed.codes.dtype)
+        packed = weight.packed._replace(codes=codes.view(weight.packed.codes.shape))
+        assert x.data_ptr() % 16 == 2
+        assert packed.codes.data_ptr() % 16 == 4
+        exact, bound, _ = sums(x, [weight])
+        got = packed_linears_triton(x, [packed], [])
+        assert ((got.double() - exact).abs() <= bound).all()
+
     @pytest.mark.parametrize("rows", [1, 7])
     def test_an_odd_number_of_rows(self, rows):
         weights = [made("blocks", rows), made("blocks", 1, seed=1)]
@@ -116,7 +130,7 @@ class TestOneToken:
         y = packed_linears_triton(x, weights, [])
         first, up = y.chunk(2, dim=-1) if is_gated else (y, 1)
         expected = residual + (linear.activate(first, activation) if activation else first) * up
-        got = packed_linears_triton(x, *layer)
+        got = packed_linears_triton(x, *layer[:-1])
         # Two ways to compute exp, erf and tanh: 2 eps of what is rounded next, three times.
         bound = 8 * torch.finfo(dtype).eps * (residual.abs() + (first * up).abs() + first.abs())
         assert ((got - expected).abs() <= bound).all()
@@ -151,28 +165,94 @@ class TestFewTokens:
                 packed_linears_triton(x, [weight], [], *around)
 
 
-@pytest.mark.parametrize(
-    ("layout", "sum_of_word"),
-    [
-        ("high_first", packed_triton._SUM_OF_HIGH_FIRST),
-        ("low_first", packed_triton._SUM_OF_LOW_FIRST),
-        ("tiles", packed_triton._SUM_OF_LOW_FIRST),
-        ("halves", packed_triton._SUM_OF_HALVES),
-    ],
-)
-def test_the_order_of_lookups(layout, sum_of_word):
-    """The interpreter does not run them: position i of the first word has input i of the PTX."""
-    codes = torch.randint(0, 16, (8, 128))
-    words = pack(codes, layout).reshape(-1).view(torch.int32)
-    steps = TILE_STEPS if layout == "tiles" else range(LAYOUTS[layout].in_word)
-    first = int(words[0]) >> (4 if layout == "halves" else 0)
-    ptx = sum_of_word.value
-    shifts = [int(shift) for shift in re.findall(r"shr.u32 code, \$2, (\d+);", ptx)]
-    inputs = [
-        int(number) - 3 for number in re.findall(r"fma.rn.f32 \$0, value, \$(\d+), \$0;", ptx)
-    ]
-    assert inputs == list(range(len(steps)))
-    assert [first >> shift & 15 for shift in shifts] == codes[0, list(steps)].tolist()
+def result_of(ptx, operands, lanes=()):
+    """$0 after some PTX: registers are float32 or, for operations of .b32 and .u32, their bits."""
+    registers = {f"${i + 1}": value for i, value in enumerate(operands)}
+
+    def number(name):
+        if name not in registers:
+            return np.uint32(int(name, 0))
+        value = registers[name]
+        return value.view(np.uint32) if isinstance(value, np.float32) else np.uint32(value)
+
+    def real(name):
+        value = registers[name]
+        return value.view(np.float32) if isinstance(value, np.uint32) else value
+
+    for line in re.findall(r"(?<![.\w])([a-z][a-z0-9.]*) ([^;{}]+);", ptx):
+        name, arguments = line[0].split(".")[0], line[1].split(", ")
+        to, of = arguments[0], arguments[1:]
+        if name == "shr":
+            registers[to] = number(of[0]) >> number(of[1])
+        elif name == "mov":
+            registers[to] = np.float32(of[0])
+        elif name == "xor":
+            registers[to] = number(of[0]) ^ number(of[1])
+        elif name == "lop3":
+            assert of[3] == "0xEA"
+            registers[to] = number(of[0]) & number(of[1]) | number(of[2])
+        elif name == "prmt":
+            both = number(of[0]).tobytes() + number(of[1]).tobytes()
+            chosen = [both[int(number(of[2])) >> 4 * i & 7] for i in range(4)]
+            registers[to] = np.frombuffer(bytes(chosen), np.uint32)[0]
+        elif name == "shfl":
+            registers[to] = lanes[int(number(of[1])) & 31]
+        elif name == "add":
+            registers[to] = real(of[0]) + real(of[1])
+        elif name == "fma":
+            registers[to] = real(of[0]) * real(of[1]) + real(of[2])
+        else:
+            raise AssertionError(line)
+    return float(registers["$0"])
+
+
+class TestSumsOfWords:
+    """The interpreter does not run the PTX: here it is done by hand, on words of each layout."""
+
+    @staticmethod
+    def words_and_codes(layout):
+        """int32 words as the kernel has them, and the codes of each by position, of the first row."""
+        bits, in_word, _ = LAYOUTS[layout]
+        codes = torch.randint(0, 1 << bits, (8, 128))
+        words = pack(codes, layout).reshape(-1).view(torch.int32).numpy().view(np.uint32)
+        if layout == "halves":
+            words = words >> 4 & 0x0F0F0F0F
+        steps = TILE_STEPS if layout == "tiles" else range(in_word)
+        for i in range(4):
+            first = 32 * i if layout == "tiles" else in_word * i
+            yield words[i], codes[0, [first + step for step in steps]].numpy()
+
+    @pytest.mark.parametrize("layout", ["high_first", "low_first", "tiles"])
+    def test_of_a_table(self, layout):
+        text = packed_triton._SUM_OF_LOW_FIRST
+        if layout == "high_first":
+            text = packed_triton._SUM_OF_HIGH_FIRST
+        table = np.random.default_rng(0).standard_normal(16).astype(np.float32)
+        for word, codes in self.words_and_codes(layout):
+            x = np.random.default_rng(1).standard_normal(8).astype(np.float32)
+            got = result_of(text.value, [np.float32(9), word, *x], [*table, *table])
+            assert got == pytest.approx(float(table[codes] @ x), rel=1e-5, abs=1e-5)
+
+    @pytest.mark.parametrize("midpoint", [0, 8])
+    @pytest.mark.parametrize("layout", ["low_first", "tiles"])
+    def test_of_four_bits(self, layout, midpoint):
+        zeros = [np.float32(-(2**23) - midpoint * 16**i) for i in range(4)]
+        for word, codes in self.words_and_codes(layout):
+            x = np.random.default_rng(1).standard_normal(8).astype(np.float32)
+            inputs = [x[i] / np.float32(16 ** (i % 4)) for i in range(8)]
+            got = result_of(packed_triton._SUM_OF_INTEGERS.value, [word, *zeros, *inputs])
+            expected = float((codes.astype(float) - midpoint) @ x)
+            assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
+
+    @pytest.mark.parametrize("midpoint", [0, 3])
+    @pytest.mark.parametrize("layout", ["bytes", "halves"])
+    def test_of_bytes(self, layout, midpoint):
+        zero = np.float32(-(2**23) - 128 - midpoint)
+        for word, codes in self.words_and_codes(layout):
+            x = np.random.default_rng(1).standard_normal(4).astype(np.float32)
+            got = result_of(packed_triton._SUM_OF_BYTES.value, [word, zero, *x])
+            values = codes.astype(np.uint8).view(np.int8).astype(float) - midpoint
+            assert got == pytest.approx(float(values @ x), rel=1e-5, abs=1e-3)
 
 
 class TestPacked:
