@@ -13,7 +13,7 @@ What is before and after the sum is that of `linear_few_tokens` in linear_triton
 all words, [TILE_N, WORDS], by the inputs of that position, [WORDS, TILE_M]. A weight with groups is
 rounded to the dtype of x first, as packages do that unpack it.
 
-On NVIDIA's GPUs words, scales and the inputs of one token are loaded in PTX: by the thread that uses
+On NVIDIA's GPUs the kernel for one token loads words, scales and inputs in PTX, in the thread that uses
 them. For `tl.load` Triton would choose other threads and pass the values through shared memory. The
 value of a code with a table is read from the lane of a warp that holds it: lane i has that of code
 i % 16.
@@ -97,10 +97,11 @@ class Format(NamedTuple):
     run: int  # words that a thread reads in a row
     group: int  # columns that share a scale; 0: a row has one, which multiplies its sum
     has_table: bool
+    is_shuffled: bool  # values of a table come from the lanes of a warp
     is_nested: bool
     zeros: str  # "", "subtracted" or "added"
     is_even: bool  # rows end with a tile
-    in_ptx: bool
+    in_ptx: bool  # loads and sums
     has_pairs: bool  # inputs of 16 bits may be loaded as pairs, 16 bytes at once
 
 
@@ -254,10 +255,14 @@ def _load_tile(weight, row, run, N, K, FORMAT: tl.constexpr):
     else:
         at = row * words_of_row + word
     at += weight[0]
-    if FORMAT.run == 1:
-        words = (_load_bits(at, _LOAD_32) if FORMAT.in_ptx else tl.load(at),)
-    elif FORMAT.in_ptx:
+    if FORMAT.in_ptx and FORMAT.run == 4:
         words = _load_four(at, _LOAD_WORDS)
+    elif FORMAT.in_ptx:
+        words = (_load_bits(at, _LOAD_32),)
+    elif (
+        FORMAT.run == 1
+    ):  # lanes of a warp along a row; of unknown alignment, so one word at a time
+        words = (tl.load(tl.max_contiguous(tl.multiple_of(at, [1, 1]), [1, 2])),)
     else:
         words = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     if FORMAT.layout == "halves":  # the upper half of each byte has the first rows
@@ -344,8 +349,8 @@ def _load_x(x, norm_weight, offset, run, HAS_NORM: tl.constexpr, FORMAT: tl.cons
                 x_sum += value
             if FORMAT.in_ptx and IN_WORD == 8 and not FORMAT.has_table:  # as _integers
                 value *= 0.0625 ** (i % 4)
-            finished += (value,)
-        inputs += (finished,)
+            finished += (value,)  # type: ignore[assignment]
+        inputs += (finished,)  # type: ignore[assignment]
     return inputs, x_sum, squares
 
 
@@ -358,7 +363,7 @@ def _load_inputs(x, word, FORMAT: tl.constexpr):
     if not FORMAT.has_pairs or dtype.primitive_bitwidth != 16:
         xs = ()
         for i in tl.static_range(IN_WORD):
-            xs += (_load_number(x + _columns(word, i, FORMAT), FORMAT),)
+            xs += (_load_number(x + _columns(word, i, FORMAT), FORMAT),)  # type: ignore[assignment]
         return xs
     elif IN_WORD == 4:
         a, b = tl.inline_asm_elementwise(
@@ -440,9 +445,7 @@ def _value(tile, i: tl.constexpr, table, lanes, midpoint, FORMAT: tl.constexpr):
         codes = tile >> 8 * i
     else:
         codes = tile >> 4 * i
-    if (
-        FORMAT.in_ptx and FORMAT.has_table
-    ):  # the lowest five bits are a lane; each value is in two of them
+    if FORMAT.is_shuffled:  # the lowest five bits are a lane; each value is in two of them
         value = tl.inline_asm_elementwise(
             "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;", "=f,f,r", [lanes, codes],
             dtype=tl.float32, is_pure=True, pack=1,
@@ -461,7 +464,7 @@ def _value(tile, i: tl.constexpr, table, lanes, midpoint, FORMAT: tl.constexpr):
 @triton.jit
 def _lanes(table, FORMAT: tl.constexpr):
     """In each lane of a warp the value of a code: a scalar, so that it fits any layout of a tile."""
-    if FORMAT.in_ptx and FORMAT.has_table:
+    if FORMAT.is_shuffled:
         return tl.inline_asm_elementwise(
             "{ .reg .u32 lane; .reg .u64 at; mov.u32 lane, %laneid; and.b32 lane, lane, 15; "
             "mad.wide.u32 at, lane, 4, $1; ld.global.nc.f32 $0, [at]; }",
@@ -529,7 +532,9 @@ def packed_linears_triton(
         norm_weight, x if residual is None else residual.contiguous(),
         *_arguments(x, weights, biases, sizes), dim, *_numbers(weights[0]), *numbers,
         TILE_N=tile_n, WORDS=words,
-        FORMAT=_format(x, weights[0], words, _run(weights), _is_aligned(x, norm_weight)),
+        FORMAT=_format(
+            x, weights[0], words, _run(weights), _runs_ptx(x), _is_aligned(x, norm_weight)
+        ),
         IS_WHOLE=_words_of_row(weights[0]) <= words, HAS_NORM=norm is not None, HAS_BIAS=bool(biases),
         ACTIVATION=activation, IS_GATED=is_gated, HAS_RESIDUAL=residual is not None, num_warps=warps,
     )  # fmt: skip
@@ -548,7 +553,7 @@ def _launch_few(
         packed_linear_few_tokens, (sum(triton.cdiv(size, tile_n) for size in sizes),), x, y,
         *_arguments(x, weights, biases, sizes), tokens, dim, *_numbers(weights[0]),
         TILE_N=tile_n, TILE_M=8 if tokens <= 8 else 16, WORDS=words,
-        FORMAT=_format(x, weights[0], words, 1, False), HAS_BIAS=bool(biases), ACTIVATION=activation,
+        FORMAT=_format(x, weights[0], words, 1, False, False), HAS_BIAS=bool(biases), ACTIVATION=activation,
         IS_GATED=is_gated, num_warps=warps,
     )  # fmt: skip
 
@@ -590,7 +595,9 @@ def _words_of_row(packed: Packed) -> int:
     return packed.columns // LAYOUTS[packed.layout].in_word
 
 
-def _format(x: Tensor, packed: Packed, words: int, run: int, is_aligned: bool) -> Format:
+def _format(
+    x: Tensor, packed: Packed, words: int, run: int, in_ptx: bool, has_pairs: bool
+) -> Format:
     has_row_scale = (
         packed.group == packed.columns and packed.nested is None and packed.zeros is None
     )
@@ -600,11 +607,12 @@ def _format(x: Tensor, packed: Packed, words: int, run: int, is_aligned: bool) -
         run=run,
         group=0 if has_row_scale else packed.group,
         has_table=packed.table is not None,
+        is_shuffled=packed.table is not None and _runs_ptx(x),
         is_nested=packed.nested is not None,
         zeros="" if packed.zeros is None else "added" if packed.added else "subtracted",
         is_even=_words_of_row(packed) % words == 0,
-        in_ptx=_runs_ptx(x),
-        has_pairs=_runs_ptx(x) and is_aligned,
+        in_ptx=in_ptx,
+        has_pairs=in_ptx and has_pairs,
     )
 
 
