@@ -14,17 +14,12 @@ the blocks of a partial sum from left to right, and then the partial sums are ad
 Experts: the tokens of a tile have one expert. Few tokens have a tile each; many are sorted by their
 expert first.
 
-Of few tokens a norm between two linear layers takes no launch of its own: the first gives its sum
-with the residual s, s times the norm's weight, and in each instance the squares of its features of
-s; the second adds these parts in their order and scales its sums by 1 / sqrt(mean(s^2) + eps).
-
 Both kernels give the same bits, though they use other tensor core instructions. No specification
 says so: it was measured (H200, bfloat16 and float16, 2026-11-15), and a test checks it on the GPU
 at hand.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -42,26 +37,15 @@ _MAX_FEW_TOKENS = 64
 _TILE_OF_FEW = 16
 
 
-class Half(NamedTuple):
-    """One half of a norm: the second, or the first with all that it needs."""
-
-    squares: Tensor  # [parts, tokens]
-    residual: Tensor | None = None
-    norm_weight: Tensor | None = None
-    weighed: Tensor | None = None  # what the first half gives beside the sum
-    eps: float = 0.0
-    offset: float = 0.0
-
-
 @triton.jit
 def invariant_linear_few_tokens(
-    x, y, w0, w1, w2, b0, b1, b2, groups, squares, residual, norm_weight, weighed, n0, n1, n2, M, K,
-    w_e, w_n, w_k, parts, eps, offset, TILE_N: tl.constexpr, TILE_M: tl.constexpr,
-    STAGES: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr,
-    ACTIVATION: tl.constexpr, TILE_PARTS: tl.constexpr, GIVES_HALF: tl.constexpr, PDL: tl.constexpr,
+    x, y, w0, w1, w2, b0, b1, b2, groups, n0, n1, n2, M, K, w_e, w_n, w_k,
+    TILE_N: tl.constexpr, TILE_M: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GROUPS: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    block = tl.program_id(1)
-    w, b, N, n_start, y_start = pick_weight(block, w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N)
+    w, b, N, n_start, y_start = pick_weight(
+        tl.program_id(1), w0, w1, w2, b0, b1, b2, n0, n1, n2, TILE_N
+    )
     m_start = tl.program_id(0).to(tl.int64) * TILE_M
     if HAS_GROUPS:
         if PDL:
@@ -80,11 +64,11 @@ def invariant_linear_few_tokens(
     up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     if PDL and ACTIVATION == "" and not HAS_GROUPS:
         _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
-    if PDL and not HAS_GROUPS:
-        pdl_wait()
-    if PDL and ACTIVATION == "":
-        pdl_launch_next()
-    of_parts = _load_squares(squares, parts, M, m_start, TILE_M, TILE_PARTS)
+    if PDL:
+        if not HAS_GROUPS:
+            pdl_wait()
+        if ACTIVATION == "":
+            pdl_launch_next()
     for k in tl.range(0, K, BLOCK_K * SPLIT_K, num_stages=STAGES):
         x_mask = m < M
         w_mask = n < N
@@ -93,26 +77,23 @@ def invariant_linear_few_tokens(
             w_mask = w_mask & (k + k_w < K)
         x_tile = tl.load(x_at + k, mask=x_mask, other=0.0)
         at_k = w_at + tl.cast(k, tl.int64) * w_k
-        w_tile = tl.load(w + at_k, mask=w_mask, other=0.0)
-        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        total = tl.dot(
+            tl.load(w + at_k, mask=w_mask, other=0.0), x_tile, total, input_precision="ieee"
+        )
         if ACTIVATION != "":
-            up_tile = tl.load(w1 + at_k, mask=w_mask, other=0.0)
-            up = tl.dot(up_tile, x_tile, up, input_precision="ieee")
+            up = tl.dot(
+                tl.load(w1 + at_k, mask=w_mask, other=0.0), x_tile, up, input_precision="ieee"
+            )
     # Before the loop a whole decode step was 3 % slower (H200, 2026-11-15).
     if PDL and ACTIVATION != "":
         pdl_launch_next()
     n = n_start + tl.arange(0, TILE_N)[:, None]
     m = m_start + tl.arange(0, TILE_M)[None, :]
-    scale = tl.rsqrt(tl.sum(of_parts, 0) / K + eps)[None, :] if TILE_PARTS > 0 else 1.0
-    total = _add_splits(total, TILE_N, TILE_M) * scale
-    up = _add_splits(up, TILE_N, TILE_M) * scale if ACTIVATION != "" else total
+    total = _add_splits(total, TILE_N, TILE_M)
+    up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
     result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
-    at = m * (n0 if ACTIVATION != "" else n0 + n1 + n2) + y_start + n
-    mask = (m < M) & (n < N)
-    if GIVES_HALF:
-        to = weighed + at, squares + block * M + m, m < M
-        result = _half_of_norm(result, residual + at, norm_weight + n, to, mask, offset)
-    tl.store(y + at, result, mask=mask)
+    width = n0 if ACTIVATION != "" else n0 + n1 + n2
+    tl.store(y + m * width + y_start + n, result, mask=(m < M) & (n < N))
 
 
 @triton.jit
@@ -184,32 +165,6 @@ def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def _load_squares(
-    squares, parts, M, m_start, TILE_M: tl.constexpr, TILE_PARTS: tl.constexpr
-):  # fmt: skip
-    """The parts [TILE_PARTS, TILE_M] of the sums of squares of the input."""
-    if TILE_PARTS > 0:
-        part = tl.arange(0, TILE_PARTS)[:, None]
-        m = m_start + tl.arange(0, TILE_M)[None, :]
-        return tl.load(squares + part * M + m, mask=(part < parts) & (m < M), other=0.0)
-    else:
-        return 0.0
-
-
-@triton.jit
-def _half_of_norm(result, residual, norm_weight, to, mask, offset):
-    """The sum with the residual. Stores it times the weight, and its squares [1, TILE_M]."""
-    weighed, squares, is_token = to
-    dtype = result.dtype
-    total = tl.load(residual, mask=mask, other=0.0).to(tl.float32) + result.to(tl.float32)
-    total = tl.where(mask, total.to(dtype).to(tl.float32), 0.0)
-    weight = offset + tl.load(norm_weight, mask=mask, other=0.0).to(tl.float32)
-    tl.store(weighed, (total * weight).to(dtype), mask=mask)
-    tl.store(squares, tl.sum(total * total, 0)[None, :], mask=is_token)
-    return total.to(dtype)
-
-
-@triton.jit
 def _add_splits(splits, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
     """The sum over the first dim of [SPLIT_K, TILE_N, TILE_M], from left to right."""
     even, odd = tl.split(tl.reshape(tl.permute(splits, (1, 2, 0)), (TILE_N, TILE_M, 2, 2)))
@@ -255,35 +210,6 @@ def invariant_linears_triton(
         tile_m = 8 if tokens <= 8 else 16
         _launch_few(*tensors, triton.cdiv(tokens, tile_m), (0, *stride), activation, tile_m)
     return y
-
-
-def half_normed_linears_triton(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], activation: str,
-    squares: Tensor, eps: float,
-) -> Tensor:  # fmt: skip
-    """The same of few tokens x that `linear_half_norm_triton` gave, with its squares."""
-    x = x.contiguous()
-    tokens = x.numel() // x.shape[-1]
-    y = x.new_empty(*x.shape[:-1], sum(output_sizes(weights, bool(activation))))
-    stride = (0, *weights[0].stride())
-    tile_m = 8 if tokens <= 8 else 16
-    half = Half(squares, eps=eps)
-    _launch_few(x, y, weights, biases, None, 1, stride, activation, tile_m, half)
-    return y
-
-
-def linear_half_norm_triton(
-    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_half_norm` of few tokens."""
-    x = x.contiguous()
-    tokens = x.numel() // x.shape[-1]
-    total, weighed = (x.new_empty(*x.shape[:-1], len(weight)) for _ in range(2))
-    squares = x.new_empty(triton.cdiv(len(weight), _TILE_OF_FEW), tokens, dtype=torch.float32)
-    half = Half(squares, residual.contiguous(), norm_weight.contiguous(), weighed, offset=offset)
-    tile_m = 8 if tokens <= 8 else 16
-    _launch_few(x, total, [weight], [], None, 1, (0, *weight.stride()), "", tile_m, half)
-    return total, weighed, squares
 
 
 def expert_linear_triton(x: Tensor, weight: Tensor, experts: Tensor, bias: Tensor | None) -> Tensor:
@@ -338,34 +264,21 @@ def _launch_many(
 def _launch_few(
     x: Tensor, y: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor],
     groups: Tensor | None, tiles: int,
-    stride: tuple[int, ...], activation: str, tile_m: int, half: Half | None = None,
+    stride: tuple[int, ...], activation: str, tile_m: int,
 ) -> None:  # fmt: skip
-    tensors, numbers, constants = _half_arguments(half, x)
     sizes = [y.shape[-1]] if groups is not None else output_sizes(weights, bool(activation))
     dim = x.shape[-1]
     # Programs next to each other read the same output features.
     launch(
         invariant_linear_few_tokens, (tiles, sum(triton.cdiv(size, _TILE_OF_FEW) for size in sizes)), x, y,
         *padded(x, weights),
-        *padded(x, biases), x if groups is None else groups,
-        *tensors, *padded(0, sizes), x.numel() // dim, dim, *stride, *numbers,
+        *padded(x, biases), x if groups is None else groups, *padded(0, sizes), x.numel() // dim,
+        dim, *stride,
         TILE_N=_TILE_OF_FEW, TILE_M=tile_m, STAGES=_stages(sum(sizes), dim, tile_m,
         x.element_size(), activation),
         EVEN=dim % (BLOCK_K.value * SPLIT_K.value) == 0, HAS_BIAS=bool(biases), HAS_GROUPS=groups is not None,
-        ACTIVATION=activation, **constants, num_warps=4,
+        ACTIVATION=activation, num_warps=4,
     )  # fmt: skip
-
-
-def _half_arguments(
-    half: Half | None, absent: Tensor
-) -> tuple[list[Tensor], tuple[int, float, float], dict[str, int]]:
-    """What a kernel takes of half of a norm: tensors, numbers, and its constants."""
-    if half is None:
-        return [absent] * 4, (0, 0.0, 0.0), {"TILE_PARTS": 0, "GIVES_HALF": False}
-    tensors = [absent if tensor is None else tensor for tensor in half[:4]]
-    is_first, parts = half.weighed is not None, len(half.squares)
-    tile = 0 if is_first else triton.next_power_of_2(parts)
-    return tensors, (parts, half.eps, half.offset), {"TILE_PARTS": tile, "GIVES_HALF": is_first}
 
 
 def _tiles_of_many(tokens: int, is_gated: bool) -> tuple[int, int, int, int]:

@@ -6,8 +6,6 @@
         gated                               residual + activation(norm(x) gate^T + b_gate)
                                                        * (norm(x) up^T + b_up)
     linear_add_norm(x, w, other, norm)      s = other + x w^T, and the norm of s
-    linear_half_norm(x, w, other, norm)     s, z = s * weight, and parts of sum(s^2): the first half
-        layer with norm and squares         z / sqrt(sum of squares / K + eps) in the place of norm(x)
 
     x: [..., K]   weights: [N_i, K]   biases: [N_i]   output, residual: [..., sum of N_i]; gated: [..., N]
 
@@ -55,7 +53,6 @@ class Linear(NamedTuple):
     activation: str = ""  # one of `ACTIVATIONS`, or none
     is_gated: bool = False  # the weights are gate and up
     residual: Any = None  # a tensor that is added; in a recorded pass the value that stands for it
-    squares: Any = None  # [parts, tokens]: x is half of the norm, as `linear_half_norm` gives it
 
 
 def is_supported(x: Tensor, weights: Sequence[Tensor], is_gated: bool = False) -> bool:
@@ -80,9 +77,8 @@ def _are_contiguous(weights: Sequence[Tensor]) -> bool:
 
 
 def fuses(x: Tensor, layer: Linear) -> bool:
-    """Whether `fused_linears` runs in a kernel: for one token, or for few after half of a norm."""
-    is_served = (x.numel() == x.shape[-1]) != (layer.squares is not None)
-    return is_served and is_supported(x, layer.weights, layer.is_gated)
+    """Whether `fused_linears` runs in a kernel: for one token that `is_supported`."""
+    return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -201,17 +197,12 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
         return _packed_linears(x, layer)
     if not fuses(x, layer):
         return fused_linears_plain(x, layer)
-    if layer.squares is not None and layer.norm is not None:
-        from hf_static_kv.kernels.invariant_linear_triton import half_normed_linears_triton
-
-        half = layer.activation, layer.squares, layer.norm.eps
-        return half_normed_linears_triton(x, layer.weights, layer.biases, *half)
     if layer.norm is not None and not _are_contiguous(layer.weights):
         x = norms.norm(x, layer.norm)
         layer = layer._replace(norm=None)
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
-    return fused_linears_triton(x, *layer[:-1])
+    return fused_linears_triton(x, *layer)
 
 
 def is_packed(layer: Linear) -> bool:
@@ -226,12 +217,12 @@ def _packed_linears(x: Tensor, layer: Linear) -> Tensor:
         return fused_linears_plain(x, layer)
     from hf_static_kv.kernels.packed_triton import packed_linears_triton
 
-    return packed_linears_triton(x, *layer[:-1])
+    return packed_linears_triton(x, *layer)
 
 
 def check_fused(x: Tensor, layer: Linear) -> None:
     """Raise ValueError if activation, norm, shapes or dtypes do not fit."""
-    weights, biases, norm, activation, is_gated, residual, squares = layer
+    weights, biases, norm, activation, is_gated, residual = layer
     check_activation(activation, or_empty=True)
     check_linears(x, weights, biases)
     sizes = [weight.shape[0] for weight in weights]
@@ -248,21 +239,14 @@ def check_fused(x: Tensor, layer: Linear) -> None:
                 "fused_linears takes an RMS norm without bias: run a LayerNorm before it."
             )
     shape = (*x.shape[:-1], sizes[0] if is_gated else sum(sizes))
-    if squares is not None and (
-        norm is None or residual is not None or (activation and not is_gated)
-    ):
-        raise ValueError("Half of a norm goes with its norm, with a gate, and with nothing else.")
     if residual is not None and (residual.shape != shape or residual.dtype != x.dtype):
         got = f"{tuple(residual.shape)} {residual.dtype}"
         raise ValueError(f"residual must be as the output, {tuple(shape)} {x.dtype}, got {got}.")
 
 
 def fused_linears_plain(x: Tensor, layer: Linear) -> Tensor:
-    weights, biases, norm, activation, is_gated, residual, squares = layer
-    if squares is not None and norm is not None:
-        mean = squares.sum(0).view(*x.shape[:-1], 1) / x.shape[-1]
-        x = (x.float() * torch.rsqrt(mean + norm.eps)).to(x.dtype)
-    elif norm is not None:
+    weights, biases, norm, activation, is_gated, residual = layer
+    if norm is not None:
         x = norm_plain(x, norm)
     y = linears_plain(x, weights, biases)
     y, up = y.chunk(2, dim=-1) if is_gated else (y, None)
@@ -286,25 +270,3 @@ def linear_add_norm(
             sums = linear_parts_triton(x, weight, parts)
             return norms.add_norm(other, sums, norm, pre_norm)
     return norms.add_norm(other, linears(x, [weight], []), norm, pre_norm)
-
-
-def linear_half_norm(
-    x: Tensor, weight: Tensor, other: Tensor, norm: Norm
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum of `other` and x w^T, and half of its norm: that times the norm's weight, rounded, and
-    parts of the sum of its squares, [parts, tokens] in float32.
-
-    A linear layer with these `squares` is the other half.
-    """
-    check_linears(x, [weight], [])
-    check_norm(other, norm)
-    if norm.style not in STYLES:
-        raise ValueError("linear_half_norm takes an RMS norm without bias.")
-    if x.numel() > x.shape[-1] and is_supported(x, [weight]):
-        from hf_static_kv.kernels.invariant_linear_triton import linear_half_norm_triton
-
-        return linear_half_norm_triton(x, weight, other, norm.weight, norm.style.offset)
-    total = other + linears_plain(x, [weight], [])
-    weighed = total.float() * (norm.style.offset + norm.weight.float())
-    squares = total.float().square().sum(-1).view(1, -1)
-    return total, weighed.to(x.dtype), squares

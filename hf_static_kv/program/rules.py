@@ -26,7 +26,6 @@ from hf_static_kv.kernels.linear import (
     gated_linear,
     is_packed,
     linear_add_norm,
-    linear_half_norm,
     linears,
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
@@ -367,7 +366,7 @@ def shared_input(program: Program) -> None:
     groups: dict[Any, list[Found]] = {}
     for found in filter(None, map(found_linear, program)):
         weights, biases, *around = found.layer
-        if len(weights) == 1 and around == list(Linear([], [])[2:]) and found.tokens <= MAX_TOKENS:
+        if len(weights) == 1 and around == [None, "", False, None] and found.tokens <= MAX_TOKENS:
             kind = id(found.x), len(biases), layout_of(weights[0])
             groups.setdefault(kind, []).append(found)
     for group in groups.values():
@@ -482,68 +481,18 @@ def sum_of_parts(program: Program) -> None:
     h, z = add_norm(r, y, norm, inner)
     """
     for call in program.calls_of(add_norm):
-        for found, other in _linears_in_sum(program, call):
-            if MAX_TOKENS_OF_ONE < found.tokens <= MAX_TOKENS:
-                arguments = found.x, found.layer.weights[0], other, *call.args[2:]
+        r, y, *norms = call.args
+        orders = [(r, y)] if len(norms) > 1 else [(r, y), (y, r)]
+        for other, output in orders:
+            found = found_linear(program.maker(output))
+            if found is None or not MAX_TOKENS_OF_ONE < found.tokens <= MAX_TOKENS:
+                continue
+            weights, *around = found.layer
+            if len(weights) == 1 and around == list(Linear([], [])[1:]):
+                arguments = found.x, weights[0], other, *norms
                 parts = [found.call, call]
                 if program.fuse(parts, linear_add_norm, *arguments, results=call.results):
                     break
-
-
-def _linears_in_sum(program: Program, call: Operation) -> list[tuple[Found, Any]]:
-    """The linear layers, of one weight and nothing else, whose outputs an `add_norm` adds, each with
-    the other term.
-    """
-    r, y, *norms = call.args
-    orders = [(r, y)] if len(norms) > 1 else [(r, y), (y, r)]
-    every = [(found_linear(program.maker(output)), other) for other, output in orders]
-    alone = list(Linear([], [])[1:])
-    return [
-        (found, other)
-        for found, other in every
-        if found is not None and len(found.layer.weights) == 1 and list(found.layer[1:]) == alone
-    ]
-
-
-@rule(keeps_bits=False)
-def norm_in_halves(program: Program) -> None:
-    """
-    y = run_linear(x, [w])                  ->   h, z, s = linear_half_norm(x, w, r, norm)       few tokens
-    h, z = add_norm(r, y, norm)                  u = run_linear(z, ..., norm, s)
-    u = run_linear(z, ...)
-
-    In bfloat16: h times the weight is not normed, which may be too large for float16.
-    """
-    for call in program.calls_of(add_norm):
-        after = found_linear(program.only_user(call.results[1]))
-        if after is None or len(call.args) > 3 or not _takes_half(after, *call.args[1:]):
-            continue
-        for found, other in _linears_in_sum(program, call):
-            if not found.layer.weights[0].is_contiguous():
-                continue
-            squares = Value(-1, torch.empty(0, device=after.x.device))
-            arguments = found.x, found.layer.weights[0], other, call.args[2]
-            results = [*call.results, squares]
-            if program.fuse([found.call, call], linear_half_norm, *arguments, results=results):
-                layer = after.layer._replace(norm=call.args[2], squares=squares)
-                program.fuse([after.call], run_linear, after.x, layer, results=after.call.results)
-                break
-
-
-def _takes_half(found: Found, y: Any, its_norm: Norm) -> bool:
-    """Whether these linear layers can be the second half of a norm whose sum has the term y."""
-    weights, _, norm, activation, is_gated, *others = found.layer
-    return (
-        1 < found.tokens <= MAX_TOKENS_OF_ONE
-        and y.shape == found.x.shape
-        and y.dtype == its_norm.weight.dtype == torch.bfloat16
-        and its_norm.style in STYLES
-        and norm is None
-        and (is_gated or not activation)
-        and others == [None, None]
-        and not is_packed(found.layer)
-        and all(weight.is_contiguous() for weight in weights)
-    )
 
 
 @rule(keeps_bits=False)

@@ -96,12 +96,6 @@ def launch_linears(dtype):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
-        if tokens.numel() <= 16 * 512:
-            half = invariant_linear_triton.linear_half_norm_triton(
-                tokens, gate, tokens[:, :300], bias, 1.0
-            )
-            after = [torch.empty(512, 300, dtype=dtype)], [], "", half[2], 1e-5
-            invariant_linear_triton.half_normed_linears_triton(half[1], *after)
     # In float32 a library computes so many tokens.
     for tokens in (x.expand(32, -1), x.expand(64, -1)) if dtype != torch.float32 else ():
         joint_linear_triton.joint_linears_triton(tokens, [gate, up], [bias, bias])

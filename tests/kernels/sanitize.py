@@ -228,11 +228,6 @@ def run_linears(dtype: torch.dtype) -> None:
         invariant_linear_triton.expert_linear_triton(
             many, normal(3, 37, 72, dtype=dtype), experts, None
         )
-        if tokens <= 16:
-            residual, norm = normal(tokens, 37, dtype=dtype), normal(37, dtype=dtype)
-            half = invariant_linear_triton.linear_half_norm_triton(many, gate, residual, norm, 1.0)
-            after = [normal(40, 37, dtype=dtype)], [], "", half[2], 1e-5
-            invariant_linear_triton.half_normed_linears_triton(half[1], *after)
     invariant_linear_triton.invariant_sum_triton(torch.randn(3, 77))
     linear_triton.activated_product_triton(gate, up, "gelu")
 

@@ -36,13 +36,12 @@ def weight(*shape, seed=0):
 
 W, U, DOWN, BIAS, GAIN = weight(12, 8), weight(12, 8, seed=1), weight(8, 12), weight(12), weight(8)
 SQUARE, HEADS, OTHER_W = weight(8, 8), [weight(n, 8) for n in (8, 4, 4, 6)], weight(12, 8, seed=5)
-W16, RMS16 = W.bfloat16(), Norm(GAIN.bfloat16(), 1e-6, STYLES[0])
 RMS, OTHER = Norm(GAIN, 1e-6, STYLES[0]), Norm(weight(8, seed=2), 1e-6, STYLES[2])
 
 
-def rewritten(function, *rules, rows=1, dim=8, dtype=torch.float32):
+def rewritten(function, *rules, rows=1, dim=8, context=None):
     """The names of the calls after these rules, and the largest difference that they make."""
-    x = torch.randn(1, rows, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
+    x = torch.randn(1, rows, dim, generator=torch.Generator().manual_seed(3))
     with torch.no_grad(), Recorder() as recorder:
         output = function(x)
     program = recorder.program(output)
@@ -287,52 +286,6 @@ class TestNorms:
 
         rules = "few_tokens", "norm_of_sum", "sum_of_parts"
         assert rewritten(function, *rules, rows=17) == (["linear_add_norm", "add"], 0)
-
-    @pytest.mark.parametrize(
-        ("rows", "dtype", "is_halved"),
-        [
-            (1, torch.bfloat16, False),
-            (2, torch.bfloat16, True),
-            (16, torch.bfloat16, True),
-            (17, torch.bfloat16, False),
-            (2, torch.float16, False),
-        ],
-    )
-    @pytest.mark.parametrize("is_gated", [False, True])
-    def test_norm_in_halves(self, rows, dtype, is_halved, is_gated):
-        w, u, square, gain = (one.to(dtype) for one in (W, U, SQUARE, GAIN))
-
-        def function(x):
-            h = x + F.linear(x, square)
-            y = norm(h, Norm(gain, 1e-6, STYLES[0]))
-            y = F.silu(F.linear(y, w)) * F.linear(y, u) if is_gated else F.linear(y, w)
-            return torch.cat([y, h], dim=-1)
-
-        rules = "few_tokens", "gate", "norm_of_sum", "norm_in_halves"
-        names, difference = rewritten(function, *rules, rows=rows, dtype=dtype)
-        first = ["linear_half_norm"] if is_halved else ["run_linear", "add_norm"]
-        assert names == [*first, "run_linear", "cat"]
-        assert difference <= 0.1 if is_halved else difference == 0
-
-    @pytest.mark.parametrize(
-        "function",
-        [
-            lambda y: F.linear(y, W16) + F.linear(y, W16),  # the norm goes to two
-            lambda y: F.linear(y[:, :1], W16),
-            F.silu,
-        ],
-    )
-    def test_norms_that_stay_whole(self, function):
-        square = SQUARE.bfloat16()
-        rules = "few_tokens", "norm_of_sum", "norm_in_halves"
-        names, difference = rewritten(
-            lambda x: function(norm(x + F.linear(x, square), RMS16)),
-            *rules,
-            rows=2,
-            dtype=torch.bfloat16,
-        )
-        assert names[:2] == ["run_linear", "add_norm"]
-        assert difference == 0
 
     def test_norm_before(self):
         def function(x):
