@@ -166,7 +166,10 @@ class Steps:
         try:
             with _trial(call):
                 recorded = self._recorded_step(call, selection, sums)
-                return recorded or self._verified_step(call, selection)
+                step = recorded or self._verified_step(call, selection)
+            if _sums(call.cache) != sums:  # verification computes on the same cache
+                raise RuntimeError("its trial has overwritten the cache")
+            return step
         except Fallback:  # now, and perhaps not later
             raise
         except Exception as error:  # whatever a model does that a fixed step cannot do
@@ -377,9 +380,9 @@ def _drafts(what: Any) -> bool:
 
 def _sums(cache: StaticContiguousCache) -> list[int]:
     """Of the bits that the cache holds, one for keys and one for values of each layer."""
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    both = [own for layer in cache.kv_layers for own in (layer.keys, layer.values)]
-    states = [own for own in both if own is not None]
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    layers = [layer for layer in cache.kv_layers if layer.group is not None]
+    states = [own for layer in layers for own in layer.stored()]
     sums = [own.view(integers[own.dtype.itemsize]).sum() for own in states]
     return torch.stack([own.to(cache.kv_layers[0].device) for own in sums]).tolist()
 

@@ -14,7 +14,8 @@
     invariant_attention    each query has the bits of a decode step at its position
 
 Spans are read on the device, so one CUDA graph serves every length. Splits of [seq_start, end) have
-a fixed size, so a row's bits depend neither on other rows, nor on left padding, nor on capacity.
+a fixed size, so in order a row's bits depend neither on other rows, nor on left padding, nor on
+capacity.
 """
 
 import torch

@@ -283,7 +283,7 @@ def decode_attention_triton(
     # The spans of a batch row cover `max_span` and one position more for each further token. They
     # may begin inside a split.
     num_splits = triton.cdiv(max_span + num_tokens - 1, split_size) + 1
-    # The share of an instance and the order of all sums do not depend on the capacity.
+    # By batch and heads: the share of an instance and the order of sums do not depend on the capacity.
     most_parts = max(1, _PROGRAMS_PER_PROCESSOR * _processors(query) // pairs)
     per_span = min(num_splits, most_parts)
     parts = num_splits if in_order else per_span

@@ -259,15 +259,14 @@ def _load_tile(weight, row, run, N, K, FORMAT: tl.constexpr):
         words = _load_four(at, _LOAD_WORDS)
     elif FORMAT.in_ptx:
         words = (_load_bits(at, _LOAD_32),)
-    elif (
-        FORMAT.run == 1
-    ):  # lanes of a warp along a row; of unknown alignment, so one word at a time
+    elif FORMAT.run == 1:  # lanes along a row; of unknown alignment, so one word at a time
         words = (tl.load(tl.max_contiguous(tl.multiple_of(at, [1, 1]), [1, 2])),)
     else:
         words = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     if FORMAT.layout == "halves":  # the upper half of each byte has the first rows
         shift = tl.where(row < N // 2, 4, 0)
-        words = [(word >> shift) & 0x0F0F0F0F for word in words]
+        # A name of its own: Triton's comprehensions have no scope.
+        words = [(codes >> shift) & 0x0F0F0F0F for codes in words]
     scale, zero = _load_scale(weight, row, _columns(word, 0, FORMAT), FORMAT)
     return words, scale, zero
 

@@ -107,9 +107,10 @@ def read(module: Module, dtype: torch.dtype) -> Packed | None:
 
 
 def _settings(module: Module) -> tuple[Any, ...]:
-    """The plain attributes of a module, which its `forward` may read."""
+    """The plain attributes of a module, which its `forward` may read, and its buffers by identity."""
     plain = bool | int | float | str | torch.dtype | None
-    return tuple((name, v) for name, v in vars(module).items() if isinstance(v, plain))
+    own = tuple((name, v) for name, v in vars(module).items() if isinstance(v, plain))
+    return own + tuple((name, id(v)) for name, v in module.named_buffers(recurse=False))
 
 
 def agrees(module: Module, weight: Packed) -> bool:

@@ -9,6 +9,8 @@ import torch
 from hf_static_kv import GraphDecoder, StaticContiguousCache, cache_bytes, exact
 from hf_static_kv.cache.codes import decoded, encoded
 from hf_static_kv.cache.files import CacheFile
+from hf_static_kv.cache.layer import StaticContiguousLayer
+from hf_static_kv.decoding.steps import _sums
 from hf_static_kv.inspection.attention_trace import trace_attention
 from hf_static_kv.testing import random_model
 from tests.conftest import BATCH, COMMON, PROMPT, tiny_model, toy_config, toy_model
@@ -253,3 +255,15 @@ class TestRefused:
         with exact(model), pytest.raises(ValueError, match="this cache has a kv_dtype"):
             model(PROMPT, past_key_values=cache)
         assert cache.seq_len == 0
+
+
+def test_a_trial_sums_codes_as_they_are_stored(monkeypatch):
+    """Decoded, all layers at once would take several times the memory of the cache."""
+    model = toy_model("llama")
+    cache = coded(model)
+    generated(model, cache)
+    monkeypatch.setattr(StaticContiguousLayer, "as_read", None)
+    before = _sums(cache)
+    next(iter(cache.layers[1].stored()))[0, 0, 0, 0] += 1
+    after = _sums(cache)
+    assert [one != other for one, other in zip(before, after, strict=True)] == [0, 0, 1, 0]

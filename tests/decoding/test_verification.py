@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
-from hf_static_kv.decoding import verification
+from hf_static_kv.decoding import steps, verification
 from hf_static_kv.program import quantised, rules
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.positions import Positions
@@ -324,6 +324,23 @@ def test_what_a_refused_recording_has_overwritten_is_computed_again(monkeypatch)
     assert "overwritten" in decoder.fallback_reason
     for one, other in zip(plain.layers, ours.layers, strict=True):
         torch.testing.assert_close(one.keys, other.keys)
+
+
+def test_a_trial_that_overwrites_the_cache_is_seen_though_it_verifies(monkeypatch):
+    """Both passes of a verification read the cache as it is then."""
+    own = steps.verify
+
+    def verify(step, call):
+        own(step, call)
+        call.cache.layers[0].keys[:, :, 2] += 1
+
+    monkeypatch.setattr(steps, "verify", verify)
+    model, ids = toy_model("llama").to(DEVICE), PROMPT.to(DEVICE)
+    how = {**COMMON, "max_new_tokens": 6, "attention_mask": torch.ones_like(ids)}
+    decoder, cache = GraphDecoder(), StaticContiguousCache.from_model(model, 40)
+    got = model.generate(ids, **how, past_key_values=cache, custom_generate=decoder)
+    assert torch.equal(got, model.generate(ids, **how, use_cache=False))
+    assert "overwritten" in decoder.fallback_reason
 
 
 @pytest.mark.parametrize("fault", PLANTED)

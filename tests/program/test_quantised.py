@@ -339,3 +339,23 @@ def test_a_step_tells_that_it_rounds_fewer_inputs():
     assert not recorded(model_of(kind=Linear8bit), without=["packed_weights"])[
         0
     ].rounds_fewer_inputs
+
+
+class Smoothed(Linear4bit):
+    """Divides its inputs by a buffer, which one trial for all layers of a kind would not see."""
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.register_buffer("smooth", torch.ones(linear.in_features))
+
+    def forward(self, x):
+        return super().forward(x / self.smooth)
+
+
+def test_layers_that_differ_in_a_buffer_are_tried_apart():
+    model = model_of(kind=Smoothed)
+    other = model.model.layers[1].mlp.down_proj
+    other.smooth.fill_(1.5)
+    found = packed_weights(model)
+    assert other not in found
+    assert model.model.layers[0].mlp.down_proj in found
