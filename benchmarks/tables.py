@@ -318,6 +318,14 @@ def users(records: list[Record]) -> str:
     return table(["users", *map(str, heads)], rows) if rows else ""
 
 
+def long(records: list[Record]) -> str:
+    """How long a captured step takes after long texts."""
+    by_length = sorted((record["workload"]["prompt_len"], record) for record in records)
+    steps = [figure(statistics.median(r["variants"][0]["replay_ms"])) for _, r in by_length]
+    lengths = " → ".join(f"{length:,}" for length, _ in by_length)
+    return f"{lengths} tokens: {' → '.join(steps)} ms"
+
+
 def codes(records: list[Record]) -> str:
     """Models as rows, caches as columns: divergence and equal tokens."""
     names = list(dict.fromkeys(row["contender"] for r in records for row in r["rows"]))

@@ -104,6 +104,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "serve": tables.users,
     "step": tables.step,
     "profile": tables.profiled,
+    "long": tables.long,
     "sampling": tables.sampling,
     "files": tables.files,
     "update": tables.update,
