@@ -45,6 +45,10 @@ def decoding(model: Any) -> AbstractContextManager[None]:
     return _DECODING.setdefault(model, SharedContext(compat.optimized_for_decode))(model)
 
 
+class _OverwrittenError(RuntimeError):
+    """A trial has changed what the cache holds."""
+
+
 class _Failed(NamedTuple):
     """A step that could not be captured."""
 
@@ -165,11 +169,7 @@ class Steps:
         sums = _sums(call.cache)
         try:
             with _trial(call):
-                recorded = self._recorded_step(call, selection, sums)
-                step = recorded or self._verified_step(call, selection)
-            if _sums(call.cache) != sums:  # verification computes on the same cache
-                raise RuntimeError("its trial has overwritten the cache")
-            return step
+                return self._recorded_step(call, selection) or self._verified_step(call, selection)
         except Fallback:  # now, and perhaps not later
             raise
         except Exception as error:  # whatever a model does that a fixed step cannot do
@@ -185,20 +185,16 @@ class Steps:
             attempts = failed.attempts + 1 if failed else 1
             return _Failed(Fallback(reason), attempts, frozenset(call.given))
 
-    def _recorded_step(
-        self, call: Call, selection: Selection | None, sums: list[int]
-    ) -> DecodeStep | None:
+    def _recorded_step(self, call: Call, selection: Selection | None) -> DecodeStep | None:
         """A step that runs a program; None where the model itself must run."""
         # A trace records weights in Python, and hooks are called.
         if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
             return None
         try:
             return self._verified_step(call, selection, is_recorded=True)
-        except (torch.OutOfMemoryError, Fallback):
+        except (torch.OutOfMemoryError, Fallback, _OverwrittenError):
             raise
-        except Exception as error:  # such as a kernel that torch does not see
-            if _sums(call.cache) != sums:
-                raise RuntimeError("its recording has overwritten the cache") from error
+        except Exception:  # such as a kernel that torch does not see
             debug.logger.debug(
                 "A pass could not be recorded, so the step runs the model itself.", exc_info=True
             )
@@ -237,7 +233,7 @@ class Steps:
         at = _next_position(call)
         before = call.cache.snapshot()
         program = None
-        with step.on_shadow(call.own_attention) as shadow:
+        with _unharmed(call.cache), step.on_shadow(call.own_attention) as shadow:
             try:
                 with without_side_effects(shadow):
                     if is_recorded:
@@ -376,6 +372,25 @@ def _what(call: Call) -> tuple[Any, ...]:
 def _drafts(what: Any) -> bool:
     """Whether a step of this kind has drafts: without, it may be captured."""
     return isinstance(what[0], tuple) and what[0][-1] is not None
+
+
+@contextmanager
+def _unharmed(cache: StaticContiguousCache) -> Iterator[None]:
+    """Raise if the trial inside changes what the cache holds. Verification may not see that: it
+    computes on the same cache.
+    """
+    sums = _sums(cache)
+    words = "its trial has overwritten the cache"
+    try:
+        yield
+    except (torch.OutOfMemoryError, Fallback):
+        raise
+    except Exception as error:
+        if _sums(cache) != sums:
+            raise _OverwrittenError(words) from error
+        raise
+    if _sums(cache) != sums:
+        raise _OverwrittenError(words)
 
 
 def _sums(cache: StaticContiguousCache) -> list[int]:
