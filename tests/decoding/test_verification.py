@@ -289,7 +289,10 @@ PLANTED = {
     "keys and values in each other's place": change_what_is_written(
         lambda key, value, at: (value, key, at)
     ),
-    "one slot too early": change_what_is_written(lambda key, value, at: (key, value, at - 1)),
+    # Not before the storage: a captured prompt would write there, over anything.
+    "one slot too early": change_what_is_written(
+        lambda key, value, at: (key, value, (at - 1).clamp(min=0))
+    ),
     "a value in another order": change_what_is_written(
         lambda key, value, at: (key, value.flip(-1), at)
     ),
@@ -308,7 +311,7 @@ def test_what_a_refused_recording_has_overwritten_is_computed_again(monkeypatch)
     own = rules.rotate_and_write
 
     def too_early(*args):
-        return own(*args[:7], args[7] - 1, *args[8:])
+        return own(*args[:7], (args[7] - 1).clamp(min=0), *args[8:])
 
     monkeypatch.setattr(rules, "rotate_and_write", too_early)
     model, how = toy_model("llama").to(DEVICE), {**COMMON, "max_new_tokens": 6}
