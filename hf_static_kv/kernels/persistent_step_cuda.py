@@ -54,11 +54,12 @@ def refusal(plan: Plan) -> str:
 
 
 class Build:
-    """The kernel of a plan, while a thread compiles it."""
+    """The kernel of a plan, while a thread compiles it. One with marks notes its times."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, has_marks: bool = False) -> None:
         self.plan = plan
-        self._compilation = _compilation(_defines(_macros(plan)))
+        self._has_marks = has_marks
+        self._compilation = _compilation(_defines(_macros(plan) | {"PROFILE": int(has_marks)}))
 
     @property
     def is_ready(self) -> bool:
@@ -66,16 +67,17 @@ class Build:
 
     def step(self) -> "PersistentStep":
         """The kernel, loaded. Raises what the compiler has raised."""
-        return PersistentStep(self.plan, self._compilation.result())
+        return PersistentStep(self.plan, self._compilation.result(), self._has_marks)
 
 
 class PersistentStep:
     """The kernel of one plan on one device. Its launch gives the logits [1, V].
 
-    It holds every tensor that the kernel reads.
+    It holds every tensor that the kernel reads. `marks` [blocks, layers + 1, 16] are the cycles at
+    which each block came to each MARK of the source.
     """
 
-    def __init__(self, plan: Plan, cubin: bytes) -> None:
+    def __init__(self, plan: Plan, cubin: bytes, has_marks: bool = False) -> None:
         device = plan.token.device
         blocks = _blocks(device)
         own = _macros(plan)
@@ -94,7 +96,8 @@ class PersistentStep:
         inputs = [plan.embedding, plan.norm, plan.head, plan.token, plan.position]
         self.buffers = [layers, words, step, self.error, self.logits, maxima, tokens]
         pointers = [t.data_ptr() for t in (layers, *inputs, *self.buffers[1:])]
-        self._args = (ctypes.c_uint64 * (len(pointers) + 1))(*pointers, 0)  # 0: no profile
+        self.marks = step.new_zeros(blocks if has_marks else 0, len(plan.layers) + 1, 16).long()
+        self._args = (ctypes.c_uint64 * (len(pointers) + 1))(*pointers, self.marks.data_ptr())
 
     def __call__(self) -> Tensor:
         """Launch the kernel on the current stream; `logits` are there when it has run."""
