@@ -326,6 +326,33 @@ def long(records: list[Record]) -> str:
     return f"{lengths} tokens: {' → '.join(steps)} ms"
 
 
+def one_kernel(records: list[Record]) -> str:
+    """Models as columns: how fast both ways decode, how far their logits are from float32, and the
+    phases of the kernel.
+    """
+    names = list(dict.fromkeys(row["name"] for row in records[0]["rows"]))
+    cells: dict[str, list[str]] = {}
+    for column, record in enumerate(records):
+        found = {}
+        for case in dict.fromkeys(row["case"] for row in record["rows"]):
+            ms = {row["name"]: row["ms"] for row in record["rows"] if row["case"] == case}
+            speeds = [figure(1e3 / ms[name]["median"]) for name in names]
+            found[f"tokens/s, {case}: {' → '.join(names)}"] = " → ".join(speeds)
+        found["what the bandwidth allows"] = figure(record["bandwidth"] / record["bytes"])
+        if accuracy := record.get("accuracy"):
+            who = " → ".join(row["name"] for row in accuracy)
+            found[f"KL from float32: {who}"] = _each(accuracy, "kl")
+            found["the largest difference of a logit"] = _each(accuracy, "largest")
+        found |= {f"{row['phase']}, us": figure(row["us"]) for row in record["phases"]}
+        for name, cell in found.items():
+            cells.setdefault(name, ["-"] * len(records))[column] = cell
+    return table(["", *map(title, records)], ([name, *row] for name, row in cells.items()))
+
+
+def _each(rows: list[Record], key: str) -> str:
+    return " → ".join(f"{row[key]:.2g}" for row in rows)
+
+
 def codes(records: list[Record]) -> str:
     """Models as rows, caches as columns: divergence and equal tokens."""
     names = list(dict.fromkeys(row["contender"] for r in records for row in r["rows"]))

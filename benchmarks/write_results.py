@@ -105,6 +105,7 @@ TABLES: dict[str, Callable[[list[Record]], str]] = {
     "step": tables.step,
     "profile": tables.profiled,
     "long": tables.long,
+    "one_kernel": tables.one_kernel,
     "sampling": tables.sampling,
     "files": tables.files,
     "update": tables.update,

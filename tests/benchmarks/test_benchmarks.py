@@ -153,6 +153,34 @@ class TestArithmetic:
         assert (mask.diff(dim=1) >= 0).all()
         assert workload.mean_prompt_len == 13
 
+    def test_phases_are_between_the_marks_and_add_up_to_the_step(self):
+        """Two blocks, two layers of ten phases of one cycle, then a wait and a head of ten."""
+        from bench_one_kernel import LAST_PHASES, PHASES, phases
+
+        marks = torch.zeros(2, 3, 16, dtype=torch.int64)
+        for layer in range(2):
+            marks[:, layer, :11] = 10 * layer + torch.arange(11)
+        marks[:, 2, :3] = torch.tensor([20, 30, 40])
+        marks[1] += 1000  # each multiprocessor has a clock of its own
+        found = {row["phase"]: row["us"] for row in phases(marks, step_us=80)}
+        assert found == dict.fromkeys(PHASES, 4) | dict.fromkeys(LAST_PHASES, 20)
+        assert sum(found.values()) == 80
+
+    def test_the_logits_of_steps_are_those_of_a_pass(self):
+        from bench_one_kernel import logits_of, steps_of
+        from measure import TimedGenerate
+        from workload import Workload
+
+        workload = Workload("llama", "cpu", "float32", 8, 4, 1, 12)
+        model = workload.build_model()
+        side = TimedGenerate(model, "graph", workload)
+        side.seconds(4)
+        text = workload.prompt(10)["input_ids"]
+        got = logits_of(steps_of(side)[0], text)
+        expected = model(text, use_cache=False).logits[0]
+        torch.testing.assert_close(got, expected)
+        assert torch.equal(got, logits_of(steps_of(side)[0], text))
+
     def test_a_twin_shares_the_weights_and_nothing_else(self):
         from bench_first_token import attached_twin
 
@@ -592,6 +620,7 @@ class TestScripts:
             ("serve --questions 0", "--questions must be at least 1, got 0"),
             ("step --new-tokens 1", "--new-tokens must be at least 2, got 1"),
             ("step --profile", "--profile needs a GPU: a CPU launches no kernels"),
+            ("one_kernel", "one kernel needs a GPU, and serves one row"),
             (
                 "assistant --assistant gpt2-xl",
                 "llama and gpt2-xl need the same vocabulary, and have",
