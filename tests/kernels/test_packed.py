@@ -24,7 +24,7 @@ from tests.quantised_layers import FORMATS, Made, pack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hf_static_kv.kernels import packed_triton
+from hf_static_kv.kernels import packed_codes_triton, packed_triton
 from hf_static_kv.kernels.packed_triton import packed_linears_triton
 
 GEMMA = NormStyle(1.0, False)
@@ -224,9 +224,9 @@ class TestSumsOfWords:
 
     @pytest.mark.parametrize("layout", ["high_first", "low_first", "tiles"])
     def test_of_a_table(self, layout):
-        text = packed_triton._SUM_OF_LOW_FIRST
+        text = packed_codes_triton._SUM_OF_LOW_FIRST
         if layout == "high_first":
-            text = packed_triton._SUM_OF_HIGH_FIRST
+            text = packed_codes_triton._SUM_OF_HIGH_FIRST
         table = np.random.default_rng(0).standard_normal(16).astype(np.float32)
         for word, codes in self.words_and_codes(layout):
             x = np.random.default_rng(1).standard_normal(8).astype(np.float32)
@@ -240,7 +240,7 @@ class TestSumsOfWords:
         for word, codes in self.words_and_codes(layout):
             x = np.random.default_rng(1).standard_normal(8).astype(np.float32)
             inputs = [x[i] / np.float32(16 ** (i % 4)) for i in range(8)]
-            got = result_of(packed_triton._SUM_OF_INTEGERS.value, [word, *zeros, *inputs])
+            got = result_of(packed_codes_triton._SUM_OF_INTEGERS.value, [word, *zeros, *inputs])
             expected = float((codes.astype(float) - midpoint) @ x)
             assert got == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
@@ -250,7 +250,7 @@ class TestSumsOfWords:
         zero = np.float32(-(2**23) - 128 - midpoint)
         for word, codes in self.words_and_codes(layout):
             x = np.random.default_rng(1).standard_normal(4).astype(np.float32)
-            got = result_of(packed_triton._SUM_OF_BYTES.value, [word, zero, *x])
+            got = result_of(packed_codes_triton._SUM_OF_BYTES.value, [word, zero, *x])
             values = codes.astype(np.uint8).view(np.int8).astype(float) - midpoint
             assert got == pytest.approx(float(values @ x), rel=1e-5, abs=1e-3)
 
