@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from contenders import CONTENDERS, NextKeywords, bytes_held, contender_names, refuse_gpu_only
+from contenders import CONTENDERS, NextKeywords, bytes_held, refuse_gpu_only
 from contest import Entry, entered
 from measure import (
     Clock,
@@ -37,7 +37,7 @@ from measure import (
     seconds,
     step_percentiles,
 )
-from outputs import at_least, benchmark_parser, run_benchmark
+from outputs import at_least, benchmark_parser, names_of, run_benchmark
 from records import Record
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, StaticCache
@@ -202,7 +202,7 @@ def parser() -> argparse.ArgumentParser:
     who = parser.add_mutually_exclusive_group()
     names = ",".join(DEFAULT)
     who.add_argument(
-        "--contenders", type=contender_names, default=DEFAULT, help=f"default: {names}"
+        "--contenders", type=names_of(CONTENDERS), default=DEFAULT, help=f"default: {names}"
     )
     who.add_argument("--updates", action="store_true", help="the update calls alone")
     return parser

@@ -29,10 +29,10 @@ from functools import partial
 
 import measure as timing
 import torch
-from contenders import CONTENDERS, bytes_held, contender_names, refuse_gpu_only
+from contenders import CONTENDERS, bytes_held, refuse_gpu_only
 from contest import Entry, entered
 from measure import Clock, TimedGenerate, bytes_per_step, in_turns, measure_bandwidth, spread
-from outputs import at_least, benchmark_parser, run_benchmark
+from outputs import at_least, benchmark_parser, names_of, run_benchmark
 from records import Record
 from tqdm import tqdm
 from workload import Workload, build_workload
@@ -175,7 +175,11 @@ def parser() -> argparse.ArgumentParser:
     add("--kv-cache", action="store_true", help="our cache alone; this is the default")
     add("--no-kv-cache", action="store_true", help="use_cache=False alone")
     add("--compare", action="store_true", help="every contender")
-    add("--contenders", type=contender_names, help=f"separated by commas: {', '.join(CONTENDERS)}")
+    add(
+        "--contenders",
+        type=names_of(CONTENDERS),
+        help=f"separated by commas: {', '.join(CONTENDERS)}",
+    )
     add("--lengths", type=int, nargs="+", help="new tokens: the speed-up of our cache over none")
     return parser
 

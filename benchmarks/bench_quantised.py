@@ -33,7 +33,7 @@ from unittest.mock import patch
 import contenders
 import torch
 from measure import TimedGenerate, in_turns, spread
-from outputs import at_least, benchmark_parser, run_benchmark
+from outputs import at_least, benchmark_parser, names_of, run_benchmark
 from records import Record
 from torch.nn import Linear, Module, Parameter
 from tqdm import tqdm
@@ -257,15 +257,6 @@ def problems(record: Record) -> list[str]:
     return lines
 
 
-def formats(names: str) -> list[str]:
-    chosen = names.split(",")
-    if unknown := [name for name in chosen if name not in FORMATS]:
-        raise argparse.ArgumentTypeError(
-            f"unknown {', '.join(unknown)}: choose from {', '.join(FORMATS)}"
-        )
-    return chosen
-
-
 def main() -> int:
     parser = benchmark_parser(__doc__)
     add = parser.add_argument
@@ -274,7 +265,12 @@ def main() -> int:
         type=Path,
         help="a folder with the packages, as `pip install --target` makes it",
     )
-    add("--formats", type=formats, default=list(FORMATS), help=f"default: {','.join(FORMATS)}")
+    add(
+        "--formats",
+        type=names_of(FORMATS),
+        default=list(FORMATS),
+        help=f"default: {','.join(FORMATS)}",
+    )
     add("--compared-tokens", type=int, default=16, help="%(default)s")
     return run_benchmark(parser, measure, problems)
 

@@ -6,7 +6,6 @@ arguments of that call, so that a cache and a decoder are used again.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
@@ -118,16 +117,6 @@ CONTENDERS = {
         partial(graph, kv_dtype="int8"), f"`GraphDecoder()`, {_CODED}", in_all=False, **_GRAPH
     ),
 }
-
-
-def contender_names(text: str) -> list[str]:
-    """The argument type of `--contenders`: names separated by commas."""
-    names = text.split(",")
-    if unknown := [name for name in names if name not in CONTENDERS]:
-        raise argparse.ArgumentTypeError(
-            f"unknown {', '.join(unknown)}: choose from {', '.join(CONTENDERS)}"
-        )
-    return names
 
 
 def refuse_gpu_only(names: list[str], device: str) -> None:

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,20 @@ def benchmark_parser(description: str | None, lengths: bool = True) -> argparse.
     add_workload_arguments(parser, lengths)
     parser.add_argument("--json", type=Path, help="write the record here")
     return parser
+
+
+def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
+    """The argument type of some of these names, separated by commas."""
+
+    def chosen(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"unknown {', '.join(unknown)}: choose from {', '.join(known)}"
+            )
+        return names
+
+    return chosen
 
 
 def run_benchmark(

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from hf_static_kv import served
 from hf_static_kv.cache import storage
 from hf_static_kv.testing import random_model
 
@@ -53,6 +54,17 @@ def _seed() -> None:
 def small_spare(monkeypatch):
     """Compact layers of the toys have 20 slots, so that short sequences fill them."""
     monkeypatch.setattr(storage, "SLACK", 2)
+
+
+@pytest.fixture(params=["loop", "decoder"])
+def either_loop(request, monkeypatch):
+    """Of an attached model: transformers' loop, and the decoder, which on a CPU runs steps without a
+    graph.
+    """
+    if request.param == "decoder":
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
+    elif torch.cuda.is_available():
+        pytest.skip("on a GPU it is the decoder")
 
 
 # --- calls of generate

@@ -82,15 +82,6 @@ def test_the_tokens_are_those_of_generate(name, mode):
         assert (info.calls, info.hits) == (2, 1)
 
 
-@pytest.fixture(params=["loop", "decoder"])
-def either_loop(request, monkeypatch):
-    """transformers' loop, and the decoder, which on a CPU runs steps without a graph."""
-    if request.param == "decoder":
-        monkeypatch.setattr(served, "_DECODER_DEVICES", (DEVICE,))
-    elif ON_GPU:
-        pytest.skip("on a GPU it is the decoder")
-
-
 @pytest.fixture
 def model():
     model = toy_model("llama")

@@ -39,14 +39,6 @@ MODES = {
 }
 
 
-@pytest.fixture(params=["loop", "decoder"])
-def either_loop(request, monkeypatch):
-    if request.param == "decoder":
-        monkeypatch.setattr(served, "_DECODER_DEVICES", (DEVICE,))
-    elif ON_GPU:
-        pytest.skip("on a GPU it is the decoder")
-
-
 @pytest.fixture
 def in_steps(monkeypatch):
     """On a CPU without a graph."""
