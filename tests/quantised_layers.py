@@ -44,13 +44,23 @@ def pack_tiles(codes):
 class Made:
     """A packed weight of random numbers, and the same in float64."""
 
-    def __init__(self, name, rows, columns, dtype=torch.float32, device="cpu", seed=0):
+    def __init__(
+        self,
+        name,
+        rows,
+        columns,
+        dtype=torch.float32,
+        device="cpu",
+        seed=0,
+        scales=None,
+        zeros=None,
+    ):
         layout, group, kind = FORMATS[name]
         group = group or columns
         generator = torch.Generator().manual_seed(seed)
         groups = rows, columns // group
         codes = torch.randint(0, 1 << LAYOUTS[layout].bits, (rows, columns), generator=generator)
-        scales = torch.rand(groups, generator=generator) + 0.5
+        scales = torch.rand(groups, generator=generator) + 0.5 if scales is None else scales
         made = {}
         values, scale = codes.double(), scales.double()
         if layout == "bytes":
@@ -70,7 +80,7 @@ class Made:
             made["nested"] = Nested(table.to(device), absmax.to(device), offset.to(device))
         zero = torch.zeros(groups).double()
         if kind in ("subtracted", "added"):
-            made["zeros"] = torch.rand(groups, generator=generator) * 8
+            made["zeros"] = torch.rand(groups, generator=generator) * 8 if zeros is None else zeros
             zero = made["zeros"].double()
         if kind == "added":  # scales and zeros of a group side by side, [K / G, N, 2]
             pairs = torch.stack([scales, made["zeros"]], dim=-1).transpose(0, 1).contiguous()

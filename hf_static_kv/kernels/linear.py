@@ -31,6 +31,7 @@ from torch import Tensor
 from hf_static_kv.kernels import norm as norms
 from hf_static_kv.kernels.norm import STYLES, Norm, check_norm, norm_plain
 from hf_static_kv.kernels.packed import Packed, layout_of, unpacked
+from hf_static_kv.kernels.packed_linear_cuda import is_served, packed_linears_cuda
 
 MAX_TOKENS = 64
 MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
@@ -215,6 +216,8 @@ def _packed_linears(x: Tensor, layer: Linear) -> Tensor:
         raise ValueError("Packed weights of one launch must be of one kind: run these apart.")
     if not x.is_cuda:
         return fused_linears_plain(x, layer)
+    if is_served(x, layer.weights):
+        return packed_linears_cuda(x, *layer)
     from hf_static_kv.kernels.packed_triton import packed_linears_triton
 
     return packed_linears_triton(x, *layer)

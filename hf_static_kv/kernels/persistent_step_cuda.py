@@ -1,25 +1,19 @@
 """Compiles the kernel of persistent_step.cu for a plan, in a thread, and launches it.
 
-NVRTC compiles it in two to four seconds for each shape of a model (H200, 2026-11-18). What it gives
-is kept on disk beside Triton's kernels. The launch is cooperative: all blocks run at the same time,
-or none starts.
+NVRTC compiles it in two to four seconds for each shape of a model (H200, 2026-11-18). The launch is
+cooperative: all blocks run at the same time, or none starts.
 """
 
 import ctypes
-import os
-from collections.abc import Sequence
-from contextlib import suppress
 from functools import lru_cache
-from hashlib import sha256
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_static_kv import compat
+from hf_static_kv.kernels import launch_cuda
+from hf_static_kv.kernels.launch_cuda import Compilation, Grid
 from hf_static_kv.kernels.persistent_step import (
     Plan,
     check_plan,
@@ -29,22 +23,15 @@ from hf_static_kv.kernels.persistent_step import (
 )
 
 _SOURCE = Path(__file__).with_name("persistent_step.cu")
-_NAME = b"persistent_step"
+_NAME = "persistent_step"
 _THREADS = 288  # of a block: eight warps that compute, and one that reads
-_CAPABILITY = (9, 0)  # the only one where the kernel was measured
-_OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
 _HEAD_STRIDE = 18  # where `struct Layer` has it among the tensors
 
 
 def refusal(plan: Plan) -> str:
     """Why no kernel serves this plan on its device; "" if one does."""
-    device = plan.token.device
-    if device.type != "cuda" or torch.version.hip is not None:
-        return "the device is no GPU of NVIDIA"
-    if torch.cuda.get_device_capability(device) != _CAPABILITY:
-        return "the compute capability is not 9.0"
-    if compat.cuda_bindings() is None:
-        return "there is no package cuda.bindings"
+    if reason := launch_cuda.refusal(plan.token.device):
+        return reason
     try:
         check_plan(plan)
         _macros(plan)
@@ -59,7 +46,8 @@ class Build:
     def __init__(self, plan: Plan, has_marks: bool = False) -> None:
         self.plan = plan
         self._has_marks = has_marks
-        self._compilation = _compilation(_defines(_macros(plan) | {"PROFILE": int(has_marks)}))
+        own = _macros(plan) | {"PROFILE": int(has_marks)}
+        self._compilation = _compilation(tuple(own.items()))
 
     @property
     def is_ready(self) -> bool:
@@ -82,10 +70,10 @@ class PersistentStep:
         blocks = _blocks(device)
         own = _macros(plan)
         self.plan = plan
-        self._shared_bytes = used_shared_bytes(own)
-        self._blocks = blocks
-        with torch.cuda.device(device):
-            self._function = _loaded(cubin, self._shared_bytes, device)
+        self._grid = Grid(blocks, _THREADS, used_shared_bytes(own), is_cooperative=True)
+        self._function = launch_cuda.loaded(cubin, _NAME, self._grid.shared_bytes, device)
+        if launch_cuda.resident_blocks(self._function, self._grid) < 1:
+            raise RuntimeError("a block of the kernel does not fit on a multiprocessor")
         words = torch.full((exchanged_bytes(own),), -1, dtype=torch.int8, device=device)
         step = torch.zeros(1, dtype=torch.int32, device=device)
         self.error = torch.zeros_like(step)  # 1: a block has waited in vain
@@ -104,32 +92,12 @@ class PersistentStep:
         from hf_static_kv.kernels.launch_triton import is_launching
 
         if is_launching():  # else positions are not placed
-            self._launch()
+            launch_cuda.launch_cuda(self._function, self._grid, self._args, self.logits.device)
         return self.logits
 
     def has_failed(self) -> bool:
         """Whether a launch has given up. Waits for the device."""
         return bool(self.error.item())
-
-    def _launch(self) -> None:
-        driver, _ = _bindings()
-        config = driver.CUlaunchConfig()
-        config.gridDimX = self._blocks
-        config.gridDimY = config.gridDimZ = 1
-        config.blockDimX = _THREADS
-        config.blockDimY = config.blockDimZ = 1
-        config.sharedMemBytes = self._shared_bytes
-        config.hStream = torch.cuda.current_stream(self.logits.device).cuda_stream
-        attribute = driver.CUlaunchAttribute()
-        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_COOPERATIVE
-        attribute.value.cooperative = 1
-        config.attrs = [attribute]
-        config.numAttrs = 1
-        parameters = (ctypes.c_void_p * 1)(ctypes.addressof(self._args))
-        with torch.cuda.device(self.logits.device):
-            _checked(
-                driver.cuLaunchKernelEx(config, self._function, ctypes.addressof(parameters), 0)
-            )
 
 
 def _macros(plan: Plan) -> dict[str, int | str]:
@@ -152,116 +120,6 @@ def _table_of_layers(plan: Plan) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64, device=plan.token.device)
 
 
-# --- compiling
-
-
-def _defines(macros: dict[str, int | str]) -> str:
-    return "".join(f"#define {name} {value}\n" for name, value in macros.items())
-
-
 @lru_cache(maxsize=32)  # the steps of a model share one
-def _compilation(defines: str) -> "_Compilation":
-    return _Compilation(defines)
-
-
-class _Compilation:
-    """What the compiler gives for these macros, from a thread."""
-
-    def __init__(self, defines: str) -> None:
-        self._defines = defines
-        self._cubin = b""
-        self._error: Exception | None = None
-        self._thread = Thread(target=self._run, name="hf_static_kv compiler", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_ready(self) -> bool:
-        return not self._thread.is_alive()
-
-    def result(self) -> bytes:
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._cubin
-
-    def _run(self) -> None:
-        try:
-            self._cubin = kept_or_compiled(self._defines + _SOURCE.read_text())
-        except Exception as error:
-            self._error = error
-
-
-def kept_or_compiled(source: str) -> bytes:
-    """The compiled source, from the disk if it was compiled before."""
-    path = compat.triton_cache_dir() / f"hf_static_kv-{_key(source)}.cubin"
-    with suppress(OSError):
-        return path.read_bytes()
-    cubin = _compiled(source)
-    with suppress(OSError):  # a disk that is full or not writable
-        _write(path, cubin)
-    return cubin
-
-
-def _key(source: str) -> str:
-    driver, nvrtc = _bindings()
-    versions = _checked(driver.cuDriverGetVersion()), _checked(nvrtc.nvrtcVersion())
-    return sha256(repr((source, _OPTIONS, versions)).encode()).hexdigest()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Another process sees all of the file or none of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)
-
-
-def _compiled(source: str) -> bytes:
-    _, nvrtc = _bindings()
-    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), _SOURCE.name.encode(), 0, [], []))
-    try:
-        options = [option.encode() for option in _OPTIONS]
-        status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-        if int(status):
-            raise RuntimeError(f"NVRTC: {_log(program)}")
-        cubin = bytes(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        return cubin
-    finally:
-        nvrtc.nvrtcDestroyProgram(program)
-
-
-def _log(program: Any) -> str:
-    _, nvrtc = _bindings()
-    log = bytes(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    _checked(nvrtc.nvrtcGetProgramLog(program, log))
-    lines = log.decode(errors="replace").splitlines()
-    return next((line for line in lines if "error" in line), "no message")
-
-
-@lru_cache(maxsize=32)
-def _loaded(cubin: bytes, shared_bytes: int, device: torch.device) -> Any:
-    """The function, on this device, with so much shared memory."""
-    driver, _ = _bindings()
-    module = _checked(driver.cuModuleLoadData(cubin))
-    function = _checked(driver.cuModuleGetFunction(module, _NAME))
-    most = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    _checked(driver.cuFuncSetAttribute(function, most, shared_bytes))
-    occupancy = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor
-    if _checked(occupancy(function, _THREADS, shared_bytes)) < 1:
-        raise RuntimeError("a block of the kernel does not fit on a multiprocessor")
-    return function
-
-
-def _bindings() -> tuple[Any, Any]:
-    if (found := compat.cuda_bindings()) is None:
-        raise RuntimeError("The persistent step needs the package cuda.bindings.")
-    return found
-
-
-def _checked(result: Sequence[Any]) -> Any:
-    """What a function of CUDA gives, after its status."""
-    status, *values = result
-    if int(status):
-        raise RuntimeError(f"CUDA: {status}")
-    return values[0] if len(values) == 1 else tuple(values)
+def _compilation(own: tuple[tuple[str, int | str], ...]) -> Compilation:
+    return Compilation(_SOURCE, dict(own))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_static_kv import compat
-from hf_static_kv.kernels import persistent_step_cuda
+from hf_static_kv.kernels import launch_cuda, persistent_step_cuda
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES
 from hf_static_kv.kernels.persistent_step import (
     Plan,
@@ -244,14 +244,14 @@ def compiled(monkeypatch, tmp_path):
 
 def test_what_is_compiled_is_kept_on_disk(compiled, monkeypatch, tmp_path):
     for _ in range(2):
-        assert len(persistent_step_cuda.kept_or_compiled("source")) == 6
+        assert len(launch_cuda.kept_or_compiled("source")) == 6
     assert compiled == [b"source"]
-    persistent_step_cuda.kept_or_compiled("another")
+    launch_cuda.kept_or_compiled("another")
     assert len(compiled) == 2
     assert {path.suffix for path in (tmp_path / "new").iterdir()} == {".cubin"}
     other = fake_bindings(compiled, driver_version=13010)
     monkeypatch.setattr(compat, "cuda_bindings", lambda: other)
-    persistent_step_cuda.kept_or_compiled("source")
+    launch_cuda.kept_or_compiled("source")
     assert len(compiled) == 3
 
 
@@ -259,26 +259,27 @@ def test_a_disk_that_is_not_writable(compiled, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setattr(compat, "triton_cache_dir", lambda: tmp_path / "file")
     for _ in range(2):
-        persistent_step_cuda.kept_or_compiled("source")
+        launch_cuda.kept_or_compiled("source")
     assert len(compiled) == 2
 
 
-def test_a_thread_compiles_and_keeps_its_error(compiled):
-    right = persistent_step_cuda._Compilation("#define X 1\n")
-    wrong = persistent_step_cuda._Compilation("wrong")
+def test_a_thread_compiles_and_keeps_its_error(compiled, tmp_path):
+    (tmp_path / "kernel.cu").write_text("// a kernel\n")
+    right = launch_cuda.Compilation(tmp_path / "kernel.cu", {"X": 1})
+    wrong = launch_cuda.Compilation(tmp_path / "kernel.cu", {"X": "wrong"})
     assert right.result()
     assert right.is_ready
-    assert compiled[0].startswith(b"#define X 1\n//") or compiled[1].startswith(b"#define X 1\n//")
+    assert b"#define X 1\n// a kernel\n" in compiled
     with pytest.raises(RuntimeError, match="NVRTC"):
         wrong.result()
 
 
 def test_a_status_is_an_error():
-    assert persistent_step_cuda._checked((0,)) == ()
-    assert persistent_step_cuda._checked((0, 5)) == 5
-    assert persistent_step_cuda._checked((0, 5, 6)) == (5, 6)
+    assert launch_cuda.checked((0,)) == ()
+    assert launch_cuda.checked((0, 5)) == 5
+    assert launch_cuda.checked((0, 5, 6)) == (5, 6)
     with pytest.raises(RuntimeError, match="CUDA: 2"):
-        persistent_step_cuda._checked((2, None))
+        launch_cuda.checked((2, None))
 
 
 def test_the_table_of_layers_has_the_struct_of_the_kernel():
