@@ -142,8 +142,8 @@ def test_every_source_of_a_kernel_is_in_the_package():
     ]
     patterns = settings["package-data"]["hf_static_kv"]
     packaged = {path for pattern in patterns for path in PACKAGE.glob(pattern)}
-    sources = set(PACKAGE.rglob("*.cu"))
-    assert sources
+    sources = {path for suffix in ("*.cu", "*.cuh") for path in PACKAGE.rglob(suffix)}
+    assert {path.suffix for path in sources} == {".cu", ".cuh"}
     assert sources <= packaged
 
 

@@ -4,10 +4,7 @@
 // every weight through a ring of shared memory, in order, and never waits for activations. Its eight
 // consumer warps compute. What a phase gives goes to all blocks through global memory: a value that is
 // not there yet reads as all ones (a NaN that no arithmetic gives), so a value is its own flag.
-typedef unsigned long long u64;
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
+#include "hopper.cuh"
 
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, GROUP = 128;
 constexpr int HEADS_PER_KV = NQ / NKV, QKV = (NQ + 2 * NKV) * D;
@@ -46,29 +43,10 @@ constexpr u64 WORDS = (u64)LAYER_BYTES * L;
 static_assert(2 * WORDS == EXCHANGED_BYTES, "the host has made another buffer");
 #endif
 
-__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 __device__ __forceinline__ float low(u32 x) { return __uint_as_float(x << 16); }
 __device__ __forceinline__ float high(u32 x) { return __uint_as_float(x & 0xffff0000u); }
-__device__ __forceinline__ u32 pack(float a, float b) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
-  return r;
-}
 __device__ __forceinline__ float rounded(float a) { return low(pack(a, 0.f)); }
 __device__ __forceinline__ float half_of(u16 x) { return __uint_as_float((u32)x << 16); }
-__device__ __forceinline__ uint4 look16(const void* p) {
-  uint4 x;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
-  return x;
-}
-__device__ __forceinline__ u32 look4(const void* p) {
-  u32 x;
-  asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(x) : "l"(p) : "memory");
-  return x;
-}
-__device__ __forceinline__ void tell4(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(x) : "memory"); }
-__device__ __forceinline__ void tell8(void* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
-__device__ __forceinline__ void tell2(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(p), "h"((u16)x) : "memory"); }
 // C values are published at once, so one of them stands for all.
 __device__ __forceinline__ bool is_low(u32 x) { return (x & 0xffff) != 0xffff; }
 __device__ __forceinline__ bool is_high(u32 x) { return x < 0xffff0000u; }
@@ -78,11 +56,6 @@ __device__ __forceinline__ bool is_there(uint4 x) {
   if (C < 4) there &= is_low(x.y) & is_low(x.w);
   if (C < 2) there &= is_high(x.x) & is_high(x.y) & is_high(x.z) & is_high(x.w);
   return there;
-}
-__device__ __forceinline__ uint4 old16(const u16* p) {
-  uint4 x;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
-  return x;
 }
 __device__ __forceinline__ float warp_sum(float a) {
 #pragma unroll
@@ -107,8 +80,6 @@ __device__ __forceinline__ float weighted(float x, u16 w) {
 }
 __device__ __forceinline__ float norm_weight(float w) { return NORM_OFFSET ? 1.f + w : w; }
 
-extern __shared__ __align__(1024) unsigned char ring[];
-
 // Whether a wait has lasted too long, here or in another block: then all of them end.
 __device__ __noinline__ bool is_late(int* error, i64 begun) {
   if (*(volatile int*)error == 0 && clock64() - begun <= PATIENCE) return false;
@@ -130,27 +101,20 @@ struct Block {
     return !failed;
   }
   __device__ void wait(u64* barrier, u32 parity) {
-    u32 done = 0, spins = 0;
-    do
-      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(shared(barrier)), "r"(parity) : "memory");
-    while (!done && waits(spins));
+    u32 spins = 0;
+    while (!has_ended(barrier, parity) && waits(spins)) {}
   }
   __device__ void all_consumers() {
     __syncwarp();
-    asm volatile("barrier.sync 1, 256;" ::: "memory");
+    barrier<CONSUMERS>(1);
   }
   __device__ void all_of_group() {
     __syncwarp();
-    asm volatile("barrier.sync %0, 128;" ::"r"(2 + group) : "memory");
+    barrier<GROUP>(2 + group);
   }
   __device__ u32 get(const void* p) {
     u32 x = look4(p), spins = 0;
     while (!(is_low(x) & is_high(x)) && waits(spins)) x = look4(p);
-    return x;
-  }
-  __device__ u32 get_float(const void* p) {
-    u32 x = look4(p), spins = 0;
-    while (x == EMPTY && waits(spins)) x = look4(p);
     return x;
   }
 };
@@ -159,7 +123,6 @@ struct Block {
 template <int N_, int K_, int C_, int VR_, int RS_>
 struct Cut {
   static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
-  static constexpr int CHUNKS = RS_ > VR_ ? RS_ / VR_ : 1;  // in a stage
   __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
 constexpr int N_QKV = QKV / C_QKV, N_O = H / C_O, N_GATE = I / C_GATE, N_DOWN = H / C_DOWN, N_HEAD = V / C_HEAD;
@@ -169,6 +132,8 @@ using CutGate = Cut<N_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
 using CutDown = Cut<N_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
 using CutHead = Cut<N_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
 constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
+// A parity tells two phases of a slot's barrier apart, and no third one.
+static_assert(SLOTS >= FLIGHT_STREAM && SLOTS >= FLIGHT_WAIT, "more copies under way than slots");
 constexpr int H_VECTORS = (H / 8 + GROUP - 1) / GROUP;
 
 template <int N>
@@ -187,11 +152,7 @@ __device__ void produce(Block& b) {
   const Args& args = b.args;
   u32 issued = 0, arrived = 0;
   int turn = 0;
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  auto copy = [&](const u16* from, int slot, u32 at, u32 bytes) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared(ring + slot * STAGE + at)), "l"(from), "r"(bytes), "r"(shared(b.full + slot)), "l"(policy) : "memory");
-  };
+  const u64 policy = read_once();
   auto next = [&](u32 bytes) -> int {
     int slot = issued % SLOTS;
     if (issued >= SLOTS) b.wait(b.empty + slot, (issued / SLOTS - 1) & 1);
@@ -200,7 +161,7 @@ __device__ void produce(Block& b) {
       arrived++;
     }
     if (b.failed) return -1;
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared(b.full + slot)), "r"(bytes) : "memory");
+    arrive_and_expect(b.full + slot, bytes);
     issued++;
     return slot;
   };
@@ -214,7 +175,7 @@ __device__ void produce(Block& b) {
       if (slot < 0) return;
 #pragma unroll
       for (int r = 0; r < P::RS; r += run)
-        if (r < rows) copy(source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), slot, r * P::K * 2, run * P::K * 2);
+        if (r < rows) copy(shared_memory + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
     }
   };
   for (int l = 0; l < L; l++) {
@@ -229,11 +190,8 @@ __device__ void produce(Block& b) {
   }
   rows(CutHead{}, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
   // No copy may be under way when the block ends.
-  for (u32 s = issued > SLOTS ? issued - SLOTS : 0; s < issued; s++) {
-    u32 done = 0;
-    while (!done)
-      asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(shared(b.full + s % SLOTS)), "r"((s / SLOTS) & 1) : "memory");
-  }
+  for (u32 s = issued > SLOTS ? issued - SLOTS : 0; s < issued; s++)
+    while (!has_ended(b.full + s % SLOTS, (s / SLOTS) & 1)) {}
 }
 
 // The inputs of a phase, 16 bytes of every 128th vector for each thread of a group.
@@ -278,7 +236,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
   constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
   const int slot = t % SLOTS;
   b.wait(b.full + slot, (t / SLOTS) & 1);
-  const uint4* w = (const uint4*)(ring + slot * STAGE);
+  const uint4* w = (const uint4*)(shared_memory + slot * STAGE);
   float a[P::RS][LANES];
 #pragma unroll
   for (int r = 0; r < P::RS; r++)
@@ -304,7 +262,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     }
   }
   __syncwarp();
-  if (!b.lane) asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared(b.empty + slot)) : "memory");
+  if (!b.lane) arrive(b.empty + slot);
 #pragma unroll
   for (int r = 0; r < P::RS; r++) {
     sums[r] = a[r][0];
@@ -447,230 +405,7 @@ __device__ void plain_input(Block& b, const unsigned char* words, float* x) {
   }
 }
 
-// A quarter, half or whole warp has a token of a head. Warps share out head groups, then tokens.
-constexpr int PER_TOKEN = D / 8, HEADS_AT_ONCE = 32 / PER_TOKEN;
-constexpr int head_groups(int n) { return n <= 1 ? 1 : n <= 2 ? 2 : n <= 4 ? 4 : 8; }
-constexpr int HEAD_GROUPS = head_groups((HEADS_PER_KV + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE), SLICES = WARPS / HEAD_GROUPS;
-constexpr int ROUNDS = 8, TILE = ROUNDS * SLICES;
-constexpr int PAIRS = D / 64;  // of elements that a lane has of a head
-constexpr float NOTHING = -1e30f;  // less than any score
-
-struct Splits {  // of the attended slots [first, end)
-  i64 first;
-  int length, size, count;
-  __device__ Splits(const Layer& y) {
-    first = y.span[1];
-    length = (int)(y.span[2] - first);
-    size = ((length + SPLITS - 1) / SPLITS + TILE - 1) / TILE * TILE;
-    count = (length + size - 1) / size;
-  }
-};
-
-// A head [D] of the published words, normalized and rotated: elements 2 (lane + 32 j), and the next.
-__device__ void load_head(Block& b, const unsigned char* words, const u16* norm, const u16* angles, float (&e)[2 * PAIRS]) {
-#pragma unroll
-  for (int j = 0; j < PAIRS; j++) {
-    const u32 x = b.get(words + (b.lane + 32 * j) * 4);
-    e[2 * j] = low(x);
-    e[2 * j + 1] = high(x);
-  }
-  __syncwarp();
-#if HAS_QK_NORM
-  if (norm) {
-    float a = 0;
-#pragma unroll
-    for (int j = 0; j < 2 * PAIRS; j++) a = fmaf(e[j], e[j], a);
-    const float factor = rsqrtf(warp_sum(a) / D + QK_EPS);
-#pragma unroll
-    for (int j = 0; j < 2 * PAIRS; j++) e[j] = weighted(e[j] * factor, norm[2 * (b.lane + 32 * (j / 2)) + j % 2]);
-  }
-#endif
-  if (!angles) return;
-  float turned[2 * PAIRS];
-#pragma unroll
-  for (int j = 0; j < 2 * PAIRS; j++) {
-    const int at = 2 * (b.lane + 32 * (j / 2)) + j % 2;
-    // The partner is half a head away: in lane ^ 16 if a head is 64 wide, else in this lane.
-    const float other = D == 64 ? __shfl_xor_sync(~0u, e[j], 16) : e[(j + PAIRS) % (2 * PAIRS)];
-    const float sign = at < D / 2 ? -1.f : 1.f;
-    turned[j] = rounded(rounded(e[j] * half_of(angles[at])) + rounded(sign * other * half_of(angles[D + at])));
-  }
-#pragma unroll
-  for (int j = 0; j < 2 * PAIRS; j++) e[j] = turned[j];
-}
-
-__device__ void attend(Block& b, const Layer& y, unsigned char* words) {
-  const Splits splits(y);
-  const int part = b.lane % PER_TOKEN * 8, slice = b.warp / HEAD_GROUPS;
-  const int own = b.warp % HEAD_GROUPS * HEADS_AT_ONCE + b.lane / PER_TOKEN;  // head of the KV head
-  float* queries = b.scratch;                          // [G, D]
-  float* key = queries + HEADS_PER_KV * D;             // [D], of the new token
-  float* value = key + D;
-  float* merged = value + D;                           // [SLICES, G, D + 2]
-  for (int u = b.c; u < NKV * splits.count; u += BLOCKS) {
-    const int head = u % NKV, split = u / NKV;
-    const bool has_new = split == splits.count - 1;
-    const int begin = split * splits.size;
-    const int known = has_new ? splits.length - begin - 1 : splits.size;
-    const i64 at = head * y.head_stride + (splits.first + begin) * D + part;
-    uint4 ks[ROUNDS], vs[ROUNDS];
-    auto load = [&](int tile) {
-#pragma unroll
-      for (int i = 0; i < ROUNDS; i++) {
-        const int t = tile + i * SLICES + slice;
-        ks[i] = vs[i] = make_uint4(0, 0, 0, 0);
-        if (t < known) ks[i] = old16(y.keys + at + (i64)t * D), vs[i] = old16(y.values + at + (i64)t * D);
-      }
-    };
-    load(0);
-    const u16* angles = y.table ? y.table + b.args.position[0] * 2 * D : 0;
-    for (int task = b.warp; task < HEADS_PER_KV + 2; task += WARPS) {
-      const bool is_query = task < HEADS_PER_KV, is_key = task == HEADS_PER_KV;
-      if (!is_query && !has_new) continue;
-      const int row = is_query ? head * HEADS_PER_KV + task : is_key ? NQ + head : NQ + NKV + head;
-      float e[2 * PAIRS];
-      load_head(b, words + AT_QKV + row * D * 2, is_query ? y.q_norm : is_key ? y.k_norm : 0, is_query || is_key ? angles : 0, e);
-      float* to = is_query ? queries + task * D : is_key ? key : value;
-      u16* store = (is_key ? y.keys : y.values) + head * y.head_stride + y.slot[0] * D;
-#pragma unroll
-      for (int j = 0; j < PAIRS; j++) {
-        const int at = 2 * (b.lane + 32 * j);
-        const float by = is_query ? SCALE * 1.4426950408889634f : 1.f;
-        to[at] = e[2 * j] * by;
-        to[at + 1] = e[2 * j + 1] * by;
-        if (!is_query) *(u32*)(store + at) = pack(e[2 * j], e[2 * j + 1]);
-      }
-    }
-    b.all_consumers();
-    float top = NOTHING, sum = 0, acc[8], q[8];
-#pragma unroll
-    for (int i = 0; i < 8; i++) acc[i] = 0, q[i] = queries[min(own, HEADS_PER_KV - 1) * D + part + i];
-    auto add_up = [&](float a) {
-#pragma unroll
-      for (int o = 1; o < PER_TOKEN; o <<= 1) a += __shfl_xor_sync(~0u, a, o);
-      return a;
-    };
-    for (int tile = 0; tile < known; tile += TILE) {
-      float score[ROUNDS], most = top;
-#pragma unroll
-      for (int i = 0; i < ROUNDS; i++) {
-        const uint4 k = ks[i];
-        float a = low(k.x) * q[0], z = high(k.x) * q[1];
-        a = fmaf(low(k.y), q[2], a), z = fmaf(high(k.y), q[3], z);
-        a = fmaf(low(k.z), q[4], a), z = fmaf(high(k.z), q[5], z);
-        a = fmaf(low(k.w), q[6], a), z = fmaf(high(k.w), q[7], z);
-        score[i] = add_up(a + z);
-        if (tile + i * SLICES + slice >= known) score[i] = NOTHING;
-        most = fmaxf(most, score[i]);
-      }
-      const float shrink = exp2f(top - most);
-      top = most;
-      sum *= shrink;
-#pragma unroll
-      for (int i = 0; i < 8; i++) acc[i] *= shrink;
-#pragma unroll
-      for (int i = 0; i < ROUNDS; i++) {
-        const float p = score[i] > NOTHING ? exp2f(score[i] - most) : 0.f;
-        const u32 z[4] = {vs[i].x, vs[i].y, vs[i].z, vs[i].w};
-        sum += p;
-#pragma unroll
-        for (int n = 0; n < 4; n++) acc[2 * n] = fmaf(p, low(z[n]), acc[2 * n]), acc[2 * n + 1] = fmaf(p, high(z[n]), acc[2 * n + 1]);
-      }
-      load(tile + TILE);
-    }
-    if (has_new && slice == 0) {
-      float a = 0;
-#pragma unroll
-      for (int i = 0; i < 8; i++) a = fmaf(key[part + i], q[i], a);
-      a = add_up(a);
-      const float most = fmaxf(top, a), shrink = exp2f(top - most), p = exp2f(a - most);
-      top = most;
-      sum = fmaf(sum, shrink, p);
-#pragma unroll
-      for (int i = 0; i < 8; i++) acc[i] = fmaf(acc[i], shrink, p * value[part + i]);
-    }
-    if (own < HEADS_PER_KV) {
-      float* to = merged + (slice * HEADS_PER_KV + own) * (D + 2);
-#pragma unroll
-      for (int i = 0; i < 8; i++) to[part + i] = acc[i];
-      if (!part) to[D] = top, to[D + 1] = sum;
-    }
-    b.all_consumers();
-    for (int e = b.thread; e < HEADS_PER_KV * D; e += CONSUMERS) {
-      const int g = e / D, d = e % D;
-      const float* from = merged + g * (D + 2);
-      float most = NOTHING, a = 0, s = 0;
-#pragma unroll
-      for (int w = 0; w < SLICES; w++) most = fmaxf(most, from[w * HEADS_PER_KV * (D + 2) + D]);
-#pragma unroll
-      for (int w = 0; w < SLICES; w++) {
-        const float* it = from + w * HEADS_PER_KV * (D + 2);
-        const float by = exp2f(it[D] - most);
-        a = fmaf(by, it[d], a);
-        s = fmaf(by, it[D + 1], s);
-      }
-      unsigned char* to = words + AT_PARTS + ((head * HEADS_PER_KV + g) * SPLITS + split) * PART * 4;
-      tell4(to + d * 4, __float_as_uint(a));
-      if (!d) tell8(to + D * 4, __float_as_uint(most), __float_as_uint(s));
-    }
-    b.all_consumers();
-  }
-}
-
-// The partial attentions of one head, together.
-__device__ void combine(Block& b, const Layer& y, unsigned char* words) {
-  const Splits splits(y);
-  constexpr int PARTS = CONSUMERS / D, AT_ONCE = 4;
-  const int d = b.thread % D, first = b.thread / D;
-  for (int head = BLOCKS - 1 - b.c; head < NQ; head += BLOCKS) {
-    const unsigned char* from = words + AT_PARTS + head * SPLITS * PART * 4;
-    float most = NOTHING, a = 0, s = 0;
-    for (int begin = first; begin < splits.count; begin += AT_ONCE * PARTS) {
-      u32 value[AT_ONCE], top[AT_ONCE], sum[AT_ONCE], spins = 0;
-      bool all;
-      do {
-        all = true;
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const unsigned char* at = from + min(begin + i * PARTS, splits.count - 1) * PART * 4;
-          value[i] = look4(at + d * 4), top[i] = look4(at + D * 4), sum[i] = look4(at + D * 4 + 4);
-        }
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) all &= value[i] != EMPTY && top[i] != EMPTY && sum[i] != EMPTY;
-      } while (!all && b.waits(spins));
-#pragma unroll
-      for (int i = 0; i < AT_ONCE; i++)
-        if (begin + i * PARTS < splits.count) {
-          const float best = fmaxf(most, __uint_as_float(top[i]));
-          const float old = exp2f(most - best), by = exp2f(__uint_as_float(top[i]) - best);
-          most = best;
-          a = fmaf(by, __uint_as_float(value[i]), a * old);
-          s = fmaf(by, __uint_as_float(sum[i]), s * old);
-        }
-    }
-    float* to = b.scratch + first * (D + 2);
-    to[d] = a;
-    if (!d) to[D] = most, to[D + 1] = s;
-    b.all_consumers();
-    if (b.thread < D / 2) {
-      most = NOTHING;
-      float x = 0, z = 0;
-      s = 0;
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) most = fmaxf(most, b.scratch[p * (D + 2) + D]);
-#pragma unroll
-      for (int p = 0; p < PARTS; p++) {
-        const float* part = b.scratch + p * (D + 2);
-        const float by = exp2f(part[D] - most);
-        s = fmaf(by, part[D + 1], s);
-        x = fmaf(by, part[2 * b.thread], x);
-        z = fmaf(by, part[2 * b.thread + 1], z);
-      }
-      tell4(words + AT_A + (head * D + 2 * b.thread) * 2, pack(x / s, z / s));
-    }
-    b.all_consumers();
-  }
-}
+#include "persistent_attention.cuh"
 
 __device__ void consume(Block& b) {
   const Args& args = b.args;
@@ -830,7 +565,7 @@ __device__ void consume(Block& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(const __grid_constant__ Args args) {
-  unsigned char* after = ring + STAGE * SLOTS;
+  unsigned char* after = shared_memory + STAGE * SLOTS;
   float* sums = (float*)after;                     // [SUM_ROWS, 4]
   float* squares = sums + SUM_ROWS * 4;            // [16]
   float* scratch = squares + 16;
@@ -839,11 +574,10 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
   if (threadIdx.x == 0) {
     *(volatile int*)(full + 2 * SLOTS) = FLIGHT_STREAM;
     for (int i = 0; i < SLOTS; i++) {
-      asm volatile("mbarrier.init.shared::cta.b64 [%0],1;" ::"r"(shared(full + i)));
-      asm volatile("mbarrier.init.shared::cta.b64 [%0],4;" ::"r"(shared(full + SLOTS + i)));
+      begin(full + i, 1);
+      begin(full + SLOTS + i, 4);
     }
-    asm volatile("fence.mbarrier_init.release.cluster;");
-    asm volatile("fence.proxy.async;");
+    all_begun();
   }
   __syncthreads();
   Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};

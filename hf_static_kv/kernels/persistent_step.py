@@ -18,8 +18,9 @@ its logits.
 L layers of NQ query heads and NKV heads of keys and values, D wide; H is the hidden size, I the
 intermediate one. Norms are RMS norms; biases, norms of heads and norms after a layer may be absent.
 
-`persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu, and
-persistent_step_cuda.py compiles and launches it. A block of threads runs on each multiprocessor for
+`persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu (its
+attention in persistent_attention.cuh, its PTX in hopper.cuh), and persistent_step_cuda.py compiles and
+launches it. A block of threads runs on each multiprocessor for
 the whole step, and reads the weights ahead of the values that they are multiplied with.
 """
 
@@ -241,9 +242,9 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     found |= _cuts(sizes, blocks, stage)
     scratch = _scratch_floats(sizes)
     rest = shared_bytes - _fixed_bytes(scratch)
-    slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)
+    slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)  # half of them for each group of warps
     splits = min(_SPLITS, blocks // sizes["NKV"])
-    if slots < 2 or not splits:
+    if slots < max(_FLIGHT.values()) or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
     found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots, **_FLIGHT}
     found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}

@@ -7,6 +7,7 @@ or none starts.
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -79,25 +80,16 @@ class PersistentStep:
 
     def __init__(self, plan: Plan, cubin: bytes, has_marks: bool = False) -> None:
         device = plan.token.device
-        blocks = _blocks(device)
         own = _macros(plan)
         self.plan = plan
         self._shared_bytes = used_shared_bytes(own)
-        self._blocks = blocks
+        self._blocks = _blocks(device)
         with torch.cuda.device(device):
             self._function = _loaded(cubin, self._shared_bytes, device)
-        words = torch.full((exchanged_bytes(own),), -1, dtype=torch.int8, device=device)
-        step = torch.zeros(1, dtype=torch.int32, device=device)
-        self.error = torch.zeros_like(step)  # 1: a block has waited in vain
-        self.logits = plan.head.new_zeros(1, len(plan.head))
-        maxima = torch.zeros(blocks, device=device)
-        tokens = torch.zeros(blocks, dtype=torch.int32, device=device)
-        layers = _table_of_layers(plan)
-        inputs = [plan.embedding, plan.norm, plan.head, plan.token, plan.position]
-        self.buffers = [layers, words, step, self.error, self.logits, maxima, tokens]
-        pointers = [t.data_ptr() for t in (layers, *inputs, *self.buffers[1:])]
-        self.marks = step.new_zeros(blocks if has_marks else 0, len(plan.layers) + 1, 16).long()
-        self._args = (ctypes.c_uint64 * (len(pointers) + 1))(*pointers, self.marks.data_ptr())
+        memory = Memory(plan, own, has_marks)
+        self.error, self.logits, self.marks = memory.error, memory.logits, memory.marks
+        self.buffers = memory.tensors
+        self._args = memory.args
 
     def __call__(self) -> Tensor:
         """Launch the kernel on the current stream; `logits` are there when it has run."""
@@ -132,6 +124,26 @@ class PersistentStep:
             )
 
 
+class Memory:
+    """What a kernel reads and writes beside the tensors of its plan, and `struct Args`."""
+
+    def __init__(self, plan: Plan, macros: dict[str, int | str], has_marks: bool = False) -> None:
+        device = plan.token.device
+        blocks = int(macros["BLOCKS"])
+        words = torch.full((exchanged_bytes(macros),), -1, dtype=torch.int8, device=device)
+        step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.error = torch.zeros_like(step)  # 1: a block has waited in vain
+        self.logits = plan.head.new_zeros(1, len(plan.head))
+        maxima = torch.zeros(blocks, device=device)
+        tokens = torch.zeros(blocks, dtype=torch.int32, device=device)
+        layers = _table_of_layers(plan)
+        inputs = [plan.embedding, plan.norm, plan.head, plan.token, plan.position]
+        self.tensors = [layers, words, step, self.error, self.logits, maxima, tokens]
+        pointers = [t.data_ptr() for t in (layers, *inputs, *self.tensors[1:])]
+        self.marks = step.new_zeros(blocks if has_marks else 0, len(plan.layers) + 1, 16).long()
+        self.args = (ctypes.c_uint64 * (len(pointers) + 1))(*pointers, self.marks.data_ptr())
+
+
 def _macros(plan: Plan) -> dict[str, int | str]:
     device = plan.token.device
     properties: Any = torch.cuda.get_device_properties(device)
@@ -153,6 +165,15 @@ def _table_of_layers(plan: Plan) -> Tensor:
 
 
 # --- compiling
+
+
+def source() -> str:
+    """persistent_step.cu, with the files that it includes."""
+
+    def included(line: re.Match[str]) -> str:
+        return _SOURCE.with_name(line[1]).read_text()
+
+    return re.sub(r'^#include "(.*)"$', included, _SOURCE.read_text(), flags=re.MULTILINE)
 
 
 def _defines(macros: dict[str, int | str]) -> str:
@@ -186,7 +207,7 @@ class _Compilation:
 
     def _run(self) -> None:
         try:
-            self._cubin = kept_or_compiled(self._defines + _SOURCE.read_text())
+            self._cubin = kept_or_compiled(self._defines + source())
         except Exception as error:
             self._error = error
 

@@ -1,0 +1,73 @@
+// What CUDA C++ has no words for: instructions of compute capability 9.0, in PTX.
+typedef unsigned long long u64;
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+__device__ __forceinline__ u32 shared(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Two numbers as bfloat16, the first in the lower half.
+__device__ __forceinline__ u32 pack(float a, float b) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(b), "f"(a));
+  return r;
+}
+
+// --- memory that other blocks write meanwhile
+
+__device__ __forceinline__ uint4 look16(const void* p) {
+  uint4 x;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ u32 look4(const void* p) {
+  u32 x;
+  asm volatile("ld.relaxed.gpu.global.u32 %0,[%1];" : "=r"(x) : "l"(p) : "memory");
+  return x;
+}
+__device__ __forceinline__ void tell8(void* p, u32 x, u32 y) { asm volatile("st.relaxed.gpu.global.u64 [%0],%1;" ::"l"(p), "l"((u64)y << 32 | x) : "memory"); }
+__device__ __forceinline__ void tell4(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(x) : "memory"); }
+__device__ __forceinline__ void tell2(void* p, u32 x) { asm volatile("st.relaxed.gpu.global.u16 [%0],%1;" ::"l"(p), "h"((u16)x) : "memory"); }
+
+// Written by an earlier launch; not kept in L1.
+__device__ __forceinline__ uint4 old16(const u16* p) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(p));
+  return x;
+}
+
+// --- barriers
+
+// Of so many threads of the block. Each number is another barrier.
+template <int THREADS>
+__device__ __forceinline__ void barrier(int number) {
+  asm volatile("barrier.sync %0, %1;" ::"r"(number), "n"(THREADS) : "memory");
+}
+
+// In shared memory, in phases: one ends after so many arrivals, and when every expected byte is there.
+__device__ __forceinline__ void begin(u64* barrier, u32 arrivals) { asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared(barrier)), "r"(arrivals)); }
+__device__ __forceinline__ void all_begun() {  // before a copy may use them
+  asm volatile("fence.mbarrier_init.release.cluster;");
+  asm volatile("fence.proxy.async;");
+}
+__device__ __forceinline__ void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared(barrier)) : "memory"); }
+__device__ __forceinline__ void arrive_and_expect(u64* barrier, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"); }
+// Whether a phase of this parity has ended.
+__device__ __forceinline__ bool has_ended(u64* barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p,[%1],%2;\nselp.u32 %0,1,0,p;\n}" : "=r"(done) : "r"(shared(barrier)), "r"(parity) : "memory");
+  return done;
+}
+
+// --- copies to shared memory, which go on meanwhile
+
+__device__ __forceinline__ u64 read_once() {
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared(to)), "l"(from), "r"(bytes), "r"(shared(barrier)), "l"(policy) : "memory");
+}

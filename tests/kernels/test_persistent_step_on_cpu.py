@@ -1,0 +1,166 @@
+"""The kernel of a whole step on a CPU, by cuda_on_cpu.h: all its blocks run at once, in a seeded order.
+
+A wait for what nobody writes ends in the kernel's own error, or nothing runs any more. So a step that
+ends has no cycle, and each of its waits has a writer; the faults below show that such a wait is seen.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_static_kv.kernels import persistent_step_cuda
+from hf_static_kv.kernels.persistent_step import macros, persistent_step_plain, used_shared_bytes
+from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
+
+pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
+
+SHARED = 100_000
+ENDED, ALL_WAIT = 0, 1  # `Outcome` of cuda_on_cpu.h
+SIZES = {**SMALL, "H": 128, "I": 256, "V": 500}  # a block of 132 has fewer rows
+RUN = """
+static const Args* launched;
+extern "C" int run(const Args* args, unsigned seed) {
+  launched = args;
+  return machine::run([] { persistent_step(*launched); }, BLOCKS, CONSUMERS + 32, SHARED_BYTES, seed);
+}
+"""
+
+
+def plan_of(name):
+    case = dict(CASES[name])
+    sizes = case.pop("sizes", SMALL)
+    changed = {key: value for key, value in sizes.items() if SMALL[key] != value}
+    return random_plan({**SIZES, **changed}, **case)
+
+
+@cache
+def compiled(folder, defines, fault):
+    """`run` of this source, with (old, new) of each fault."""
+    source = persistent_step_cuda._SOURCE.read_text()
+    source = source.replace('#include "hopper.cuh"', '#include "cuda_on_cpu.h"')
+    if fault:
+        old, new = fault
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    file = folder / f"{abs(hash((defines, fault)))}.cc"
+    file.write_text(defines + source + RUN)
+    library = file.with_suffix(".so")
+    folders = [f"-I{Path(path).parent}" for path in (__file__, persistent_step_cuda.__file__)]
+    options = ["-std=c++20", "-O1", "-w", "-shared", "-fPIC", *folders]
+    subprocess.run(["g++", *options, "-o", library, file], check=True)
+    return ctypes.CDLL(library).run
+
+
+class Step:
+    """The kernel of a plan, launched with a seed."""
+
+    def __init__(self, plan, folder, fault=None):
+        self.plan = plan  # its tensors are read
+        found = macros(plan, 3 if plan.sizes["D"] == 64 else 7, SHARED)
+        defines = found | {"SHARED_BYTES": used_shared_bytes(found)}
+        self.run = compiled(folder, persistent_step_cuda._defines(defines), fault)
+        self.memory = persistent_step_cuda.Memory(plan, found)
+
+    def __call__(self, seed):
+        outcome = self.run(self.memory.args, seed)
+        return outcome, int(self.memory.error), self.memory.logits.clone()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("step")
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "nine heads"])
+def test_a_step(name, folder):
+    """In bfloat16, and alike in each order of its threads; the other tokens are left as they are."""
+    plan = plan_of(name)
+    before = copied(plan)
+    step = Step(plan, folder)
+    outcome, error, logits = step(seed=0)
+    assert (outcome, error) == (ENDED, 0)
+    assert largest_error(logits, plan, before) <= 12 * 2**-9  # as in test_persistent_step.py
+    for own, old in zip(plan.layers, before.layers, strict=True):
+        kept = torch.arange(own.keys.shape[1]) != own.slot
+        assert torch.equal(own.keys[:, kept], old.keys[:, kept])
+        assert torch.equal(own.values[:, kept], old.values[:, kept])
+    for seed in range(1, 4):
+        outcome, error, again = step(seed)
+        assert (outcome, error) == (ENDED, 0)
+        assert torch.equal(again, logits)
+
+
+def test_steps_of_other_tokens(folder):
+    """What an earlier step has published is gone when a step begins."""
+    plan = plan_of("plain")
+    step = Step(plan, folder)
+    for seed, token in enumerate([3, 400, 3, 77]):
+        plan.token.fill_(token)
+        expected = persistent_step_plain(copied(plan))
+        outcome, error, logits = step(seed)
+        assert (outcome, error) == (ENDED, 0)
+        difference = (logits - expected).abs().max() / expected.abs().max()
+        assert difference <= 24 * 2**-9  # both have rounded
+
+
+# What is changed in the source, and how a launch ends.
+FAULTS = {
+    "a value that nobody writes": (
+        "if (C == 4) tell8(",
+        "if (C == 4 && row != 8) tell8(",
+    ),
+    "a cycle": (
+        "b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2",
+        "b, own + AT_DOWN, args.layers[l - 1].post2",
+    ),
+    "a slot that is never free": (
+        "begin(full + SLOTS + i, 4);",
+        "begin(full + SLOTS + i, 5);",
+    ),
+    "a copy that nobody begins": (
+        "if (b.failed) return -1;",
+        "if (b.failed || issued == 9) return -1;",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wait_in_vain_ends_with_an_error(name, folder):
+    _, error, _ = Step(plan_of("plain"), folder, FAULTS[name])(seed=0)
+    assert error == 1
+
+
+RACES = {
+    "weights that are not there yet": (
+        "  b.wait(b.full + slot, (t / SLOTS) & 1);\n  const uint4* w",
+        "  const uint4* w",
+    ),
+    "sums of warps that are not there yet": (
+        "      stream<CutO>(b, x, share.count, stage);\n      b.all_consumers();",
+        "      stream<CutO>(b, x, share.count, stage);",
+    ),
+    "a slot that is filled too early": (
+        "begin(full + SLOTS + i, 4);",
+        "begin(full + SLOTS + i, 1);",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_a_race_changes_logits(name, folder):
+    plan = plan_of("plain")
+    right = Step(plan, folder)(seed=0)[2]
+    step = Step(plan, folder, RACES[name])
+    ends = [step(seed) for seed in range(8)]
+    assert any(error or not torch.equal(logits, right) for _, error, logits in ends)
+
+
+def test_barriers_that_nobody_leaves(folder):
+    fault = "b.all_of_group();", "if (b.lane) b.all_of_group();"
+    outcome, _, _ = Step(plan_of("gemma"), folder, fault)(seed=0)
+    assert outcome == ALL_WAIT
