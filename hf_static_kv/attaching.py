@@ -189,7 +189,7 @@ def detach(model: Any) -> None:
     ATTACHMENTS.pop(inner, None)
     # Else another class is on top, and the hooks do nothing.
     if compat.Hooked in type(inner).__bases__:
-        inner.__class__ = type(inner).__bases__[0]
+        _, inner.__class__ = type(inner).__bases__
 
 
 @contextmanager

@@ -115,6 +115,9 @@ def is_callers(cache: Any) -> bool:
 class Hooked:
     """Marks the classes that `hooked_class` makes."""
 
+    def __init_subclass__(cls) -> None:
+        """In the place of the model's own, which may ask for arguments, or keep a list of its classes."""
+
 
 def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     """A subclass of a model's class, under its name, whose `generate` goes through `hooks`.
@@ -129,7 +132,7 @@ def hooked_class(base: type[Any], hooks: Any) -> type[Any]:
     itself. No `super()` in a call: another thread may detach the model meanwhile.
     """
 
-    class HookedModel(base, Hooked):  # type: ignore[misc]
+    class HookedModel(Hooked, base):  # type: ignore[misc]
         @wraps(base.generate)
         def generate(self, *args: Any, **kwargs: Any) -> Any:
             return hooks.generate(self, partial(base.generate, self), args, kwargs)

@@ -8,6 +8,7 @@ import logging
 import pickle
 import weakref
 from threading import Thread
+from typing import ClassVar
 
 import pytest
 import torch
@@ -58,6 +59,7 @@ MODES = {
     "processors": {"ids": BATCH, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
     "one token": {"max_new_tokens": 1},
     "longer than its first capacity": {"max_new_tokens": 300},
+    "int32": {"ids": BATCH.int()},
 }
 
 
@@ -150,7 +152,7 @@ def test_copies_pickles_and_state_are_those_of_the_model(model, tmp_path):
 def test_torch_save_loads_without_attach(model, tmp_path):
     attach(model)
     torch.save(model, tmp_path / "model.pt")
-    assert type(torch.load(tmp_path / "model.pt", weights_only=False)) is type(model).__bases__[0]
+    assert type(torch.load(tmp_path / "model.pt", weights_only=False)) is type(model).__bases__[1]
 
 
 def test_attached_after_to_another_dtype(model):
@@ -219,6 +221,28 @@ def test_detach_while_a_call_runs(model):
 
     model._prepare_model_inputs = detach_first  # between the methods that attach replaces
     assert torch.equal(generate(model), expected)
+
+
+class Registered(transformers.LlamaForCausalLM):
+    names: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, task, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.names.append(task)
+
+
+class Chat(Registered, task="chat"):
+    pass
+
+
+def test_a_class_that_is_told_of_its_subclasses():
+    model = Chat(toy_model("llama").config).eval()
+    expected = generate(model)
+    attach(model)
+    assert torch.equal(generate(model), expected)
+    assert (type(model).__name__, Registered.names) == ("Chat", ["chat"])
+    detach(model)
+    assert type(model) is Chat
 
 
 def test_a_class_on_top_of_ours_is_left_alone(model):

@@ -34,7 +34,7 @@ class Tokens:
         self.processors: Any = call.processors
         batch_size, self.length = call.input_ids.shape
         self._prompt_length = self.length
-        self.ids = call.input_ids.clone()
+        self.ids = call.input_ids.to(torch.long, copy=True)  # `generate` gives int64 for int32
         self.set_limit(*call.limits)
         # The loop counts the length itself; the other criteria look at the tokens.
         self.criteria = StoppingCriteriaList(

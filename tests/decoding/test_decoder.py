@@ -63,6 +63,7 @@ MODES = {
     "return sequences": {"seed": 42, "do_sample": True, "num_return_sequences": 3},
     "chunked prefill": {"prefill_chunk_size": 5},
     "one token": {"max_new_tokens": 1},
+    "int32": {"ids": BATCH.int()},  # `generate` gives int64
 }
 
 
