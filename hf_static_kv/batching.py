@@ -92,6 +92,8 @@ class BatchManager:
         self._counter = 0
         self._lock = Lock()
         self._threads: ThreadPoolExecutor | None = None
+        # Of the seeds of requests: torch's own may be set back while a step is tried.
+        self._generator = torch.Generator()
 
     # --- control
 
@@ -103,6 +105,7 @@ class BatchManager:
 
     def start(self) -> None:
         if self._threads is None:
+            self._generator.manual_seed(int(torch.randint(1 << 62, ())))
             name = "hf_static_kv batch"
             self._threads = ThreadPoolExecutor(self._decoder.max_rows + _WAITING, name)
 
@@ -139,7 +142,7 @@ class BatchManager:
         """A block in which no pass begins: the model can be changed in place."""
         if not self.is_running():
             raise RuntimeError("The manager is not running, so it cannot be paused: call start().")
-        with turns_of(self.model).turn(needs_room=False):
+        with turns_of(self.model).held():
             yield
 
     # --- requests
@@ -168,15 +171,23 @@ class BatchManager:
             if request_id is None:
                 request_id = f"req_{self._counter}"
                 self._counter += 1
+            earlier = self._requests.get(request_id)
+            if earlier is not None and not earlier.is_cancelled:
+                raise ValueError(
+                    f"The request {request_id} has not ended: choose another request_id."
+                )
             children = [f"{request_id}__child#{i}" for i in range(self.num_return_sequences - 1)]
             for own_id in (*children, request_id):
                 times: list[float] | None = [] if record_timestamps else None
                 # Here, not in its thread: in the order in which requests come.
-                seed = int(torch.randint(1 << 62, ())) if is_sampled else None
+                seed = self._new_seed() if is_sampled else None
                 request = _Request(own_id, list(input_ids), how, streaming, times, seed)
                 self._requests[own_id] = request
                 self._threads.submit(self._run, request)
         return request_id
+
+    def _new_seed(self) -> int:
+        return int(torch.randint(1 << 62, (), generator=self._generator))
 
     def add_requests(
         self,
@@ -215,7 +226,7 @@ class BatchManager:
                 self._generate(request)
         except Cancelled:
             pass
-        except Exception as error:
+        except BaseException as error:  # SystemExit of a criterion, too: the client waits
             self.deliver(request, "FAILED", str(error))
         finally:
             OWNER.reset(owner)
@@ -250,8 +261,13 @@ class BatchManager:
             timestamps=None if times is None else list(times),
         )
         with self._lock:
-            if not request.is_cancelled:
+            if request.is_cancelled:
+                return
+            try:
                 self.output_router.deliver(result)
+            except RuntimeError:  # the event loop of its handler is closed
+                self.output_router.result_handlers.pop(request.request_id, None)
+                self.output_router.output_queue.put(result)
 
     def get_result(self, request_id: str | None = None, timeout: float | None = None) -> Any:
         """The next result, or None: there is none, or it is of another request."""

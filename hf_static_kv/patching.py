@@ -61,7 +61,9 @@ def replaced(attribute: str, values: Mapping[Module, Any]) -> Iterator[None]:
 
 
 def _undo(module: Module, attribute: str, change: _Change) -> None:
-    changes = _CHANGES[id(module), attribute]
+    changes = _CHANGES.get((id(module), attribute), [])
+    if change not in changes:  # an interrupt came before it was made
+        return
     place = changes.index(change)
     later = changes[place + 1 :]
     del changes[place]
@@ -120,6 +122,10 @@ class SharedContext:
         self._lock = RLock()
         self._num_users = 0
         self._entered = ExitStack()
+
+    @property
+    def is_entered(self) -> bool:
+        return self._num_users > 0
 
     @contextmanager
     def __call__(self, model: Any) -> Iterator[None]:

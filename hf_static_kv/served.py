@@ -4,6 +4,7 @@ step, or transformers' own way.
 
 import logging
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -63,6 +64,7 @@ _Function = Callable[..., Any]
 _MIN_PROMPT_ON_CPU = 512
 _DECODER_DEVICES = ("cuda",)  # on others there is no graph to replay
 _ONE_SEQUENCE_A_ROW = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+_NUMBER = re.compile(r"\b\d[\d,.]*\b")  # of tokens or bytes in a reason
 _LOOP_ONLY = {
     "assistant_model",
     "assistant_tokenizer",
@@ -154,7 +156,7 @@ class Attachment:
     an earlier call, `reused_tokens` the tokens of prompts that were not computed again; of a batch
     the positions.
     `fallback_reason` says why the last call did not run as a captured step; None when it did.
-    `fallbacks` counts these reasons over all calls.
+    `fallbacks` counts these reasons over all calls, with # for their numbers.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -174,7 +176,7 @@ class Attachment:
         )
         self.decoder.use_pool(self.pool)
         # Exact changes the model.
-        self._exact = SharedContext(_exact if settings.exact else nullcontext)
+        self._exact = SharedContext(exact_context if settings.exact else nullcontext)
         self.configs = PreparedConfigs()
         self._is_short_of_memory = False
         self.state: State | None = None  # of the model in the last call
@@ -270,8 +272,13 @@ class Attachment:
                 "The model is detached, and nothing is kept of it: call attach, and generate, "
                 "again."
             )
-        with self._exact(model):
+        with self._in_exact(model):
             return self.pool.save(model, content_state(model), input_ids)
+
+    def _in_exact(self, model: PreTrainedModel) -> AbstractContextManager[None]:
+        """What a call runs in. A caller's own block of `exact` is another one, which may end first."""
+        is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
+        return nullcontext() if is_exact and not self._exact.is_entered else self._exact(model)
 
     # --- a call
 
@@ -283,7 +290,7 @@ class Attachment:
         call = Served(self, ExitStack(), time.monotonic())
         before = random_state(device)
         try:
-            with self._exact(model), call.caches:
+            with self._in_exact(model), call.caches:
                 token = CALL.set(call)
                 try:
                     return self.pool.hand_over(original(*args, **kwargs))
@@ -309,7 +316,7 @@ class Attachment:
             self._warn_of_memory()
         # Outside of the handler, whose traceback holds the tensors of the failed call.
         set_random_state(device, before)
-        with self._exact(model):
+        with self._in_exact(model):
             return original(*args, **kwargs)
 
     def lend(
@@ -368,7 +375,7 @@ class Attachment:
         reason = reason.rstrip(".")
         self.fallback_reason = reason
         with self._counting:
-            self.fallbacks[reason] += 1
+            self.fallbacks[_NUMBER.sub("#", reason)] += 1
             is_first = self.fallbacks.total() == 1
         if is_first:
             logger.info("attach: a call falls back: %s. `attachment(model)` counts them.", reason)
@@ -474,11 +481,6 @@ class Attachment:
                 "attach: out of memory. The pool is emptied, and the call runs with "
                 "transformers' own cache. A smaller max_bytes leaves more for the model."
             )
-
-
-def _exact(model: PreTrainedModel) -> AbstractContextManager[None]:
-    is_exact = EXACT_ATTENTION_NAME in attention_of(model).values()
-    return nullcontext() if is_exact else exact_context(model)
 
 
 def _has_one_sequence_a_row(request: Request) -> bool:

@@ -7,6 +7,7 @@ import gc
 import logging
 import pickle
 import weakref
+from contextlib import ExitStack
 from threading import Thread
 from typing import ClassVar
 
@@ -28,6 +29,7 @@ from hf_static_kv import (
     served,
 )
 from hf_static_kv.cache import storage
+from hf_static_kv.cache.request import is_exact
 from hf_static_kv.testing import load_model
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model, tiny_model
 from tests.decoding.conftest import BATCH, DEVICE, OWN_ATTENTION, PROMPT, padded, toy_model
@@ -233,6 +235,40 @@ class Registered(transformers.LlamaForCausalLM):
 
 class Chat(Registered, task="chat"):
     pass
+
+
+def test_exact_goes_on_after_a_block_of_the_caller():
+    """Which ends while a call runs that began in it."""
+    model = toy_model("llama")
+    attach(model, exact=True)
+    seen = []
+
+    class Looks(Collect):
+        def put(self, value):
+            seen.append(is_exact(model))
+
+    class Leaves(Collect):
+        def put(self, value):
+            super().put(value)
+            if len(self.values) == 3:
+                block.close()
+                generate(model, streamer=Looks())
+
+    with ExitStack() as block:
+        block.enter_context(exact(model))
+        generate(model, streamer=Leaves())
+    assert len(seen) > 2
+    assert all(seen)
+    assert not is_exact(model)
+
+
+def test_reasons_that_differ_in_their_numbers_are_counted_together(model):
+    info = attach(model, max_bytes=1)
+    for length in (3, 4, 5):
+        generate(model, PROMPT[:, :length])
+    assert len(info.fallbacks) == 1
+    assert info.fallbacks.total() == 3
+    assert "5 tokens" in info.fallback_reason
 
 
 def test_a_class_that_is_told_of_its_subclasses():

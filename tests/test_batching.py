@@ -10,12 +10,12 @@ from threading import Thread
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteriaList
 from transformers.generation import utils as generation
 
 from hf_static_kv import attach, attachment, detach, served
 from hf_static_kv.batching import BatchManager
-from hf_static_kv.decoding.turns import Turns
+from hf_static_kv.decoding.turns import Turns, turns_of
 from tests.decoding.conftest import DEVICE, toy_model
 
 GREEDY = GenerationConfig(do_sample=False, max_new_tokens=20, eos_token_id=None, pad_token_id=0)
@@ -320,6 +320,61 @@ def test_a_cancelled_request_leaves_no_handler(manager):
     assert asyncio.run(answer()).generated_tokens == alone(ids)
     assert not router.result_handlers
     assert router.output_queue.empty()
+
+
+def test_a_request_that_is_alone_ends_when_it_is_cancelled(manager):
+    request = manager.add_request(prompts(1)[0], max_new_tokens=100_000)
+    while not turns_of(manager.model).is_mine and turns_of(manager.model).is_free:
+        time.sleep(0.001)  # it has not begun
+    manager.cancel_request(request)
+    manager.stop(timeout=SECONDS)
+    assert not manager._requests
+
+
+def test_an_id_of_a_request_that_runs(manager):
+    manager.add_request(prompts(1)[0], request_id="mine", max_new_tokens=400)
+    with pytest.raises(ValueError, match="mine has not ended"):
+        manager.add_request(prompts(1)[0], request_id="mine")
+
+
+def test_an_exit_in_a_criterion_is_a_failure(manager):
+    def leave(ids, scores, **kwargs):
+        raise SystemExit("the worker ends")
+
+    request = manager.add_request(prompts(1)[0], stopping_criteria=StoppingCriteriaList([leave]))
+    assert ended(manager, request).error == "the worker ends"
+
+
+def test_a_handler_whose_event_loop_is_closed(manager):
+    async def register():
+        manager.register_result_handler("mine", lambda result: None)
+
+    asyncio.run(register())
+    manager.add_request(prompts(1)[0], request_id="mine")
+    assert ended(manager, "mine").generated_tokens == alone(prompts(1)[0])
+    assert not manager.output_router.result_handlers
+
+
+def test_seeds_do_not_come_from_a_generator_that_a_trial_sets_back(manager):
+    state = torch.get_rng_state()
+    seeds = set()
+    for ids in prompts(20):
+        torch.set_rng_state(state)
+        request = manager.add_request(ids, do_sample=True, max_new_tokens=1)
+        seeds.add(manager._requests[request].seed)
+    assert len(seeds) == 20
+
+
+def test_a_call_inside_a_pause_does_not_end_it(model, manager):
+    for ids in prompts(3):
+        manager.add_request(ids, max_new_tokens=400)
+    loop = attachment(model).decoder.loop_of(model)
+    with manager.pause():
+        before = loop.num_tokens
+        ids = torch.tensor([prompts(1)[0]], device=DEVICE)
+        model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=GREEDY)
+        assert turns_of(model).is_mine
+        assert loop.num_tokens == before
 
 
 def test_a_pause_lets_no_pass_begin(manager):

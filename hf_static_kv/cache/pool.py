@@ -84,6 +84,7 @@ class CachePool:
         self.last: weakref.ref[Entry] | weakref.ref[History] | None = None
         # That `max_bytes` counts, too: of rows of several calls.
         self.bytes_beside: Callable[[], int] = lambda: 0
+        self.free_beside: Callable[[], bool] = lambda: False  # whether some of them were given up
         self._lock = Lock()
         self._complete: list[Any] = []  # the modules of a model that lacks no layer, by `id`
 
@@ -100,18 +101,20 @@ class CachePool:
         caller another one. Raises `Fallback`.
         """
         self.last = None
-        entry = self._take(request, identity)
+        entry: Entry | None = None
         is_callers = False
         try:
+            entry = self._take(request, identity)
             self._begin(entry, request)
             yield entry.cache
             is_callers = bool(request.config.return_dict_in_generate)
         except BaseException:
-            entry.identity = None
+            if entry is not None:
+                entry.identity = None
             raise
         finally:
             with self._lock:
-                if entry in self.in_use:
+                if entry is not None and entry in self.in_use:
                     self._end(entry, is_kept=entry.own_users is not None or not is_callers)
 
     def _end(self, entry: Entry, is_kept: bool) -> None:
@@ -390,6 +393,8 @@ class CachePool:
         if self.max_bytes is None and ranks > 1:
             self.max_bytes = least(model, self._bound(compute_device(model)))
         bound = self._bound(compute_device(model)) - _sum_of_bytes(self.in_use)
+        if wanted_bytes > bound and self.free_beside():
+            bound = self._bound(compute_device(model)) - _sum_of_bytes(self.in_use)
         if wanted_bytes > bound:  # take the longest that fits
             capacity = bisect_right(range(1, capacity), bound, key=num_bytes)
         if capacity < request.prompt_length:

@@ -5,7 +5,8 @@ transformers' loop.
 import copy
 import math
 import time
-from contextlib import ExitStack, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -582,6 +583,24 @@ def repeatable_state(model: Any, modules: list[torch.nn.Module] | None = None) -
 def random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
     of_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     return torch.get_rng_state(), of_device
+
+
+@contextmanager
+def kept_random_state(device: torch.device) -> Iterator[None]:
+    """A block that leaves the generator of a device as it was. Other threads may draw from that of
+    the host meanwhile.
+    """
+    if device.type == "cuda":
+        before = torch.cuda.get_rng_state(device)
+    else:
+        before = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(before, device)
+        else:
+            torch.set_rng_state(before)
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> None:

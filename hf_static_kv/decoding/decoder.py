@@ -40,7 +40,7 @@ from hf_static_kv.decoding.drafts import drafts_of
 from hf_static_kv.decoding.eligibility import check_mask, check_model, check_request
 from hf_static_kv.decoding.loop import MAX_ROWS, Loop
 from hf_static_kv.decoding.prompts import Prompts
-from hf_static_kv.decoding.seats import Seat, refusal
+from hf_static_kv.decoding.seats import Cancelled, Seat, refusal
 from hf_static_kv.decoding.selection import selection_of
 from hf_static_kv.decoding.speculation import Accepted, Speculation
 from hf_static_kv.decoding.steps import Steps, decoding
@@ -176,7 +176,8 @@ class GraphDecoder:
         if call.streamer is None and self.streamer is not None:
             # `generate` gives the prompt to a streamer of its own only.
             call.streamer = self.streamer
-            call.streamer.put(call.input_ids.cpu())
+            with turns_of(call.model).released():
+                call.streamer.put(call.input_ids.cpu())
         try:
             if refused is not None:
                 raise refused
@@ -262,6 +263,8 @@ class GraphDecoder:
         call.confirm_prefix()  # the first token may have been the last
         cache.crop(-tokens.overrun)
         call.remember(tokens.ids)
+        if tokens.is_watched:  # for the end of its stream nobody waits
+            turns_of(call.model).release()
         return tokens.result(call.cache)
 
     def use_pool(self, pool: CachePool) -> None:
@@ -269,6 +272,7 @@ class GraphDecoder:
         self.pool = pool
         loops = weakref.ref(self._loops)
         pool.bytes_beside = lambda: sum(loop.memory_bytes for loop in (loops() or {}).values())
+        pool.free_beside = lambda: sum(loop.free_idle() for loop in (loops() or {}).values()) > 0
 
     def show_no_warnings(self) -> None:
         self._warn.are_shown = False
@@ -287,7 +291,11 @@ class GraphDecoder:
 
     def _is_among_others(self, call: Call) -> bool:
         """Whether the call goes on in a row beside others; if it cannot, it lets them go first."""
+        if call.owner is not None and call.owner.is_cancelled:
+            raise Cancelled
         turns = turns_of(call.model)
+        if turns.is_held:
+            return False
         loop = self.loop_of(call.model)
         is_company = turns.is_wanted or (loop.num_rows and not call.is_alone)
         # A row can draw from a generator of its own.

@@ -13,6 +13,7 @@ The loop has a thread as long as there are calls. It is one pass ahead of what i
 """
 
 import atexit
+import copy
 import time
 import weakref
 from collections import deque
@@ -39,6 +40,7 @@ from hf_static_kv.cache.rows import (
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.seats import TAKES_THE_LARGEST, Cancelled, Seat, kind_of
 from hf_static_kv.decoding.selection import Selection
+from hf_static_kv.decoding.steps import RowsOverwritten
 from hf_static_kv.decoding.turns import Turns
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.program.selecting import GREEDY, RowsStep
@@ -146,6 +148,15 @@ class Loop:
             if not self._seated:
                 self._cache = self._step = None
 
+    def free_idle(self) -> bool:
+        """Give up the storage if there are no calls, and whether it was given up. The thread has the
+        turn; without it: nothing.
+        """
+        if self._seated or self._cache is None or not self._turns.is_mine:
+            return False
+        self._cache = self._step = None
+        return True
+
     def cancel(self, owner: object) -> None:
         """End the call of this owner, if it has a row; else it ends when it gets one."""
         for seat in list(self._seated.values()):
@@ -165,6 +176,9 @@ class Loop:
         except Fallback as fallback:
             debug.logger.debug("A call stays alone: %s", fallback)
             return False
+        except RowsOverwritten as error:
+            self._end_all(error)
+            raise
         tokens.join_others(is_first=not self._seated)
         try:
             if seat.selection is not None and logits is not None:
@@ -203,7 +217,7 @@ class Loop:
             is_over = tokens.append(seat.received())
 
     def _ask(self, seat: Seat, token: Tensor | None) -> None:
-        if self._seated.get(seat.row) is seat:
+        if self._thread is not None and self._seated.get(seat.row) is seat:
             self._asked.append((seat, token, None if token is None else _event(token)))
             self._wake.set()
 
@@ -364,7 +378,8 @@ class Loop:
 
     @property
     def _running(self) -> dict[int, Seat]:
-        return {row: own for row, own in self._seated.items() if own.is_running}
+        # Read without the turn, too, while another call sits down.
+        return {row: own for row, own in list(self._seated.items()) if own.is_running}
 
     def _obey(self) -> None:
         """What threads of calls have asked for: to go on with a token, or to leave."""
@@ -457,13 +472,29 @@ class Loop:
         """All calls end with this error."""
         self._turns.take(is_loop=True)
         try:
-            for seat in self._seated.values():
-                seat.inbox.put(error)
-            self._seated.clear()
-            self._launched.clear()
-            self._thread = self._step = self._cache = None
+            self._end_all(error)
+            self._thread = None
         finally:
             self._turns.release()
+
+    def _end_all(self, error: BaseException) -> None:
+        for seat in self._seated.values():
+            seat.inbox.put(_copied(error))
+        self._seated.clear()
+        self._launched.clear()
+        self._asked.clear()  # they hold the model
+        self._step = self._cache = None
+        self._wake.set()
+
+
+def _copied(error: BaseException) -> BaseException:
+    """The error for one of several threads, each of which adds its frames to the traceback."""
+    try:
+        own = copy.copy(error).with_traceback(None)
+    except Exception:  # an error of the caller's, with arguments of its own
+        own = RuntimeError(f"A pass of several calls has failed: {error}")
+    own.__cause__ = error
+    return own
 
 
 def _event(written: Tensor) -> Any:

@@ -21,7 +21,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.storage import is_out_of_memory
-from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.call import Call, kept_random_state
 from hf_static_kv.decoding.turns import turns_of
 from hf_static_kv.decoding.verification import append_prompt, verify_prompt, without_side_effects
 from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME
@@ -183,10 +183,9 @@ class Prompts:
             del passes[next(iter(passes))]
 
     def _new_pass(self, call: Call, part: Tensor, settings: dict[str, Any]) -> _Captured | _Failed:
-        devices = [call.device] if call.device.type == "cuda" else []
         before = call.cache.snapshot()
         try:
-            with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices):
+            with torch.inference_mode(False), torch.no_grad(), kept_random_state(call.device):
                 return self._verified_pass(call, part, settings)
         except Exception as error:  # whatever a model does that a fixed pass cannot do
             debug.logger.debug("A prompt pass could not be captured.", exc_info=True)

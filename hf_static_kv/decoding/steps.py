@@ -14,7 +14,7 @@ from hf_static_kv.cache import debug
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.identity import State
 from hf_static_kv.cache.request import Fallback
-from hf_static_kv.decoding.call import Call
+from hf_static_kv.decoding.call import Call, kept_random_state
 from hf_static_kv.decoding.drafts import check_drafts
 from hf_static_kv.decoding.selection import Selection, selection_of
 from hf_static_kv.decoding.verification import (
@@ -43,6 +43,10 @@ def decoding(model: Any) -> AbstractContextManager[None]:
     No longer than the model runs: another call may compute its prompt next.
     """
     return _DECODING.setdefault(model, SharedContext(compat.optimized_for_decode))(model)
+
+
+class RowsOverwritten(RuntimeError):
+    """A trial has written into the rows of other calls."""
 
 
 class _OverwrittenError(RuntimeError):
@@ -176,7 +180,7 @@ class Steps:
             debug.logger.debug("A step could not be captured.", exc_info=True)
             if _sums(call.cache) != sums:
                 if call.is_in_rows:
-                    raise RuntimeError("The trial of a step has overwritten rows.") from error
+                    raise RowsOverwritten("The trial of a step has overwritten rows.") from error
                 _forget_prompt(call)
             first_line = next(iter(str(error).splitlines()), "")
             reason = f"the step cannot be captured ({type(error).__name__}: {first_line})"
@@ -331,14 +335,13 @@ class Steps:
 @contextmanager
 def _trial(call: Call) -> Iterator[None]:
     """Where a step is made and tried."""
-    devices = [call.device] if call.device.type == "cuda" else []
     with (
         # Tensors made in inference mode cannot be written outside of it, and a step outlives
         # such blocks.
         torch.inference_mode(False),
         torch.no_grad(),
         # A step that samples draws in each of its first runs.
-        torch.random.fork_rng(devices),
+        kept_random_state(call.device),
         decoding(call.model),
     ):
         yield

@@ -44,6 +44,7 @@ class Turns:
         self._waiting: deque[_Ticket] = deque()
         self._owner: int | None = None
         self._was_loop = False  # the last one
+        self._is_held = False  # the owner's calls keep the turn
 
     @property
     def num_waiting(self) -> int:
@@ -54,7 +55,7 @@ class Turns:
     @property
     def is_wanted(self) -> bool:
         """Whether a thread waits that may have the next turn."""
-        if not self._waiting:  # almost always
+        if not self._waiting or self.is_held:  # almost always
             return False
         with self._lock:
             return self._next() is not None
@@ -67,7 +68,14 @@ class Turns:
     def is_mine(self) -> bool:
         return self._owner == get_ident()
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this thread keeps the turn, whatever it calls."""
+        return self._is_held and self.is_mine
+
     def take(self, is_loop: bool = False, needs_room: bool = False) -> None:
+        if self.is_held:
+            return
         with self._lock:
             own = get_ident()
             may_begin = not needs_room or self.has_room(own)
@@ -75,11 +83,14 @@ class Turns:
                 self._owner = own
                 self._was_loop = is_loop
                 return
-            ticket = _Ticket(is_loop, needs_room)
-            self._waiting.append(ticket)
-            self._call_next()
+        ticket = _Ticket(is_loop, needs_room)
         try:
-            ticket.is_called.wait()
+            with self._lock:
+                self._waiting.append(ticket)
+                self._call_next()
+            # An interrupt in the thread that gives the turn may come before it calls.
+            while not ticket.is_called.wait(1) and (self._owner != own or ticket in self._waiting):
+                pass
         except BaseException:  # an interrupt
             with self._lock:
                 if ticket in self._waiting:
@@ -90,7 +101,7 @@ class Turns:
     def release(self) -> None:
         """Give the turn to the next one, if this thread has it."""
         with self._lock:
-            if self._owner == get_ident():
+            if self._owner == get_ident() and not self._is_held:
                 self._owner = None
             self._call_next()
 
@@ -117,12 +128,22 @@ class Turns:
 
     @contextmanager
     def released(self) -> Iterator[None]:
-        """A block in which others may have the turn."""
+        """A block in which others may have the turn. An error ends the turn: nothing is taken back
+        for a call that is over, and an interrupt may come at any line.
+        """
         self.release()
-        try:
-            yield
-        finally:
-            self.take()
+        yield
+        self.take()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A block in which nobody else has the turn, whatever is called in it."""
+        with self.turn(needs_room=False):
+            self._is_held = True
+            try:
+                yield
+            finally:
+                self._is_held = False
 
     def _next(self) -> _Ticket | None:
         loop = next((ticket for ticket in self._waiting if ticket.is_loop), None)

@@ -5,6 +5,7 @@ refused.
 import gc
 import pickle
 import random
+import threading
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -296,7 +297,8 @@ def test_a_pass_that_changes_its_own_state_is_not_captured(name, decoding):
     assert "changes" in decoding.decoder.fallback_reason
 
 
-def test_a_pass_that_draws_from_python_is_not_captured(decoding):
+def test_a_pass_that_draws_from_python_is_not_captured(decoding, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
     read_by_forward(decoding.model, lambda mlp: 1.0 + random.random())
     tokens = []
     for how in ({}, {"custom_generate": decoding.decoder}):
@@ -305,6 +307,30 @@ def test_a_pass_that_draws_from_python_is_not_captured(decoding):
         tokens.append(decoding.tokens(past_key_values=decoding.cache, **how))
     assert torch.equal(*tokens)
     assert "random" in decoding.decoder.fallback_reason
+
+
+def test_among_threads_its_logits_tell_that_a_pass_draws(decoding, monkeypatch):
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    read_by_forward(decoding.model, lambda mlp: 1.0 + random.random())
+    decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    assert decoding.decoder.fallback_reason is not None
+
+
+def test_the_numbers_of_another_thread_are_its_own(decoding):
+    """It may draw while a step is tried: nothing is taken for the model's, and nothing put back."""
+    drawn, is_over = [], threading.Event()
+
+    def draw():
+        while not is_over.wait(0.001):
+            drawn.append(random.random())
+
+    thread = threading.Thread(target=draw)
+    thread.start()
+    decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    is_over.set()
+    thread.join()
+    assert decoding.decoder.fallback_reason is None
+    assert len(set(drawn)) == len(drawn) > 0
 
 
 @pytest.mark.parametrize("last_token", [0, 6, 77])

@@ -1,11 +1,13 @@
 """Calls of several threads decode together, and each gives what it would have given alone."""
 
 import gc
+import sys
 import threading
 import time
 import weakref
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch
 from hf_static_kv import attach, attachment, cache_bytes, compat, detach, served
 from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import loop as loop_module
-from hf_static_kv.decoding import prompts
+from hf_static_kv.decoding import prompts, steps
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.loop import Loop
 from hf_static_kv.decoding.steps import Steps
@@ -228,6 +230,84 @@ def test_a_pass_that_fails_ends_all_calls_and_the_next_ones_run(model, monkeypat
     plain = toy_model("gemma3")
     (got,) = in_company(model, lambda: call(model, 1))
     assert torch.equal(got, call(plain, 1))
+
+
+def test_a_pass_that_fails_is_an_error_of_its_own_for_each_call(model, monkeypatch):
+    def fails(self, done):
+        raise ZeroDivisionError("on purpose")
+
+    monkeypatch.setattr(Turns, "is_wanted", True)
+    monkeypatch.setattr(Loop, "_collect", fails)
+    threads = Threads()
+    for number in range(3):
+        threads.start(call, model, number)
+    errors = threads.join()
+    assert len({id(error) for error in errors}) == 3
+    assert not loop_of(model)._asked  # it would hold the model
+
+
+def test_a_trial_that_overwrites_rows_ends_the_calls_that_have_them(model, monkeypatch):
+    verify, waits, threads = steps.verify, Waits(), Threads()
+
+    def overwrites(step, call):
+        verify(step, call)
+        if call.is_in_rows and len(call.seq_start) == 2:
+            for group in call.cache.storage_groups:
+                group.keys[:, 0] = 1.0
+            raise ZeroDivisionError
+
+    monkeypatch.setattr(steps, "verify", overwrites)
+    monkeypatch.setattr(Turns, "is_wanted", True)
+    threads.start(call, model, 0, stopping_criteria=[waits])
+    assert waits.is_waiting.wait(SECONDS)
+    threads.start(call, model, 1)
+    threads.threads[1].join(SECONDS)
+    waits.is_open.set()
+    assert [type(error) for error in threads.join()] == [steps.RowsOverwritten] * 2
+
+
+def test_rows_may_be_taken_while_the_loop_looks_at_them(model):
+    loop, is_over = loop_of(model), threading.Event()
+    seat = SimpleNamespace(is_running=True)
+
+    def come_and_go():
+        while not is_over.is_set():
+            for row in range(8):
+                loop._seated[row] = seat
+            loop._seated.clear()
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=come_and_go)
+    thread.start()
+    try:
+        for _ in range(20000):
+            assert all(one is seat for one in loop._running.values())
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        thread.join()
+
+
+class Ends(Collect):
+    """A streamer whose end waits for a call of another thread."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def end(self):
+        threads = Threads()
+        threads.start(call, self.model, 1)
+        self.others = threads.join()
+
+
+def test_the_end_of_a_stream_keeps_nobody_waiting(model):
+    streamer = Ends(model)
+    got = call(model, 0, streamer=streamer)
+    plain = toy_model("gemma3")
+    assert torch.equal(got, call(plain, 0))
+    assert torch.equal(streamer.others[0], call(plain, 1))
 
 
 def test_calls_that_keep_caches_run_after_a_pass_that_fails(monkeypatch):
@@ -710,6 +790,28 @@ def test_rows_count_for_max_bytes():
             threads.start(call, model, number, 6 if number % 2 else 200, 100)
         assert all(map(torch.is_tensor, threads.join()))
     assert 0 < most <= 9 * one
+
+
+def test_rows_of_calls_that_have_ended_leave_their_memory_to_the_next_one():
+    model = toy_model("llama")
+    info = attach(model)
+    call(model, 0)
+    one = info.pool.num_bytes
+    detach(model)
+    info = attach(model, max_bytes=10 * one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Turns, "is_wanted", True)
+        threads = Threads()
+        for number in range(8):
+            threads.start(call, model, number, new=240)
+        threads.join()
+    deadline = time.monotonic() + SECONDS
+    while loop_of(model).num_rows and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert loop_of(model).memory_bytes > 5 * one
+    got = call(model, 0, length=600)
+    assert info.fallback_reason is None
+    assert torch.equal(got, call(toy_model("llama"), 0, length=600))
 
 
 def test_no_memory_for_rows_leaves_each_call_by_itself(model, monkeypatch):

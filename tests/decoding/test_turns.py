@@ -142,6 +142,33 @@ def test_an_interrupt_while_waiting_leaves_the_queue(monkeypatch):
     assert order == ["next"]
 
 
+def test_an_interrupt_at_the_end_of_a_released_block_takes_no_turn():
+    """A block that is not left, as after an interrupt in `__exit__`, is closed later."""
+    turns = Turns()
+    with turns.turn():
+        block = turns.released()
+        block.__enter__()
+    del block
+    assert turns.is_free
+
+
+def test_a_held_turn_is_kept_whatever_is_called():
+    turns, order = Turns(), []
+    with turns.held():
+        thread = start(turns, "other", order)
+        with turns.turn():
+            turns.release()
+        with turns.released():
+            pass
+        turns.give_way()
+        assert turns.is_mine
+        assert not turns.is_wanted
+        assert order == []
+    thread.join(10)
+    assert order == ["other"]
+    assert turns.is_free
+
+
 def test_only_one_at_a_time():
     turns, inside, most = Turns(), 0, 0
 
