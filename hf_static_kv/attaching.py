@@ -166,6 +166,8 @@ def _generating(model: Any) -> PreTrainedModel:
 def _helper(model: PreTrainedModel, assistant: Any) -> PreTrainedModel | None:
     """The assistant without wrappers, if it can draft for the model."""
     helper = None if assistant is None else unwrapped(assistant, "attach")
+    if helper is model:
+        raise ValueError("The assistant is the model itself: its drafts would cost what they save.")
     if helper is not None and not reads_alike(model, helper):
         raise ValueError(
             f"{type(helper).__name__} cannot assist {type(model).__name__}: both need the same "

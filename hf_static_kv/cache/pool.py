@@ -32,6 +32,7 @@ from hf_static_kv.cache.ranks import least, num_ranks
 from hf_static_kv.cache.request import Fallback, Request, is_exact
 from hf_static_kv.cache.rows import Row, fill
 from hf_static_kv.cache.storage import free_bytes, is_out_of_memory
+from hf_static_kv.cache.unserved import positions_of_table
 
 _MIN_CAPACITY = 256
 _MAX_FREE = 4  # caches that wait for a call
@@ -103,11 +104,12 @@ class CachePool:
         self.last = None
         entry: Entry | None = None
         is_callers = False
+        returns_cache = bool(request.config.return_dict_in_generate) and not request.is_assistants
         try:
             entry = self._take(request, identity)
             self._begin(entry, request)
             yield entry.cache
-            is_callers = bool(request.config.return_dict_in_generate)
+            is_callers = returns_cache
         except BaseException:
             if entry is not None:
                 entry.identity = None
@@ -259,8 +261,8 @@ class CachePool:
         else:
             self._crop(own, length)
             self.free.remove(own)
-            self.hits += 1
-            own.is_hit = True
+            own.is_hit = not request.is_assistants
+            self.hits += own.is_hit
             if not length:  # the prompt may begin like a row of that cache
                 histories, copied = self._longest_histories(request, (identity, kind))
         own.num_reused = length
@@ -377,6 +379,9 @@ class CachePool:
         ranks = num_ranks(model)
         needed = max(_MIN_CAPACITY, self.max_cache_len or 0, request.max_positions)
         capacity = 1 << (needed - 1).bit_length()
+        # Passes read positions up to the capacity: behind the end of a row, and in trials.
+        if (table := positions_of_table(model.config)) is not None:
+            capacity = min(capacity, max(table, request.max_positions))
         kv_dtype = self._kv_dtype_for(model)
 
         def num_bytes(length: int) -> int:

@@ -91,6 +91,7 @@ class Request:
     has_own_limit: bool = True  # False: only the model's defaults limit the length
     has_own_positions: bool = True  # False: `generate` has made them
     keeps_all_positions: bool = False  # also in layers with a window
+    is_assistants: bool = False  # of a call that drafts tokens for another one
     is_decoded: bool = False  # by GraphDecoder, which places drafted tokens itself
 
     def __post_init__(self) -> None:

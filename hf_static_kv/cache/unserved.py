@@ -73,15 +73,26 @@ def why_unserved(config: PreTrainedConfig) -> str | None:
     return None
 
 
+def positions_of_table(config: PreTrainedConfig) -> int | None:
+    """How many positions a model has that looks them up in a table; None: it computes them."""
+    is_table = config.get_text_config(decoder=True).model_type in _POSITION_TABLE_TYPES
+    return _positions(config) if is_table else None
+
+
+def _positions(config: PreTrainedConfig) -> int | None:
+    text_config = config.get_text_config(decoder=True)
+    fields = ("max_position_embeddings", "max_seq_len", "max_target_positions")
+    return next(filter(None, (getattr(text_config, field, None) for field in fields)), None)
+
+
 def check_positions(config: PreTrainedConfig, max_cache_len: int) -> None:
     """Refuse a capacity beyond a table of positions; warn of one beyond the trained positions."""
     text_config = config.get_text_config(decoder=True)
     name = text_config.model_type
-    fields = ("max_position_embeddings", "max_seq_len", "max_target_positions")
-    positions = next(filter(None, (getattr(text_config, field, None) for field in fields)), None)
+    positions = _positions(config)
     if not positions or max_cache_len <= positions:
         return
-    if name in _POSITION_TABLE_TYPES:
+    if positions_of_table(config) is not None:
         raise ValueError(
             f"{name!r} has a table of positions 0 to {positions - 1}, too short for "
             f"max_cache_len={max_cache_len}. Use max_cache_len <= {positions}."

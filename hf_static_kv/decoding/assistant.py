@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, StoppingCriteriaList
 
 from hf_static_kv.cache.pool import CachePool
 from hf_static_kv.cache.request import Fallback
+from hf_static_kv.cache.unserved import positions_of_table
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import check_model, check_request
 from hf_static_kv.decoding.steps import Steps
@@ -50,6 +51,12 @@ class Assistant:
         self._call = own = Call(model, call.input_ids, *loop, given)
         own.request.is_decoded = True
         own.request.keeps_all_positions = True  # it reads tokens again
+        own.request.is_assistants = True
+        table = positions_of_table(model.config)
+        if table is not None and table < call.request.max_positions:
+            raise Fallback(
+                f"the assistant has {table} positions and the call {call.request.max_positions}"
+            )
         own.request.starts = list(call.request.starts)
         own.prompts = prompts
         if own.device != call.device:

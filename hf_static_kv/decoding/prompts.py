@@ -202,7 +202,8 @@ class Prompts:
         at = call.cache.seq_len, call.seq_start.to(call.device)
         with step.on_shadow(call.own_attention) as shadow, without_side_effects(shadow):
             # What is frozen in the recording shows: other tokens, at other positions.
-            step.set_tokens((part - 1).abs(), _position_ids(call, part) + 1)
+            others = (_position_ids(call, part) + 1).clamp(max=call.cache.max_cache_len - 1)
+            step.set_tokens((part - 1).abs(), others)
             is_exact = call.own_attention == EXACT_ATTENTION_NAME
             step.record(*at, is_exact=is_exact, without=self._without)
             if call.device.type == "cuda":

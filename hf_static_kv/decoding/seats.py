@@ -8,12 +8,14 @@ import torch
 
 from hf_static_kv.cache.entry import Entry
 from hf_static_kv.cache.rows import oldest_of
+from hf_static_kv.cache.unserved import positions_of_table
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.selection import Selection
 from hf_static_kv.decoding.tokens import Tokens
 from hf_static_kv.patching import TRACED_ATTENTION_NAME
 
 TAKES_THE_LARGEST = Selection()
+_ROOM_OF_TRIALS = 8  # positions behind the longest row
 
 
 class Cancelled(Exception):
@@ -77,6 +79,9 @@ def refusal(call: Call) -> str | None:
         return "a layer keeps more than keys and values"
     if call.own_attention == TRACED_ATTENTION_NAME or call.has_hooks:
         return "the model is watched"
+    table = positions_of_table(call.model.config)
+    if table is not None and call.request.max_positions + _ROOM_OF_TRIALS > table:
+        return "its positions end with their table"
     if torch.is_autocast_enabled(call.device.type):
         return "autocast belongs to one thread"
     inputs = call.step_inputs

@@ -27,8 +27,9 @@ from hf_static_kv import (
 )
 from hf_static_kv.decoding import speculation
 from hf_static_kv.decoding.assistant import Assistant
+from hf_static_kv.decoding.turns import Turns
 from hf_static_kv.program import step as step_module
-from hf_static_kv.program.drafting import DraftedStep, LookupStep
+from hf_static_kv.program.drafting import AssistantStep, DraftedStep, LookupStep
 from tests.conftest import ARCHITECTURES, COMMON, Collect, shared_toy_model
 from tests.decoding.conftest import DEVICE, OWN_ATTENTION, padded, toy_model
 from tests.hybrids import hybrid_model
@@ -698,7 +699,7 @@ class TestAssistant:
         with pytest.raises(ValueError, match="both need the same vocabulary"):
             attach(model, assistant=other)
         with pytest.raises(ValueError, match="omit one of both"):
-            attach(model, assistant=model, speculate="prompt")
+            attach(model, assistant=toy_model("llama"), speculate="prompt")
 
     def test_one_with_a_recurrent_state_drafts_nothing(self):
         model = shared_toy_model("llama", device=DEVICE)
@@ -736,3 +737,116 @@ def nearly(name):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter += 0.02 * noise.to(parameter)
     return assistant
+
+
+@pytest.mark.usefixtures("always")
+class TestTablesOfPositions:
+    """GPT-2 looks positions up: one beyond the table is an error, on a GPU of the whole process."""
+
+    IDS = torch.tensor([[17, 93, 5, 64, 40, 88] * 8], device=DEVICE)  # 48 of 64 positions
+
+    @pytest.fixture(autouse=True)
+    def _drafts_always(self, monkeypatch):
+        monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
+        init = Assistant.__init__
+
+        def cheap(self, *args):
+            init(self, *args)
+            self.cost = 0.01
+
+        monkeypatch.setattr(Assistant, "__init__", cheap)
+
+    def model(self):
+        return toy_model("gpt2", max_position_embeddings=64)
+
+    def call(self, model, ids=IDS, new=17, **how):
+        mask = torch.ones_like(ids)
+        how = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, **how}
+        return model.generate(ids, attention_mask=mask, max_new_tokens=new, **how)
+
+    @pytest.mark.parametrize("new", [12, 14, 17])
+    @pytest.mark.parametrize("rows", [1, 2])
+    @pytest.mark.parametrize("kind", ["speculate", "assistant"])
+    def test_a_call_up_to_the_last_position(self, kind, rows, new):
+        model = self.model()
+        ids = torch.cat([self.IDS, self.IDS.roll(1, dims=1)])[:rows]
+        expected = self.call(self.model(), ids, new)
+        given = "prompt" if kind == "speculate" else self.model()
+        with attached(model, **{kind: given}) as info:
+            for _ in range(2):
+                assert torch.equal(self.call(model, ids, new), expected)
+            assert info.fallback_reason is None
+            assert info.drafted_passes, info.draft_reason
+
+    def test_on_a_cache_of_the_caller(self):
+        model = self.model()
+        ids = self.IDS[:, :15]
+        cache = StaticContiguousCache(model.config, 64)
+        expected = self.call(self.model(), ids, 46)
+        how = {"past_key_values": cache, "custom_generate": GraphDecoder()}
+        got = self.call(model, ids, 46, assistant_model=self.model(), **how)
+        assert torch.equal(got, expected)
+
+    def test_a_prompt_as_long_as_the_table(self):
+        model = self.model()
+        ids = self.IDS[:, :4].repeat(1, 16)
+        expected = self.call(self.model(), ids, 1)
+        with attached(model):
+            for _ in range(3):
+                assert torch.equal(self.call(model, ids, 1), expected)
+
+    def test_an_assistant_with_a_shorter_table(self):
+        model = toy_model("llama")
+        short = toy_model("gpt2", max_position_embeddings=32)
+        expected = self.call(toy_model("llama"))
+        with attached(model, assistant=short) as info:
+            assert torch.equal(self.call(model), expected)
+            assert info.draft_reason == "the assistant has 32 positions and the call 64"
+
+    def test_calls_of_threads(self, monkeypatch):
+        model = self.model()
+        results = {}
+
+        def run(row):
+            results[row] = self.call(model, self.IDS.roll(row, dims=1))
+
+        with attached(model):
+            monkeypatch.setattr(Turns, "is_wanted", True)
+            threads = [Thread(target=run, args=(row,)) for row in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert all(
+            torch.equal(results[row], self.call(self.model(), self.IDS.roll(row, dims=1)))
+            for row in range(4)
+        )
+
+
+class TestCachesOfAssistants:
+    @pytest.mark.parametrize("is_returned", [False, True])
+    def test_its_passes_are_made_once(self, is_returned, monkeypatch):
+        monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
+        made = []
+        init = AssistantStep.__init__
+
+        def counted(self, *args, **kwargs):
+            made.append(self)
+            init(self, *args, **kwargs)
+
+        monkeypatch.setattr(AssistantStep, "__init__", counted)
+        model = toy_model("llama")
+        ids = torch.tensor([[17, 93, 5] * 4], device=DEVICE)
+        how = {"max_new_tokens": 20, "return_dict_in_generate": is_returned}
+        with attached(model, assistant=toy_model("llama")) as info:
+            for _ in range(3):
+                model.generate(ids, attention_mask=torch.ones_like(ids), **how)
+            assert len(made) == 3
+            assert (info.calls, info.hits) == (3, 2)
+
+    def test_the_model_itself_is_refused(self):
+        model = toy_model("llama")
+        with pytest.raises(ValueError, match="the model itself"):
+            attach(model, assistant=model)
