@@ -9,11 +9,21 @@
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, GROUP = 128;
 constexpr int HEADS_PER_KV = NQ / NKV, QKV = (NQ + 2 * NKV) * D;
 constexpr int PART = D + 4;                 // floats of a partial attention: sums, maximum, sum
+constexpr int WIDEST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
 constexpr u32 EMPTY = 0xffffffffu;
 constexpr i64 PATIENCE = 2000000000;        // cycles
 
+#if IS_PACKED
+struct Weight {
+  const unsigned char *codes, *scales;
+  const float *absmax, *offset;  // of nested scales
+};
+#else
+using Weight = const u16*;
+#endif
+
 struct Layer {
-  const u16 *q, *k, *v, *o, *gate, *up, *down;
+  Weight q, k, v, o, gate, up, down;
   const u16 *norm1, *post1, *norm2, *post2, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias;
   u16 *keys, *values;
   i64 head_stride;
@@ -32,6 +42,9 @@ struct Args {
   float* maxima;
   int* tokens;
   i64* profile;
+#if IS_PACKED
+  const float *table, *nested;
+#endif
 };
 
 // Bytes of what one layer publishes.
@@ -125,12 +138,13 @@ struct Cut {
   static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
   __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
-constexpr int N_QKV = QKV / C_QKV, N_O = H / C_O, N_GATE = I / C_GATE, N_DOWN = H / C_DOWN, N_HEAD = V / C_HEAD;
-using CutQKV = Cut<N_QKV, H, C_QKV, C_QKV, RS_QKV>;
-using CutO = Cut<N_O, NQ * D, C_O, C_O, RS_O>;
-using CutGate = Cut<N_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
-using CutDown = Cut<N_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
-using CutHead = Cut<N_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
+#if !IS_PACKED
+using CutQKV = Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV>;
+using CutO = Cut<H / C_O, NQ * D, C_O, C_O, RS_O>;
+using CutGate = Cut<I / C_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
+using CutDown = Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
+#endif
+using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
 constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
 // A parity tells two phases of a slot's barrier apart, and no third one.
 static_assert(SLOTS >= FLIGHT_STREAM && SLOTS >= FLIGHT_WAIT, "more copies under way than slots");
@@ -148,6 +162,10 @@ struct Share {  // of N chunks: first, first + BLOCKS, ...
   }
 };
 
+#if IS_PACKED
+#include "persistent_packed.cuh"
+#endif
+
 __device__ void produce(Block& b) {
   const Args& args = b.args;
   u32 issued = 0, arrived = 0;
@@ -160,8 +178,15 @@ __device__ void produce(Block& b) {
       b.wait(b.full + arrived % SLOTS, (arrived / SLOTS) & 1);
       arrived++;
     }
+#if IS_PACKED  // each lane has waited, and copies
+    b.failed = __any_sync(~0u, b.failed);
+    if (b.failed) return -1;
+    if (!b.lane) arrive_and_expect(b.full + slot, bytes);
+    __syncwarp();
+#else
     if (b.failed) return -1;
     arrive_and_expect(b.full + slot, bytes);
+#endif
     issued++;
     return slot;
   };
@@ -175,11 +200,17 @@ __device__ void produce(Block& b) {
       if (slot < 0) return;
 #pragma unroll
       for (int r = 0; r < P::RS; r += run)
-        if (r < rows) copy(shared_memory + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
+        if (r < rows && (!IS_PACKED || !b.lane)) copy(shared_memory + RING_AT + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
     }
   };
   for (int l = 0; l < L; l++) {
     const Layer y = args.layers[l];
+#if IS_PACKED
+    produce_tiles<TilesQKV>(b, y, turn, policy, next);
+    produce_tiles<TilesO>(b, y, turn, policy, next);
+    produce_tiles<TilesGate>(b, y, turn, policy, next);
+    produce_tiles<TilesDown>(b, y, turn, policy, next);
+#else
     rows(CutQKV{}, [&](int i, int v) {
       int r = i * C_QKV + v;
       return r < NQ * D ? y.q + (u64)r * H : r < (NQ + NKV) * D ? y.k + (u64)(r - NQ * D) * H : y.v + (u64)(r - (NQ + NKV) * D) * H;
@@ -187,6 +218,7 @@ __device__ void produce(Block& b) {
     rows(CutO{}, [&](int i, int v) { return y.o + (u64)(i * C_O + v) * (NQ * D); });
     rows(CutGate{}, [&](int i, int v) { return (v < C_GATE ? y.gate : y.up) + (u64)(i * C_GATE + v % C_GATE) * H; });
     rows(CutDown{}, [&](int i, int v) { return y.down + (u64)(i * C_DOWN + v) * I; });
+#endif
   }
   rows(CutHead{}, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
   // No copy may be under way when the block ends.
@@ -236,7 +268,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
   constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
   const int slot = t % SLOTS;
   b.wait(b.full + slot, (t / SLOTS) & 1);
-  const uint4* w = (const uint4*)(shared_memory + slot * STAGE);
+  const uint4* w = (const uint4*)(shared_memory + RING_AT + slot * STAGE);
   float a[P::RS][LANES];
 #pragma unroll
   for (int r = 0; r < P::RS; r++)
@@ -262,7 +294,11 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     }
   }
   __syncwarp();
+#if IS_PACKED  // as many as of all warps
+  if (b.lane < 2) arrive(b.empty + slot);
+#else
   if (!b.lane) arrive(b.empty + slot);
+#endif
 #pragma unroll
   for (int r = 0; r < P::RS; r++) {
     sums[r] = a[r][0];
@@ -309,6 +345,26 @@ __device__ __forceinline__ void publish(unsigned char* words, int row, const flo
   if (C == 2) tell4(words + row * 2, pack(y[0], y[1 % C]));
   if (C == 1) tell2(words + row * 2, pack(y[0], 0.f));
 }
+
+// The sums of this block's rows: `publish_sums` takes a chunk of them, which begins with this row. While
+// many weights are multiplied, more copies may be under way.
+#if !IS_PACKED
+template <class P, bool IS_LONG, class Publish>
+__device__ __forceinline__ void linear(Block& b, const Layer&, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
+  if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;
+  Share<P::N> share(b.c, turn);
+  stream<P>(b, x, share.count, stage);
+  if (IS_LONG && !b.thread) *b.flight = FLIGHT_WAIT;
+  b.all_consumers();
+  if (b.thread < share.count) {
+    float z[P::VR];
+#pragma unroll
+    for (int r = 0; r < P::VR; r++) z[r] = total(b, b.thread * P::VR + r);
+    publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
+  }
+  __syncwarp();
+}
+#endif
 
 // 1 / sqrt(mean(x^2) + eps) of what `squared` was given
 __device__ __forceinline__ float scale_of(const Block& b) {
@@ -407,6 +463,18 @@ __device__ void plain_input(Block& b, const unsigned char* words, float* x) {
 
 #include "persistent_attention.cuh"
 
+#if IS_PACKED
+using PhaseQKV = TilesQKV;
+using PhaseO = TilesO;
+using PhaseGate = TilesGate;
+using PhaseDown = TilesDown;
+#else
+using PhaseQKV = CutQKV;
+using PhaseO = CutO;
+using PhaseGate = CutGate;
+using PhaseDown = CutDown;
+#endif
+
 __device__ void consume(Block& b) {
   const Args& args = b.args;
   const u32 step = *args.step;
@@ -418,8 +486,7 @@ __device__ void consume(Block& b) {
   u32 stage = 0;
   int turn = 0;
   Hidden hidden;
-  constexpr int MOST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
-  float x[(MOST / 8 + GROUP - 1) / GROUP * 8];
+  float x[(WIDEST / 8 + GROUP - 1) / GROUP * 8];
 #if PROFILE
 #define MARK(n) if (b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
 #else
@@ -433,27 +500,19 @@ __device__ void consume(Block& b) {
     if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
     MARK(1)
     hidden.normed(b, y.norm1, x);
-    {
-      Share<N_QKV> share(b.c, turn);
-      stream<CutQKV>(b, x, share.count, stage);
-      b.all_consumers();
-      if (b.thread < share.count) {
-        const int row = (share.first + b.thread * BLOCKS) * C_QKV;
-        const float scale = scale_of(b);
-        float z[C_QKV];
+    linear<PhaseQKV, false>(b, y, x, turn, stage, [&](int row, float* z) {
+      const float scale = scale_of(b);
 #pragma unroll
-        for (int r = 0; r < C_QKV; r++) z[r] = total(b, b.thread * C_QKV + r) * scale;
+      for (int r = 0; r < C_QKV; r++) z[r] *= scale;
 #if HAS_QKV_BIAS
 #pragma unroll
-        for (int r = 0; r < C_QKV; r++) {
-          const int n = row + r;
-          z[r] += half_of(n < NQ * D ? y.q_bias[n] : n < (NQ + NKV) * D ? y.k_bias[n - NQ * D] : y.v_bias[n - (NQ + NKV) * D]);
-        }
-#endif
-        publish<C_QKV>(own + AT_QKV, row, z);
+      for (int r = 0; r < C_QKV; r++) {
+        const int n = row + r;
+        z[r] += half_of(n < NQ * D ? y.q_bias[n] : n < (NQ + NKV) * D ? y.k_bias[n - NQ * D] : y.v_bias[n - (NQ + NKV) * D]);
       }
-      __syncwarp();
-    }
+#endif
+      publish<C_QKV>(own + AT_QKV, row, z);
+    });
     MARK(2)
     attend(b, y, own);
     MARK(3)
@@ -461,57 +520,24 @@ __device__ void consume(Block& b) {
     MARK(4)
     plain_input<NQ * D, 2>(b, own + AT_A, x);
     MARK(5)
-    {
-      Share<N_O> share(b.c, turn);
-      stream<CutO>(b, x, share.count, stage);
-      b.all_consumers();
-      if (b.thread < share.count) {
-        float z[C_O];
-#pragma unroll
-        for (int r = 0; r < C_O; r++) z[r] = total(b, b.thread * C_O + r);
-        publish<C_O>(own + AT_O, (share.first + b.thread * BLOCKS) * C_O, z);
-      }
-      __syncwarp();
-    }
+    linear<PhaseO, false>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_O>(own + AT_O, row, z); });
     MARK(6)
     hidden.add<C_O>(b, own + AT_O, y.post1);
     MARK(7)
     hidden.normed(b, y.norm2, x);
-    if (!b.thread) *b.flight = FLIGHT_STREAM;
-    {
-      Share<N_GATE> share(b.c, turn);
-      stream<CutGate>(b, x, share.count, stage);
-      if (!b.thread) *b.flight = FLIGHT_WAIT;
-      b.all_consumers();
-      if (b.thread < share.count) {
-        const float scale = scale_of(b);
-        float z[C_GATE];
+    linear<PhaseGate, true>(b, y, x, turn, stage, [&](int row, float* z) {
+      const float scale = scale_of(b);
 #pragma unroll
-        for (int r = 0; r < C_GATE; r++) {
-          const float gate = rounded(total(b, b.thread * 2 * C_GATE + r) * scale), up = rounded(total(b, b.thread * 2 * C_GATE + C_GATE + r) * scale);
-          z[r] = rounded(activate(gate)) * up;
-        }
-        publish<C_GATE>(own + AT_M, (share.first + b.thread * BLOCKS) * C_GATE, z);
+      for (int r = 0; r < C_GATE; r++) {
+        const float gate = rounded(z[r] * scale), up = rounded(z[C_GATE + r] * scale);
+        z[r] = rounded(activate(gate)) * up;
       }
-      __syncwarp();
-    }
+      publish<C_GATE>(own + AT_M, row, z);
+    });
     MARK(8)
     plain_input<I, C_GATE>(b, own + AT_M, x);
     MARK(9)
-    if (!b.thread) *b.flight = FLIGHT_STREAM;
-    {
-      Share<N_DOWN> share(b.c, turn);
-      stream<CutDown>(b, x, share.count, stage);
-      if (!b.thread) *b.flight = FLIGHT_WAIT;
-      b.all_consumers();
-      if (b.thread < share.count) {
-        float z[C_DOWN];
-#pragma unroll
-        for (int r = 0; r < C_DOWN; r++) z[r] = total(b, b.thread * C_DOWN + r);
-        publish<C_DOWN>(own + AT_DOWN, (share.first + b.thread * BLOCKS) * C_DOWN, z);
-      }
-      __syncwarp();
-    }
+    linear<PhaseDown, true>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_DOWN>(own + AT_DOWN, row, z); });
     MARK(10)
   }
   const int l = L;
@@ -520,7 +546,7 @@ __device__ void consume(Block& b) {
   hidden.normed(b, args.norm, x);
   if (!b.thread) *b.flight = FLIGHT_STREAM;
   MARK(1)
-  Share<N_HEAD> share(b.c, turn);
+  Share<CutHead::N> share(b.c, turn);
   float best = -INFINITY_;
   int token = V - 1;
   float scale = 0;
@@ -565,9 +591,9 @@ __device__ void consume(Block& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(const __grid_constant__ Args args) {
-  unsigned char* after = shared_memory + STAGE * SLOTS;
-  float* sums = (float*)after;                     // [SUM_ROWS, 4]
-  float* squares = sums + SUM_ROWS * 4;            // [16]
+  unsigned char* after = shared_memory + RING_AT + STAGE * SLOTS;
+  float* sums = (float*)after;                     // [SUM_ROWS, 4], or of tiles
+  float* squares = sums + SUM_FLOATS;           // [16]
   float* scratch = squares + 16;
   u64* full = (u64*)(scratch + SCRATCH);
   const int warp = threadIdx.x / 32;
@@ -575,14 +601,17 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
     *(volatile int*)(full + 2 * SLOTS) = FLIGHT_STREAM;
     for (int i = 0; i < SLOTS; i++) {
       begin(full + i, 1);
-      begin(full + SLOTS + i, 4);
+      begin(full + SLOTS + i, IS_PACKED ? WARPS : WARPS / 2);  // of the warps that read a slot
     }
     all_begun();
   }
+#if IS_PACKED
+  write_tables(args);
+#endif
   __syncthreads();
   Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
   if (warp == WARPS) {
-    if (block.lane == 0) produce(block);
+    if (IS_PACKED || block.lane == 0) produce(block);
   } else {
     consume(block);
   }

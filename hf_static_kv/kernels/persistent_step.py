@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from hf_static_kv.kernels.decode_attention import decode_attention_plain
 from hf_static_kv.kernels.linear import activate
 from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.packed import NESTED_GROUP, Packed, Weight, unpacked
 from hf_static_kv.kernels.rotary import rotate_and_write_plain
 
 # In the order of their numbers in the kernel.
@@ -52,18 +53,28 @@ _FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
 _MOST_ROWS = 12  # of short weights in a stage
 _SPLITS = 16  # of a head's keys
 _MAX_BARRIERS = 16  # stages of the ring
+_WARPS = 8
+# Of packed weights: columns of a step, rows of a tile, weights that share a scale, and the bytes of the
+# tables of pairs and of nested scales.
+_STEP = 128
+_TILE_ROWS = 16
+_GROUPS = (32, 64)
+_TABLES = 65536 + 4 * NESTED_GROUP
+
+
+NUM_WEIGHTS = 7  # of a layer; they are its first fields
 
 
 class PlannedLayer(NamedTuple):
     """The tensors of a layer, in the order of `struct Layer`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
     norm1: Tensor
     post1: Tensor | None
     norm2: Tensor
@@ -108,9 +119,21 @@ class Plan(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that the step reads or writes."""
+        """Every tensor that the step reads or writes, but those of packed weights."""
         own = [self.embedding, self.norm, self.head, self.token, self.position]
-        return own + [t for layer in self.layers for t in layer if t is not None]
+        return own + [t for layer in self.layers for t in layer if isinstance(t, Tensor)]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Those of all linear layers but the head."""
+        own = (weight for layer in self.layers for weight in layer[:NUM_WEIGHTS])
+        return [weight for weight in own if weight is not None]
+
+    @property
+    def packed(self) -> Packed | None:
+        """A weight of four bits, which stands for all; None: they have 16."""
+        first = self.weights[0]
+        return first if isinstance(first, Packed) else None
 
 
 # --- the reference
@@ -133,7 +156,7 @@ def _normed(plan: Plan, x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
     query, key, value = (
-        F.linear(x, weight, bias).view(1, -1, 1, layer.keys.shape[-1])  # [1, heads, 1, D]
+        _linear(x, weight, bias).view(1, -1, 1, layer.keys.shape[-1])  # [1, heads, 1, D]
         for weight, bias in (
             (layer.q, layer.q_bias),
             (layer.k, layer.k_bias),
@@ -151,12 +174,16 @@ def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
     query = rotate_and_write_plain(query, key, value, cos, sin, keys, values, slots, *norms)
     spans = layer.span.reshape(1, 1, 3)
     y = decode_attention_plain(query, keys, values, spans, None, plan.scale)
-    return F.linear(y.reshape(1, -1), layer.o)
+    return _linear(y.reshape(1, -1), layer.o)
 
 
 def _gated(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
-    gate = activate(F.linear(x, layer.gate), plan.activation)
-    return F.linear(gate * F.linear(x, layer.up), layer.down)
+    gate = activate(_linear(x, layer.gate), plan.activation)
+    return _linear(gate * _linear(x, layer.up), layer.down)
+
+
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, unpacked(weight) if isinstance(weight, Packed) else weight, bias)
 
 
 # --- what the kernel takes
@@ -185,9 +212,42 @@ def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
     kinds_of_layers = {tuple(t is None or tuple(t.shape) for t in own) for own in _alike(plan)}
     yield len(kinds_of_layers) == 1, "its layers differ in their shapes or norms"
     yield from _conditions_of_sizes(plan)
+    if any(isinstance(weight, Packed) for weight in plan.weights):
+        yield from _conditions_of_packed(plan)
 
 
-def _alike(plan: Plan) -> list[list[Tensor | None]]:
+def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
+    """For weights of four bits: see persistent_packed.cuh."""
+    weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
+    first = weights[0]
+    yield len(weights) == len(plan.weights), "some weights are packed and some are not"
+    yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
+    is_known = first.layout in ("high_first", "low_first") and first.table is not None
+    yield is_known and first.zeros is None, f"it has no weights packed as {first.layout}"
+    yield first.group in _GROUPS, f"{first.group} weights share a scale: it takes 32 and 64"
+    yield (
+        all(weight.group == first.group and weight.factor == 1 for weight in weights),
+        "scales differ",
+    )
+    is_nested = first.nested is not None
+    yield all((weight.nested is not None) == is_nested for weight in weights), "scales differ"
+    yield is_nested or first.scales.dtype == torch.float32, f"scales are {first.scales.dtype}"
+    steps = [weight.columns // _STEP for weight in weights]
+    scale_bytes = first.scales.dtype.itemsize * (_STEP // first.group)
+    yield all(weight.columns % _STEP == 0 for weight in weights), "a row is no multiple of 128"
+    yield (
+        all(n * scale_bytes % 16 == 0 for n in steps),
+        "the scales of a row are no multiple of 16 bytes",
+    )
+    yield all(weight.rows % _TILE_ROWS == 0 for weight in weights), "rows are no multiple of 16"
+    parts = [part for weight in weights for part in (weight.codes, weight.scales)]
+    yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
+    yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
+    tables = [weight.nested.table for weight in weights if weight.nested is not None]
+    yield all(torch.equal(table, tables[0]) for table in tables), "tables of scales differ"
+
+
+def _alike(plan: Plan) -> list[list[Weight | None]]:
     """Of each layer what must have one shape: the storage of compact layers is shorter, and tables
     may be.
     """
@@ -239,9 +299,20 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
     stage = max(_STAGE, 2 * widest)
-    found |= _cuts(sizes, blocks, stage)
+    packed = plan.packed
+    if packed is not None:
+        stage = max(_stage_of_packed(packed), 2 * sizes["H"])
+    found |= _cuts(sizes, blocks, stage, packed is not None)
+    found |= _of_packed(packed, widest)
+    sums = 4 * _SUM_ROWS
+    if packed is not None:
+        tile_rows = _most_tile_rows(sizes, blocks)
+        if tile_rows > 4 * _CONSUMERS:  # a thread ends four
+            raise ValueError(f"{tile_rows} rows are too many for a multiprocessor")
+        sums = max(sums, _WARPS * tile_rows)
+    found |= {"SUM_FLOATS": sums}
     scratch = _scratch_floats(sizes)
-    rest = shared_bytes - _fixed_bytes(scratch)
+    rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
     slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)  # half of them for each group of warps
     splits = min(_SPLITS, blocks // sizes["NKV"])
     if slots < max(_FLIGHT.values()) or not splits:
@@ -253,8 +324,9 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
     """The dynamic shared memory of a block."""
-    stage, slots, scratch = (int(macros[name]) for name in ("STAGE", "SLOTS", "SCRATCH"))
-    return stage * slots + _fixed_bytes(scratch)
+    names = ("RING_AT", "STAGE", "SLOTS", "SUM_FLOATS", "SCRATCH")
+    ring_at, stage, slots, sums, scratch = (int(macros[name]) for name in names)
+    return ring_at + stage * slots + _fixed_bytes(sums, scratch)
 
 
 def exchanged_bytes(macros: dict[str, int | str]) -> int:
@@ -287,8 +359,36 @@ def _float_literal(number: float) -> str:
     return f"{float(number)!r}f"
 
 
-def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str]:
-    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase."""
+def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
+    """The macros of packed weights, and where the ring begins: behind their tables and an input."""
+    if packed is None:
+        return {"IS_PACKED": 0, "RING_AT": 0}
+    return {
+        "IS_PACKED": 1,
+        "RING_AT": _rounded_up(_TABLES + 2 * widest, 128),
+        "QUANT_GROUP": packed.group,
+        "IS_NESTED": int(packed.nested is not None),
+        "IS_HIGH_FIRST": int(packed.layout == "high_first"),
+    }
+
+
+def _stage_of_packed(packed: Packed) -> int:
+    """The bytes of 16 rows of 16 steps, their scales, and what keeps lanes in banks of their own."""
+    scales = 16 * _STEP // packed.group * packed.scales.dtype.itemsize
+    return _rounded_up(_TILE_ROWS * (16 * _STEP // 2 + 64 + scales + 16), 128)
+
+
+def _most_tile_rows(sizes: dict[str, int], blocks: int) -> int:
+    """Rows of weights that the busiest block has in a phase."""
+    rows = (sizes["NQ"] + 2 * sizes["NKV"]) * sizes["D"], sizes["H"], 2 * sizes["I"]
+    return max(_TILE_ROWS * math.ceil(n / _TILE_ROWS / blocks) for n in rows)
+
+
+def _cuts(sizes: dict[str, int], blocks: int, stage: int, is_packed: bool) -> dict[str, int | str]:
+    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase.
+
+    Packed weights have tiles, and four of their rows are published at once.
+    """
     hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
     # Rows, inputs, and weights that are read together.
     phases = {
@@ -300,6 +400,9 @@ def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str
     }
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
+        if is_packed and name != "HEAD":
+            found[f"C_{name}"] = 4
+            continue
         chunk = _rows_of_chunk(rows, blocks)
         if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _MOST_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
@@ -339,9 +442,9 @@ def _scratch_floats(sizes: dict[str, int]) -> int:
     return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
 
 
-def _fixed_bytes(scratch: int) -> int:
-    """Shared memory beside the ring: sums, squares, scratch, barriers and a number."""
-    return _SUM_ROWS * 16 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
+def _fixed_bytes(sums: int, scratch: int) -> int:
+    """Shared memory behind the ring: sums, squares, scratch, barriers and a number."""
+    return sums * 4 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
 
 
 def _rounded_up(number: int, multiple: int) -> int:
