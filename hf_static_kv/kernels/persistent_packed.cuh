@@ -26,17 +26,8 @@ struct Tiles {
   static_assert(ROWS_OF_ALL % OWN == 0 && K % STEP == 0 && STEPS * GROUPS * SCALE_BYTES % 16 == 0, "no whole tiles");
 };
 
-// A weight, and one of its rows.
-struct Row {
-  Weight weight;
-  int row;
-};
 struct TilesQKV : Tiles<QKV, H, false> {
-  static __device__ Row row_of(const Layer& y, int tile, int r) {
-    const int row = tile * ROWS + r;
-    if (row < NQ * D) return {y.q, row};
-    return row < (NQ + NKV) * D ? Row{y.k, row - NQ * D} : Row{y.v, row - (NQ + NKV) * D};
-  }
+  static __device__ Row row_of(const Layer& y, int tile, int r) { return row_of_qkv(y, tile * ROWS + r); }
 };
 struct TilesO : Tiles<H, NQ * D, false> {
   static __device__ Row row_of(const Layer& y, int tile, int r) { return {y.o, tile * ROWS + r}; }

@@ -13,7 +13,7 @@ constexpr int WIDEST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ 
 constexpr u32 EMPTY = 0xffffffffu;
 constexpr i64 PATIENCE = 2000000000;        // cycles
 
-#if IS_PACKED
+#if IS_PACKED || IS_BYTES
 struct Weight {
   const unsigned char *codes, *scales;
   const float *absmax, *offset;  // of nested scales
@@ -132,17 +132,57 @@ struct Block {
   }
 };
 
-// How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K.
-template <int N_, int K_, int C_, int VR_, int RS_>
+// A weight, and one of its rows.
+struct Row {
+  Weight weight;
+  int row;
+};
+__device__ __forceinline__ Row row_of_qkv(const Layer& y, int row) {
+  if (row < NQ * D) return {y.q, row};
+  return row < (NQ + NKV) * D ? Row{y.k, row - NQ * D} : Row{y.v, row - (NQ + NKV) * D};
+}
+// Where a row of K numbers begins.
+template <int K>
+__device__ __forceinline__ const void* begin_of(const Row& own) {
+#if IS_BYTES
+  return own.weight.codes + (u64)own.row * K;
+#elif !IS_PACKED
+  return own.weight + (u64)own.row * K;
+#endif
+}
+// What multiplies the sum of a row.
+__device__ __forceinline__ float scale_of_row(const Row& own) {
+#if IS_BYTES && HAS_HALF_SCALES
+  return half_of(((const u16*)own.weight.scales)[own.row]) * SCALE_FACTOR;
+#elif IS_BYTES
+  return ((const float*)own.weight.scales)[own.row] * SCALE_FACTOR;
+#else
+  return 1.f;
+#endif
+}
+
+// How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K
+// numbers, of so many bytes each.
+template <int N_, int K_, int C_, int VR_, int RS_, int BYTES_ = 2>
 struct Cut {
+  static constexpr int BYTES = BYTES_, ROW = K_ * BYTES_;
   static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
   __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
 #if !IS_PACKED
-using CutQKV = Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV>;
-using CutO = Cut<H / C_O, NQ * D, C_O, C_O, RS_O>;
-using CutGate = Cut<I / C_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
-using CutDown = Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
+constexpr int OF_WEIGHT = IS_BYTES ? 1 : 2;  // bytes
+struct CutQKV : Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV, OF_WEIGHT> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return row_of_qkv(y, chunk * C + r); }
+};
+struct CutO : Cut<H / C_O, NQ * D, C_O, C_O, RS_O, OF_WEIGHT> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.o, chunk * C + r}; }
+};
+struct CutGate : Cut<I / C_GATE, H, C_GATE, 2 * C_GATE, RS_GATE, OF_WEIGHT> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {r < C ? y.gate : y.up, chunk * C + r % C}; }
+};
+struct CutDown : Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN, OF_WEIGHT> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.down, chunk * C + r}; }
+};
 #endif
 using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
 constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
@@ -196,11 +236,11 @@ __device__ void produce(Block& b) {
     constexpr int run = P::RS < P::C ? P::RS : P::C;  // rows that lie together
     for (int row = 0; row < share.count * P::VR; row += P::RS) {
       const int rows = min(P::RS, share.count * P::VR - row);
-      const int slot = next(rows * P::K * 2);
+      const int slot = next(rows * P::ROW);
       if (slot < 0) return;
 #pragma unroll
       for (int r = 0; r < P::RS; r += run)
-        if (r < rows && (!IS_PACKED || !b.lane)) copy(shared_memory + RING_AT + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
+        if (r < rows && (!IS_PACKED || !b.lane)) copy(shared_memory + RING_AT + slot * STAGE + r * P::ROW, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::ROW, b.full + slot, policy);
     }
   };
   for (int l = 0; l < L; l++) {
@@ -211,13 +251,14 @@ __device__ void produce(Block& b) {
     produce_tiles<TilesGate>(b, y, turn, policy, next);
     produce_tiles<TilesDown>(b, y, turn, policy, next);
 #else
-    rows(CutQKV{}, [&](int i, int v) {
-      int r = i * C_QKV + v;
-      return r < NQ * D ? y.q + (u64)r * H : r < (NQ + NKV) * D ? y.k + (u64)(r - NQ * D) * H : y.v + (u64)(r - (NQ + NKV) * D) * H;
-    });
-    rows(CutO{}, [&](int i, int v) { return y.o + (u64)(i * C_O + v) * (NQ * D); });
-    rows(CutGate{}, [&](int i, int v) { return (v < C_GATE ? y.gate : y.up) + (u64)(i * C_GATE + v % C_GATE) * H; });
-    rows(CutDown{}, [&](int i, int v) { return y.down + (u64)(i * C_DOWN + v) * I; });
+    auto rows_of = [&](auto cut) {
+      using P = decltype(cut);
+      rows(cut, [&](int chunk, int r) { return begin_of<P::K>(P::row_of(y, chunk, r)); });
+    };
+    rows_of(CutQKV{});
+    rows_of(CutO{});
+    rows_of(CutGate{});
+    rows_of(CutDown{});
 #endif
   }
   rows(CutHead{}, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
@@ -262,13 +303,16 @@ __device__ __forceinline__ float warp_sums(const Block& b, float v0, float v1, f
   return p;
 }
 
+// Byte `i` of a word, as int8: with 128 more it ends the bits of 2^23.
+__device__ __forceinline__ float signed_byte(u32 word, int i) { return __uint_as_float(__byte_perm(word ^ 0x80808080u, 0x4b000000u, 0x7540 + i)) - (8388608.f + 128.f); }
+
 // The products of a stage's rows with x: this thread's part.
 template <class P>
 __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float* sums) {
   constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
   const int slot = t % SLOTS;
   b.wait(b.full + slot, (t / SLOTS) & 1);
-  const uint4* w = (const uint4*)(shared_memory + RING_AT + slot * STAGE);
+  const unsigned char* from = shared_memory + RING_AT + slot * STAGE;
   float a[P::RS][LANES];
 #pragma unroll
   for (int r = 0; r < P::RS; r++)
@@ -280,8 +324,14 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     if (K8 % GROUP == 0 || at < K8) {
 #pragma unroll
       for (int r = 0; r < P::RS; r++) {
-        const uint4 y = w[r * K8 + at];
         float* z = a[r];
+        if constexpr (P::BYTES == 1) {
+          const uint2 y = ((const uint2*)from)[r * K8 + at];
+#pragma unroll
+          for (int i = 0; i < 8; i++) z[i % LANES] = fmaf(signed_byte(i < 4 ? y.x : y.y, i % 4), x[8 * v + i], z[i % LANES]);
+          continue;
+        }
+        const uint4 y = ((const uint4*)from)[r * K8 + at];
         z[0] = fmaf(low(y.x), x[8 * v], z[0]);
         z[1 % LANES] = fmaf(high(y.x), x[8 * v + 1], z[1 % LANES]);
         z[2 % LANES] = fmaf(low(y.y), x[8 * v + 2], z[2 % LANES]);
@@ -350,7 +400,7 @@ __device__ __forceinline__ void publish(unsigned char* words, int row, const flo
 // many weights are multiplied, more copies may be under way.
 #if !IS_PACKED
 template <class P, bool IS_LONG, class Publish>
-__device__ __forceinline__ void linear(Block& b, const Layer&, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
+__device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
   if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;
   Share<P::N> share(b.c, turn);
   stream<P>(b, x, share.count, stage);
@@ -359,7 +409,10 @@ __device__ __forceinline__ void linear(Block& b, const Layer&, const float* x, i
   if (b.thread < share.count) {
     float z[P::VR];
 #pragma unroll
-    for (int r = 0; r < P::VR; r++) z[r] = total(b, b.thread * P::VR + r);
+    for (int r = 0; r < P::VR; r++) {
+      z[r] = total(b, b.thread * P::VR + r);
+      if (IS_BYTES) z[r] *= scale_of_row(P::row_of(y, share.first + b.thread * BLOCKS, r));
+    }
     publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
   }
   __syncwarp();

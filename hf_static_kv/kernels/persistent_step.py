@@ -131,7 +131,7 @@ class Plan(NamedTuple):
 
     @property
     def packed(self) -> Packed | None:
-        """A weight of four bits, which stands for all; None: they have 16."""
+        """A weight of four or eight bits, which stands for all; None: they have 16."""
         first = self.weights[0]
         return first if isinstance(first, Packed) else None
 
@@ -222,6 +222,21 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     first = weights[0]
     yield len(weights) == len(plan.weights), "some weights are packed and some are not"
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
+    parts = [part for weight in weights for part in (weight.codes, weight.scales)]
+    yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
+    yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
+    yield all(weight.factor == first.factor for weight in weights), "factors differ"
+    if first.layout == "bytes":
+        yield first.zeros is None and first.midpoint == 0, "it has no zeros"
+        yield (
+            all(weight.group == weight.columns for weight in weights),
+            "it takes a scale for a row",
+        )
+        yield all(weight.scales.dtype == first.scales.dtype for weight in weights), "scales differ"
+        is_known = first.scales.dtype in (torch.float32, torch.bfloat16)
+        yield is_known, f"scales are {first.scales.dtype}"
+        yield all(weight.columns % 16 == 0 for weight in weights), "a row is no multiple of 16"
+        return
     is_known = first.layout in ("high_first", "low_first") and first.table is not None
     yield is_known and first.zeros is None, f"it has no weights packed as {first.layout}"
     yield first.group in _GROUPS, f"{first.group} weights share a scale: it takes 32 and 64"
@@ -240,9 +255,6 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
         "the scales of a row are no multiple of 16 bytes",
     )
     yield all(weight.rows % _TILE_ROWS == 0 for weight in weights), "rows are no multiple of 16"
-    parts = [part for weight in weights for part in (weight.codes, weight.scales)]
-    yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
-    yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
     tables = [weight.nested.table for weight in weights if weight.nested is not None]
     yield all(torch.equal(table, tables[0]) for table in tables), "tables of scales differ"
 
@@ -298,14 +310,17 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     sizes = plan.sizes
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
-    stage = max(_STAGE, 2 * widest)
     packed = plan.packed
-    if packed is not None:
+    has_bytes = packed is not None and packed.layout == "bytes"
+    has_tiles = packed is not None and not has_bytes
+    stage = max(_STAGE, widest if has_bytes else 2 * widest, 2 * sizes["H"])
+    if packed is not None and has_tiles:
         stage = max(_stage_of_packed(packed), 2 * sizes["H"])
-    found |= _cuts(sizes, blocks, stage, packed is not None)
+    of_weight = {True: 0, False: 1 if has_bytes else 2}[has_tiles]
+    found |= _cuts(sizes, blocks, stage, of_weight)
     found |= _of_packed(packed, widest)
     sums = 4 * _SUM_ROWS
-    if packed is not None:
+    if has_tiles:
         tile_rows = _most_tile_rows(sizes, blocks)
         if tile_rows > 4 * _CONSUMERS:  # a thread ends four
             raise ValueError(f"{tile_rows} rows are too many for a multiprocessor")
@@ -362,9 +377,15 @@ def _float_literal(number: float) -> str:
 def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     """The macros of packed weights, and where the ring begins: behind their tables and an input."""
     if packed is None:
-        return {"IS_PACKED": 0, "RING_AT": 0}
+        return {"IS_PACKED": 0, "IS_BYTES": 0, "RING_AT": 0}
+    if packed.layout == "bytes":
+        return {
+            "IS_PACKED": 0, "IS_BYTES": 1, "RING_AT": 0, "SCALE_FACTOR": _float_literal(packed.factor),
+            "HAS_HALF_SCALES": int(packed.scales.dtype == torch.bfloat16),
+        }  # fmt: skip
     return {
         "IS_PACKED": 1,
+        "IS_BYTES": 0,
         "RING_AT": _rounded_up(_TABLES + 2 * widest, 128),
         "QUANT_GROUP": packed.group,
         "IS_NESTED": int(packed.nested is not None),
@@ -384,10 +405,11 @@ def _most_tile_rows(sizes: dict[str, int], blocks: int) -> int:
     return max(_TILE_ROWS * math.ceil(n / _TILE_ROWS / blocks) for n in rows)
 
 
-def _cuts(sizes: dict[str, int], blocks: int, stage: int, is_packed: bool) -> dict[str, int | str]:
+def _cuts(sizes: dict[str, int], blocks: int, stage: int, of_weight: int) -> dict[str, int | str]:
     """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase.
 
-    Packed weights have tiles, and four of their rows are published at once.
+    `of_weight` are the bytes of a weight. 0: weights of four bits have tiles, and four of their rows
+    are published at once.
     """
     hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
     # Rows, inputs, and weights that are read together.
@@ -400,7 +422,7 @@ def _cuts(sizes: dict[str, int], blocks: int, stage: int, is_packed: bool) -> di
     }
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
-        if is_packed and name != "HEAD":
+        if not of_weight and name != "HEAD":
             found[f"C_{name}"] = 4
             continue
         chunk = _rows_of_chunk(rows, blocks)
@@ -408,7 +430,9 @@ def _cuts(sizes: dict[str, int], blocks: int, stage: int, is_packed: bool) -> di
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
         chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
-        found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
+        found[f"RS_{name}"] = _rows_of_stage(
+            chunk * weights, (2 if name == "HEAD" else of_weight) * width, stage, chunks
+        )
     return found
 
 

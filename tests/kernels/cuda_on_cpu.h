@@ -34,6 +34,9 @@ struct Index {
 struct uint4 {
   u32 x, y, z, w;
 };
+struct uint2 {
+  u32 x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
