@@ -135,11 +135,11 @@ struct Block {
 // A weight, and one of its rows.
 struct Row {
   Weight weight;
-  int row;
+  int row, rows;  // this one, and all of the weight
 };
 __device__ __forceinline__ Row row_of_qkv(const Layer& y, int row) {
-  if (row < NQ * D) return {y.q, row};
-  return row < (NQ + NKV) * D ? Row{y.k, row - NQ * D} : Row{y.v, row - (NQ + NKV) * D};
+  if (row < NQ * D) return {y.q, row, NQ * D};
+  return row < (NQ + NKV) * D ? Row{y.k, row - NQ * D, NKV * D} : Row{y.v, row - (NQ + NKV) * D, NKV * D};
 }
 // Where a row of K numbers begins.
 template <int K>
@@ -175,13 +175,13 @@ struct CutQKV : Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV, OF_WEIGHT> {
   static __device__ Row row_of(const Layer& y, int chunk, int r) { return row_of_qkv(y, chunk * C + r); }
 };
 struct CutO : Cut<H / C_O, NQ * D, C_O, C_O, RS_O, OF_WEIGHT> {
-  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.o, chunk * C + r}; }
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.o, chunk * C + r, H}; }
 };
 struct CutGate : Cut<I / C_GATE, H, C_GATE, 2 * C_GATE, RS_GATE, OF_WEIGHT> {
-  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {r < C ? y.gate : y.up, chunk * C + r % C}; }
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {r < C ? y.gate : y.up, chunk * C + r % C, I}; }
 };
 struct CutDown : Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN, OF_WEIGHT> {
-  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.down, chunk * C + r}; }
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.down, chunk * C + r, H}; }
 };
 #endif
 using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;

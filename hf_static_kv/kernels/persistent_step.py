@@ -224,8 +224,10 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
     parts = [part for weight in weights for part in (weight.codes, weight.scales)]
     yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
-    yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
     yield all(weight.factor == first.factor for weight in weights), "factors differ"
+    is_tiled = first.layout == "tiles"
+    is_dense = is_tiled or all(weight.scales.is_contiguous() for weight in weights)
+    yield is_dense, "scales are not contiguous"
     if first.layout == "bytes":
         yield first.zeros is None and first.midpoint == 0, "it has no zeros"
         yield (
@@ -236,6 +238,11 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
         is_known = first.scales.dtype in (torch.float32, torch.bfloat16)
         yield is_known, f"scales are {first.scales.dtype}"
         yield all(weight.columns % 16 == 0 for weight in weights), "a row is no multiple of 16"
+        return
+    if first.layout == "tiles":
+        yield first.group in (*_GROUPS, _STEP), f"{first.group} weights share a scale"
+        yield all(map(_has_pairs, weights)), "scales and zeros are no pairs of bfloat16"
+        yield all(weight.rows % _TILE_ROWS == 0 for weight in weights), "rows are no multiple of 16"
         return
     is_known = first.layout in ("high_first", "low_first") and first.table is not None
     yield is_known and first.zeros is None, f"it has no weights packed as {first.layout}"
@@ -257,6 +264,17 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     yield all(weight.rows % _TILE_ROWS == 0 for weight in weights), "rows are no multiple of 16"
     tables = [weight.nested.table for weight in weights if weight.nested is not None]
     yield all(torch.equal(table, tables[0]) for table in tables), "tables of scales differ"
+
+
+def _has_pairs(packed: Packed) -> bool:
+    """Whether scale and zero of a group lie side by side, [K / G, N, 2]."""
+    scales, zeros = packed.scales, packed.zeros
+    if zeros is None or not packed.added or packed.factor != 1 or packed.table is not None:
+        return False
+    is_pair = zeros.data_ptr() == scales.data_ptr() + scales.dtype.itemsize
+    strides = 2, 2 * packed.rows
+    has_strides = scales.stride() == strides == zeros.stride()
+    return is_pair and has_strides and scales.dtype == zeros.dtype == torch.bfloat16
 
 
 def _alike(plan: Plan) -> list[list[Weight | None]]:
@@ -386,7 +404,8 @@ def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     return {
         "IS_PACKED": 1,
         "IS_BYTES": 0,
-        "RING_AT": _rounded_up(_TABLES + 2 * widest, 128),
+        "IS_TILED": int(packed.layout == "tiles"),
+        "RING_AT": _rounded_up(_TABLES + 2 * widest + 4 * widest // packed.group, 128),
         "QUANT_GROUP": packed.group,
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),
@@ -396,6 +415,8 @@ def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
 def _stage_of_packed(packed: Packed) -> int:
     """The bytes of 16 rows of 16 steps, their scales, and what keeps lanes in banks of their own."""
     scales = 16 * _STEP // packed.group * packed.scales.dtype.itemsize
+    if packed.layout == "tiles":  # with zeros
+        scales = 2 * scales
     return _rounded_up(_TILE_ROWS * (16 * _STEP // 2 + 64 + scales + 16), 128)
 
 

@@ -143,7 +143,10 @@ class Memory:
         self.marks = step.new_zeros(blocks if has_marks else 0, len(plan.layers) + 1, 16).long()
         pointers.append(self.marks.data_ptr())
         if (packed := plan.packed) is not None:
-            tables = [packed.table, None if packed.nested is None else packed.nested.table]
+            values = torch.arange(16.0, device=device) - packed.midpoint
+            table = values if packed.table is None else packed.table
+            self.tensors.append(table)
+            tables = [table, None if packed.nested is None else packed.nested.table]
             pointers += [0 if table is None else table.data_ptr() for table in tables]
         self.args = (ctypes.c_uint64 * len(pointers))(*pointers)
 

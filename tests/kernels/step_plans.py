@@ -8,7 +8,7 @@ import torch
 from hf_static_kv.kernels.norm import STYLES
 from hf_static_kv.kernels.packed import NESTED_GROUP, Nested, Packed, unpacked
 from hf_static_kv.kernels.persistent_step import Plan, PlannedLayer
-from tests.quantised_layers import NF4
+from tests.quantised_layers import NF4, pack_tiles
 
 SMALL = {"L": 2, "H": 256, "I": 512, "NQ": 4, "NKV": 2, "D": 64, "V": 1000}
 
@@ -35,6 +35,21 @@ def in_four_bits(weight, is_nested, group=64):
     )  # fmt: skip
 
 
+def in_tiles(weight, group):
+    """A weight as torchao packs it for tensor cores."""
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, -1, group)
+    least, most = groups.amin(dim=2), groups.amax(dim=2)
+    scales = ((most - least) / 15).clamp(min=1e-6).to(torch.bfloat16)
+    zeros = (least + 8 * scales.float()).to(torch.bfloat16)
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round()
+    codes = codes.clamp(0, 15).to(torch.uint8).view(rows, columns)
+    pairs = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
+    how = pack_tiles(codes.cpu()).to(weight.device), "tiles", rows, columns, weight.dtype, group
+    scales, zeros = (part.t() for part in pairs.unbind(-1))
+    return Packed(*how, scales, midpoint=8, zeros=zeros, added=True)
+
+
 def in_bytes(weight):
     """A weight as bitsandbytes has it in int8."""
     largest = weight.float().abs().amax(dim=1)
@@ -46,7 +61,7 @@ def in_bytes(weight):
 
 def random_plan(
     sizes=SMALL, has_biases=False, has_head_norms=False, has_post_norms=False,
-    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, **how,
+    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, group=128, **how,
 ):  # fmt: skip
     """A plan with random tensors; with device "meta" it has sizes only."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
@@ -59,6 +74,8 @@ def random_plan(
         own = weight(*shape)
         if packed is None:
             return own
+        if packed == "tiles":
+            return in_tiles(own, group)
         return in_bytes(own) if packed == "bytes" else in_four_bits(own, packed == "nested")
 
     def norm(width, is_there=True):
@@ -179,6 +196,8 @@ CASES = {
         "packed": "plain", "has_biases": True, "has_head_norms": True, "has_post_norms": True,
         "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
     },
+    "int4 tiles": {"packed": "tiles", "group": 32, "has_biases": True},
+    "wide int4 tiles": {"packed": "tiles", "sizes": {**SMALL, "I": 2304}},
     "int8": {"packed": "bytes", "has_biases": True},
     "nested scales": {"packed": "nested", "sizes": {**SMALL, "H": 1024, "I": 3072, "NQ": 16, "NKV": 4}},
 }  # fmt: skip
