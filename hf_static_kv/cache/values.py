@@ -118,12 +118,11 @@ class Values:
             if kind is FunctionType:
                 return self._function(value)
             if issubclass(kind, _PLAIN):
-                read = _with_type
+                read = self._shallow[kind] = _with_type
             elif issubclass(kind, Tensor):
-                read = self.of_tensor
+                return self.of_tensor(value)  # its method in `_shallow` would be a cycle
             else:
                 return self._deep(value)
-            self._shallow[kind] = read
         return read(value)
 
     def _deep(self, value: Any) -> Any:
