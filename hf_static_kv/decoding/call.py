@@ -590,17 +590,14 @@ def kept_random_state(device: torch.device) -> Iterator[None]:
     """A block that leaves the generator of a device as it was. Other threads may draw from that of
     the host meanwhile.
     """
-    if device.type == "cuda":
-        before = torch.cuda.get_rng_state(device)
-    else:
-        before = torch.get_rng_state()
+    of_host, of_device = random_state(device)
     try:
         yield
     finally:
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(before, device)
+        if of_device is None:
+            torch.set_rng_state(of_host)
         else:
-            torch.set_rng_state(before)
+            torch.cuda.set_rng_state(of_device, device)
 
 
 def set_random_state(device: torch.device, state: tuple[Tensor, Tensor | None] | None) -> None:

@@ -20,8 +20,8 @@ intermediate one. Norms are RMS norms; biases, norms of heads and norms after a 
 
 `persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu (its
 attention in persistent_attention.cuh, its PTX in hopper.cuh), and persistent_step_cuda.py compiles and
-launches it. A block of threads runs on each multiprocessor for
-the whole step, and reads the weights ahead of the values that they are multiplied with.
+launches it. A block of threads runs on each multiprocessor for the whole step, and reads the weights
+ahead of the values that they are multiplied with.
 """
 
 import math

@@ -768,12 +768,18 @@ def test_a_cache_that_is_back_in_the_pool_tells_nothing_of_its_last_call(model, 
     assert attachment(model).why_unserved is None
 
 
-def test_rows_count_for_max_bytes():
-    model = toy_model("llama")
+def bytes_of_a_call(model):
+    """What its cache takes in the pool."""
     info = attach(model)
     call(model, 0)
-    one = info.pool.num_bytes
+    taken = info.pool.num_bytes
     detach(model)
+    return taken
+
+
+def test_rows_count_for_max_bytes():
+    model = toy_model("llama")
+    one = bytes_of_a_call(model)
     info, most = attach(model, max_bytes=9 * one), 0
     seat = Loop._seat
 
@@ -794,10 +800,7 @@ def test_rows_count_for_max_bytes():
 
 def test_rows_of_calls_that_have_ended_leave_their_memory_to_the_next_one():
     model = toy_model("llama")
-    info = attach(model)
-    call(model, 0)
-    one = info.pool.num_bytes
-    detach(model)
+    one = bytes_of_a_call(model)
     info = attach(model, max_bytes=10 * one)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Turns, "is_wanted", True)
