@@ -32,7 +32,7 @@ from hf_static_kv.cache.request import (
     running_request,
 )
 from hf_static_kv.cache.storage import LayerShape, outside_inference_mode
-from hf_static_kv.cache.unserved import check_positions, warn_use_cache_off
+from hf_static_kv.cache.unserved import check_positions, positions_of_table, warn_use_cache_off
 
 logger = logging.getLogger(__name__)
 _ROOM = 256  # positions after the tokens of a file, if no capacity is given
@@ -87,10 +87,11 @@ class StaticContiguousCache(AllocatedCache):
         check_positive(max_cache_len=max_cache_len)
         check_positions(config, max_cache_len)
         warn_use_cache_off(config)
-        self._build(plans, max_cache_len)
+        self._build(plans, max_cache_len, positions_of_table(config))
 
-    def _build(self, plans: list[LayerPlan], max_cache_len: int) -> None:
+    def _build(self, plans: list[LayerPlan], max_cache_len: int, table: int | None = None) -> None:
         self.grows = False
+        self._table = table  # of positions: the cache does not grow beyond it
         self._pass = OpenPass(plans)
         # [B, k], the first tokens, as far as they are known
         self._known_ids: Tensor | None = None
@@ -130,7 +131,9 @@ class StaticContiguousCache(AllocatedCache):
     ) -> "StaticContiguousCache":
         """A cache that grows, allocated by its first pass, in the dtype of its states."""
         cache = cls.__new__(cls)
-        cache._build(layout.plan_layers(model.config, sliding, kv_dtype), max_cache_len)
+        table = positions_of_table(model.config)
+        capacity = max_cache_len if table is None else min(max_cache_len, table)
+        cache._build(layout.plan_layers(model.config, sliding, kv_dtype), capacity, table)
         cache.grows = True
         devices = layout.layer_devices(model, len(cache))
         if len(set(devices)) > 1:  # a pass tells the device of one layer at a time
@@ -325,7 +328,7 @@ class StaticContiguousCache(AllocatedCache):
             return
         needed = layer.length + keys.shape[2]
         if needed > self._max_cache_len:
-            self.grow(max(2 * self._max_cache_len, needed))
+            self.grow_for(needed)
         is_empty = not is_open and layer.length == 0 and layer.is_initialized
         if is_empty and (keys.dtype, values.dtype) != (layer.dtype, layer.value_dtype):
             # Autocast inside a `forward` began or ended since the last call.
@@ -644,11 +647,20 @@ class StaticContiguousCache(AllocatedCache):
             cache.fill(file, model, length, repeat)
         return cache
 
+    def grow_for(self, needed: int, room: int = 0) -> None:
+        """Grow to twice the capacity, or for what is needed and this room; with a table of positions
+        not beyond that.
+        """
+        wanted = max(2 * self.max_cache_len, needed + room)
+        if self._table is not None:
+            wanted = min(wanted, self._table)
+        self.grow(max(wanted, needed))
+
     def fill(self, file: CacheFile, model: PreTrainedModel, length: int, repeat: int = 1) -> None:
         """Replace the sequences by the first tokens of a file. After an error the cache is empty."""
         self.reset()
         if self.grows and length > self.max_cache_len:
-            self.grow(max(2 * self.max_cache_len, length + _ROOM))
+            self.grow_for(length, _ROOM)
         file.check_length(length, self.max_cache_len)
         file.allocate(self, model, file.header.num_rows * repeat)
         file.read_into(self, length, repeat)

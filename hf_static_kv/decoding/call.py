@@ -220,8 +220,8 @@ class Call:
         return call
 
     def grow(self) -> None:
-        """Double the capacity of the cache, whose storage moves."""
-        self.cache.grow(2 * self.cache.max_cache_len)
+        """Make room for more tokens in the cache, whose storage moves."""
+        self.cache.grow_for(self.cache.max_cache_len + 1)
         self.__dict__.pop("fingerprint", None)
 
     @cached_property

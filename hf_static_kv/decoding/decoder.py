@@ -225,7 +225,8 @@ class GraphDecoder:
         """
         logits = call.prefill()
         cache = call.cache  # another one if the prefix was of the model as it was before
-        if cache.grows and cache.seq_len == cache.max_cache_len:
+        is_full = cache.grows and cache.seq_len == cache.max_cache_len
+        if is_full and call.request.max_new_tokens > 1:
             call.grow()
         needs_step = min(call.limits) > call.input_ids.shape[1] + 1
         if needs_step and self._is_among_others(call):

@@ -240,7 +240,7 @@ class Loop:
             if seat.returns_cache:
                 row = Row(self._cache, seat.row, 0, seat.oldest)
                 if length > call.cache.max_cache_len:  # it was made for less, and rows were not
-                    call.cache.grow(max(2 * call.cache.max_cache_len, length))
+                    call.cache.grow_for(length)
                 fill(call.cache, [row], [0], length)
             elif seat.kept is not None and call.pool is not None:
                 (start,) = seat.kept.starts

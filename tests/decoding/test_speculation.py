@@ -25,7 +25,7 @@ from hf_static_kv import (
     exact,
     served,
 )
-from hf_static_kv.decoding import speculation
+from hf_static_kv.decoding import prompts, speculation
 from hf_static_kv.decoding.assistant import Assistant
 from hf_static_kv.decoding.turns import Turns
 from hf_static_kv.program import step as step_module
@@ -788,13 +788,29 @@ class TestTablesOfPositions:
         got = self.call(model, ids, 46, assistant_model=self.model(), **how)
         assert torch.equal(got, expected)
 
-    def test_a_prompt_as_long_as_the_table(self):
+    def test_a_prompt_as_long_as_the_table(self, monkeypatch):
+        monkeypatch.setattr(prompts, "DEVICES", ("cpu", "cuda"))
         model = self.model()
         ids = self.IDS[:, :4].repeat(1, 16)
         expected = self.call(self.model(), ids, 1)
-        with attached(model):
+        with attached(model) as info:
             for _ in range(3):
                 assert torch.equal(self.call(model, ids, 1), expected)
+            assert info.captured_prompts == 1
+
+    def test_a_cache_grows_no_further_than_the_table(self, tmp_path):
+        model = self.model()
+        ids = self.IDS[:, :15]
+        with torch.no_grad():
+            model(ids, past_key_values=(cache := StaticContiguousCache(model.config, 32)))
+        cache.save(tmp_path / "cache", model=model, tokens=ids)
+        cache = StaticContiguousCache.load(tmp_path / "cache", model)
+        assert (cache.grows, cache.max_cache_len) == (True, 64)
+        cache = StaticContiguousCache(model.config, 40)
+        cache.grows = True
+        with torch.no_grad():
+            model(self.IDS, past_key_values=cache)
+        assert cache.max_cache_len == 64
 
     def test_an_assistant_with_a_shorter_table(self):
         model = toy_model("llama")
