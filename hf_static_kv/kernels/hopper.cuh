@@ -71,3 +71,22 @@ __device__ __forceinline__ u64 read_once() {
 __device__ __forceinline__ void copy(void* to, const void* from, u32 bytes, u64* barrier, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared(to)), "l"(from), "r"(bytes), "r"(shared(barrier)), "l"(policy) : "memory");
 }
+
+// --- tensor cores, and a table
+
+// mma.m16n8k16: a lane has its fragments as the PTX manual places them.
+__device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+// Where shared memory begins. As an immediate it costs no addition for each lookup.
+constexpr u32 BASE = 1024;
+__device__ __forceinline__ void check_base() {
+  if (shared(shared_memory) != BASE) __trap();
+}
+__device__ __forceinline__ u32 looked_up(u32 at) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1 + %2];" : "=r"(x) : "r"(at), "n"(BASE));
+  return x;
+}

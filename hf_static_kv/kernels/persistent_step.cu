@@ -9,11 +9,21 @@
 constexpr int WARPS = 8, CONSUMERS = WARPS * 32, GROUP = 128;
 constexpr int HEADS_PER_KV = NQ / NKV, QKV = (NQ + 2 * NKV) * D;
 constexpr int PART = D + 4;                 // floats of a partial attention: sums, maximum, sum
+constexpr int WIDEST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
 constexpr u32 EMPTY = 0xffffffffu;
 constexpr i64 PATIENCE = 2000000000;        // cycles
 
+#if IS_PACKED
+struct Weight {
+  const unsigned char *codes, *scales;
+  const float *absmax, *offset;  // of nested scales
+};
+#else
+using Weight = const u16*;
+#endif
+
 struct Layer {
-  const u16 *q, *k, *v, *o, *gate, *up, *down;
+  Weight q, k, v, o, gate, up, down;
   const u16 *norm1, *post1, *norm2, *post2, *q_norm, *k_norm, *q_bias, *k_bias, *v_bias;
   u16 *keys, *values;
   i64 head_stride;
@@ -32,6 +42,9 @@ struct Args {
   float* maxima;
   int* tokens;
   i64* profile;
+#if IS_PACKED
+  const float *table, *nested;
+#endif
 };
 
 // Bytes of what one layer publishes.
@@ -119,18 +132,35 @@ struct Block {
   }
 };
 
-// How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K.
+// A weight, and one of its rows.
+struct Row {
+  Weight weight;
+  int row, rows, number;  // this one, all of the weight, and which of the layer's weights it is
+};
+__device__ __forceinline__ Row row_of_qkv(const Layer& y, int row) {
+  if (row < NQ * D) return {y.q, row, NQ * D, 0};
+  return row < (NQ + NKV) * D ? Row{y.k, row - NQ * D, NKV * D, 1} : Row{y.v, row - (NQ + NKV) * D, NKV * D, 2};
+}
+
+// How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K numbers.
 template <int N_, int K_, int C_, int VR_, int RS_>
 struct Cut {
   static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
   __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
-constexpr int N_QKV = QKV / C_QKV, N_O = H / C_O, N_GATE = I / C_GATE, N_DOWN = H / C_DOWN, N_HEAD = V / C_HEAD;
-using CutQKV = Cut<N_QKV, H, C_QKV, C_QKV, RS_QKV>;
-using CutO = Cut<N_O, NQ * D, C_O, C_O, RS_O>;
-using CutGate = Cut<N_GATE, H, C_GATE, 2 * C_GATE, RS_GATE>;
-using CutDown = Cut<N_DOWN, I, C_DOWN, C_DOWN, RS_DOWN>;
-using CutHead = Cut<N_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
+struct CutQKV : Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return row_of_qkv(y, chunk * C + r); }
+};
+struct CutO : Cut<H / C_O, NQ * D, C_O, C_O, RS_O> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.o, chunk * C + r, H, 3}; }
+};
+struct CutGate : Cut<I / C_GATE, H, C_GATE, 2 * C_GATE, RS_GATE> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {r < C ? y.gate : y.up, chunk * C + r % C, I, r < C ? 4 : 5}; }
+};
+struct CutDown : Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN> {
+  static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.down, chunk * C + r, H, 6}; }
+};
+using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
 constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
 // A parity tells two phases of a slot's barrier apart, and no third one.
 static_assert(SLOTS >= FLIGHT_STREAM && SLOTS >= FLIGHT_WAIT, "more copies under way than slots");
@@ -147,6 +177,10 @@ struct Share {  // of N chunks: first, first + BLOCKS, ...
     if (turn >= BLOCKS) turn -= BLOCKS;
   }
 };
+
+#if IS_PACKED
+#include "persistent_packed.cuh"
+#endif
 
 __device__ void produce(Block& b) {
   const Args& args = b.args;
@@ -175,18 +209,29 @@ __device__ void produce(Block& b) {
       if (slot < 0) return;
 #pragma unroll
       for (int r = 0; r < P::RS; r += run)
-        if (r < rows) copy(shared_memory + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
+        if (r < rows) copy(shared_memory + RING_AT + slot * STAGE + r * P::K * 2, source(share.first + (row + r) / P::VR * BLOCKS, (row + r) % P::VR), run * P::K * 2, b.full + slot, policy);
     }
   };
   for (int l = 0; l < L; l++) {
     const Layer y = args.layers[l];
-    rows(CutQKV{}, [&](int i, int v) {
-      int r = i * C_QKV + v;
-      return r < NQ * D ? y.q + (u64)r * H : r < (NQ + NKV) * D ? y.k + (u64)(r - NQ * D) * H : y.v + (u64)(r - (NQ + NKV) * D) * H;
-    });
-    rows(CutO{}, [&](int i, int v) { return y.o + (u64)(i * C_O + v) * (NQ * D); });
-    rows(CutGate{}, [&](int i, int v) { return (v < C_GATE ? y.gate : y.up) + (u64)(i * C_GATE + v % C_GATE) * H; });
-    rows(CutDown{}, [&](int i, int v) { return y.down + (u64)(i * C_DOWN + v) * I; });
+#if IS_PACKED
+    produce_rows<CutQKV>(b, y, turn, policy, next);
+    produce_rows<CutO>(b, y, turn, policy, next);
+    produce_rows<CutGate>(b, y, turn, policy, next);
+    produce_rows<CutDown>(b, y, turn, policy, next);
+#else
+    auto rows_of = [&](auto cut) {
+      using P = decltype(cut);
+      rows(cut, [&](int chunk, int r) {
+        const Row own = P::row_of(y, chunk, r);
+        return own.weight + (u64)own.row * P::K;
+      });
+    };
+    rows_of(CutQKV{});
+    rows_of(CutO{});
+    rows_of(CutGate{});
+    rows_of(CutDown{});
+#endif
   }
   rows(CutHead{}, [&](int i, int v) { return args.head + (u64)(i * C_HEAD + v) * H; });
   // No copy may be under way when the block ends.
@@ -236,7 +281,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
   constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
   const int slot = t % SLOTS;
   b.wait(b.full + slot, (t / SLOTS) & 1);
-  const uint4* w = (const uint4*)(shared_memory + slot * STAGE);
+  const uint4* w = (const uint4*)(shared_memory + RING_AT + slot * STAGE);
   float a[P::RS][LANES];
 #pragma unroll
   for (int r = 0; r < P::RS; r++)
@@ -262,7 +307,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     }
   }
   __syncwarp();
-  if (!b.lane) arrive(b.empty + slot);
+  if (b.lane < (IS_PACKED ? 2 : 1)) arrive(b.empty + slot);  // as many as of all warps that read packed rows
 #pragma unroll
   for (int r = 0; r < P::RS; r++) {
     sums[r] = a[r][0];
@@ -309,6 +354,26 @@ __device__ __forceinline__ void publish(unsigned char* words, int row, const flo
   if (C == 2) tell4(words + row * 2, pack(y[0], y[1 % C]));
   if (C == 1) tell2(words + row * 2, pack(y[0], 0.f));
 }
+
+#if !IS_PACKED
+// The sums of this block's rows: `publish_sums` takes a chunk of them, which begins with this row. While
+// many weights are multiplied, more copies may be under way.
+template <class P, bool IS_LONG, class Publish>
+__device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
+  if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;
+  Share<P::N> share(b.c, turn);
+  stream<P>(b, x, share.count, stage);
+  if (IS_LONG && !b.thread) *b.flight = FLIGHT_WAIT;
+  b.all_consumers();
+  if (b.thread < share.count) {
+    float z[P::VR];
+#pragma unroll
+    for (int r = 0; r < P::VR; r++) z[r] = total(b, b.thread * P::VR + r);
+    publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
+  }
+  __syncwarp();
+}
+#endif
 
 // 1 / sqrt(mean(x^2) + eps) of what `squared` was given
 __device__ __forceinline__ float scale_of(const Block& b) {
@@ -418,8 +483,7 @@ __device__ void consume(Block& b) {
   u32 stage = 0;
   int turn = 0;
   Hidden hidden;
-  constexpr int MOST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
-  float x[(MOST / 8 + GROUP - 1) / GROUP * 8];
+  float x[(WIDEST / 8 + GROUP - 1) / GROUP * 8];
 #if PROFILE
 #define MARK(n) if (b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
 #else
@@ -430,30 +494,25 @@ __device__ void consume(Block& b) {
     const Layer y = args.layers[l];
     unsigned char* own = words + (u64)l * LAYER_BYTES;
     MARK(0)
+#if IS_PACKED
+    fetch_offsets(b, args.layers + l);
+#endif
     if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
     MARK(1)
     hidden.normed(b, y.norm1, x);
-    {
-      Share<N_QKV> share(b.c, turn);
-      stream<CutQKV>(b, x, share.count, stage);
-      b.all_consumers();
-      if (b.thread < share.count) {
-        const int row = (share.first + b.thread * BLOCKS) * C_QKV;
-        const float scale = scale_of(b);
-        float z[C_QKV];
+    linear<CutQKV, false>(b, y, x, turn, stage, [&](int row, float* z) {
+      const float scale = scale_of(b);
 #pragma unroll
-        for (int r = 0; r < C_QKV; r++) z[r] = total(b, b.thread * C_QKV + r) * scale;
+      for (int r = 0; r < C_QKV; r++) z[r] *= scale;
 #if HAS_QKV_BIAS
 #pragma unroll
-        for (int r = 0; r < C_QKV; r++) {
-          const int n = row + r;
-          z[r] += half_of(n < NQ * D ? y.q_bias[n] : n < (NQ + NKV) * D ? y.k_bias[n - NQ * D] : y.v_bias[n - (NQ + NKV) * D]);
-        }
-#endif
-        publish<C_QKV>(own + AT_QKV, row, z);
+      for (int r = 0; r < C_QKV; r++) {
+        const int n = row + r;
+        z[r] += half_of(n < NQ * D ? y.q_bias[n] : n < (NQ + NKV) * D ? y.k_bias[n - NQ * D] : y.v_bias[n - (NQ + NKV) * D]);
       }
-      __syncwarp();
-    }
+#endif
+      publish<C_QKV>(own + AT_QKV, row, z);
+    });
     MARK(2)
     attend(b, y, own);
     MARK(3)
@@ -461,57 +520,24 @@ __device__ void consume(Block& b) {
     MARK(4)
     plain_input<NQ * D, 2>(b, own + AT_A, x);
     MARK(5)
-    {
-      Share<N_O> share(b.c, turn);
-      stream<CutO>(b, x, share.count, stage);
-      b.all_consumers();
-      if (b.thread < share.count) {
-        float z[C_O];
-#pragma unroll
-        for (int r = 0; r < C_O; r++) z[r] = total(b, b.thread * C_O + r);
-        publish<C_O>(own + AT_O, (share.first + b.thread * BLOCKS) * C_O, z);
-      }
-      __syncwarp();
-    }
+    linear<CutO, false>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_O>(own + AT_O, row, z); });
     MARK(6)
     hidden.add<C_O>(b, own + AT_O, y.post1);
     MARK(7)
     hidden.normed(b, y.norm2, x);
-    if (!b.thread) *b.flight = FLIGHT_STREAM;
-    {
-      Share<N_GATE> share(b.c, turn);
-      stream<CutGate>(b, x, share.count, stage);
-      if (!b.thread) *b.flight = FLIGHT_WAIT;
-      b.all_consumers();
-      if (b.thread < share.count) {
-        const float scale = scale_of(b);
-        float z[C_GATE];
+    linear<CutGate, true>(b, y, x, turn, stage, [&](int row, float* z) {
+      const float scale = scale_of(b);
 #pragma unroll
-        for (int r = 0; r < C_GATE; r++) {
-          const float gate = rounded(total(b, b.thread * 2 * C_GATE + r) * scale), up = rounded(total(b, b.thread * 2 * C_GATE + C_GATE + r) * scale);
-          z[r] = rounded(activate(gate)) * up;
-        }
-        publish<C_GATE>(own + AT_M, (share.first + b.thread * BLOCKS) * C_GATE, z);
+      for (int r = 0; r < C_GATE; r++) {
+        const float gate = rounded(z[r] * scale), up = rounded(z[C_GATE + r] * scale);
+        z[r] = rounded(activate(gate)) * up;
       }
-      __syncwarp();
-    }
+      publish<C_GATE>(own + AT_M, row, z);
+    });
     MARK(8)
     plain_input<I, C_GATE>(b, own + AT_M, x);
     MARK(9)
-    if (!b.thread) *b.flight = FLIGHT_STREAM;
-    {
-      Share<N_DOWN> share(b.c, turn);
-      stream<CutDown>(b, x, share.count, stage);
-      if (!b.thread) *b.flight = FLIGHT_WAIT;
-      b.all_consumers();
-      if (b.thread < share.count) {
-        float z[C_DOWN];
-#pragma unroll
-        for (int r = 0; r < C_DOWN; r++) z[r] = total(b, b.thread * C_DOWN + r);
-        publish<C_DOWN>(own + AT_DOWN, (share.first + b.thread * BLOCKS) * C_DOWN, z);
-      }
-      __syncwarp();
-    }
+    linear<CutDown, true>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_DOWN>(own + AT_DOWN, row, z); });
     MARK(10)
   }
   const int l = L;
@@ -520,7 +546,7 @@ __device__ void consume(Block& b) {
   hidden.normed(b, args.norm, x);
   if (!b.thread) *b.flight = FLIGHT_STREAM;
   MARK(1)
-  Share<N_HEAD> share(b.c, turn);
+  Share<CutHead::N> share(b.c, turn);
   float best = -INFINITY_;
   int token = V - 1;
   float scale = 0;
@@ -565,9 +591,9 @@ __device__ void consume(Block& b) {
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(const __grid_constant__ Args args) {
-  unsigned char* after = shared_memory + STAGE * SLOTS;
-  float* sums = (float*)after;                     // [SUM_ROWS, 4]
-  float* squares = sums + SUM_ROWS * 4;            // [16]
+  unsigned char* after = shared_memory + RING_AT + STAGE * SLOTS;
+  float* sums = (float*)after;                     // [SUM_ROWS, SUM_PARTS]
+  float* squares = sums + SUM_ROWS * SUM_PARTS;    // [16]
   float* scratch = squares + 16;
   u64* full = (u64*)(scratch + SCRATCH);
   const int warp = threadIdx.x / 32;
@@ -575,10 +601,13 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
     *(volatile int*)(full + 2 * SLOTS) = FLIGHT_STREAM;
     for (int i = 0; i < SLOTS; i++) {
       begin(full + i, 1);
-      begin(full + SLOTS + i, 4);
+      begin(full + SLOTS + i, IS_PACKED ? WARPS : WARPS / 2);  // of the warps that read a slot
     }
     all_begun();
   }
+#if IS_PACKED
+  write_tables(args);
+#endif
   __syncthreads();
   Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
   if (warp == WARPS) {

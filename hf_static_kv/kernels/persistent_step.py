@@ -36,6 +36,7 @@ from torch.nn import Parameter
 from hf_static_kv.kernels.decode_attention import decode_attention_plain
 from hf_static_kv.kernels.linear import activate
 from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.packed import NESTED_GROUP, Packed, Weight, unpacked
 from hf_static_kv.kernels.rotary import rotate_and_write_plain
 
 # In the order of their numbers in the kernel.
@@ -46,24 +47,34 @@ _MAX_WIDTH = 16384  # a thread holds 1 / 128 of an input in registers
 _CONSUMERS = 256
 _SUM_ROWS = 256  # output rows of a block in one phase
 _STAGE = 16384  # bytes of a copy, unless a row is longer
+_STAGE_OF_PACKED = 18432  # with scales
 # Copies of a block that are under way while it waits for values, and while it multiplies: more slow
 # the exchange of values, fewer the reading. Of six pairs the fastest (Llama-3.2-1B, H200, 2026-11-18).
 _FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
+_FLIGHT_OF_PACKED = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
 _MOST_ROWS = 12  # of short weights in a stage
+_SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
 _SPLITS = 16  # of a head's keys
 _MAX_BARRIERS = 16  # stages of the ring
+_WARPS = 8
+# Of weights of four bits: weights that share a scale, and the bytes of the tables: of pairs and of nested
+# scales, and the offsets of a layer.
+_GROUP = 64
+_TABLES = 65536 + 4 * NESTED_GROUP + 32
+
+NUM_WEIGHTS = 7  # of a layer; they are its first fields
 
 
 class PlannedLayer(NamedTuple):
     """The tensors of a layer, in the order of `struct Layer`."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
     norm1: Tensor
     post1: Tensor | None
     norm2: Tensor
@@ -108,9 +119,21 @@ class Plan(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that the step reads or writes."""
+        """Every tensor that the step reads or writes, but those of packed weights."""
         own = [self.embedding, self.norm, self.head, self.token, self.position]
-        return own + [t for layer in self.layers for t in layer if t is not None]
+        return own + [t for layer in self.layers for t in layer if isinstance(t, Tensor)]
+
+    @property
+    def weights(self) -> list[Weight]:
+        """Those of all linear layers but the head."""
+        own = (weight for layer in self.layers for weight in layer[:NUM_WEIGHTS])
+        return [weight for weight in own if weight is not None]
+
+    @property
+    def packed(self) -> Packed | None:
+        """A weight of four bits, which stands for all; None: they have 16."""
+        first = self.weights[0]
+        return first if isinstance(first, Packed) else None
 
 
 # --- the reference
@@ -133,7 +156,7 @@ def _normed(plan: Plan, x: Tensor, weight: Tensor | None) -> Tensor:
 
 def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
     query, key, value = (
-        F.linear(x, weight, bias).view(1, -1, 1, layer.keys.shape[-1])  # [1, heads, 1, D]
+        _linear(x, weight, bias).view(1, -1, 1, layer.keys.shape[-1])  # [1, heads, 1, D]
         for weight, bias in (
             (layer.q, layer.q_bias),
             (layer.k, layer.k_bias),
@@ -151,12 +174,16 @@ def _attention(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
     query = rotate_and_write_plain(query, key, value, cos, sin, keys, values, slots, *norms)
     spans = layer.span.reshape(1, 1, 3)
     y = decode_attention_plain(query, keys, values, spans, None, plan.scale)
-    return F.linear(y.reshape(1, -1), layer.o)
+    return _linear(y.reshape(1, -1), layer.o)
 
 
 def _gated(plan: Plan, layer: PlannedLayer, x: Tensor) -> Tensor:
-    gate = activate(F.linear(x, layer.gate), plan.activation)
-    return F.linear(gate * F.linear(x, layer.up), layer.down)
+    gate = activate(_linear(x, layer.gate), plan.activation)
+    return _linear(gate * _linear(x, layer.up), layer.down)
+
+
+def _linear(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, unpacked(weight) if isinstance(weight, Packed) else weight, bias)
 
 
 # --- what the kernel takes
@@ -185,9 +212,43 @@ def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
     kinds_of_layers = {tuple(t is None or tuple(t.shape) for t in own) for own in _alike(plan)}
     yield len(kinds_of_layers) == 1, "its layers differ in their shapes or norms"
     yield from _conditions_of_sizes(plan)
+    if any(isinstance(weight, Packed) for weight in plan.weights):
+        yield from _conditions_of_packed(plan)
 
 
-def _alike(plan: Plan) -> list[list[Tensor | None]]:
+def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
+    """For weights of four bits: see persistent_packed.cuh."""
+    weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
+    first = weights[0]
+    yield len(weights) == len(plan.weights), "some weights are packed and some are not"
+    is_known = first.layout in ("high_first", "low_first") and first.zeros is None
+    yield is_known, f"it has no weights packed as {first.layout}"
+    yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
+    parts = [part for weight in weights for part in (weight.codes, weight.scales)]
+    yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
+    yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
+    groups = {weight.group for weight in weights}
+    yield groups == {_GROUP}, f"{groups} weights share a scale: it takes {_GROUP}"
+    yield all(weight.factor == 1 for weight in weights), "scales have a factor"
+    yield _are_equal([weight.table for weight in weights]), "tables differ"
+    yield all(weight.columns % _GROUP == 0 for weight in weights), "a row is no multiple of 64"
+    nested = [weight.nested for weight in weights if weight.nested is not None]
+    if not nested:
+        yield first.scales.dtype == torch.float32, f"scales are {first.scales.dtype}"
+        return
+    yield len(nested) == len(weights), "some scales are nested and some are not"
+    yield _are_equal([own.table for own in nested]), "tables of scales differ"
+    whole = _GROUP * NESTED_GROUP * 4  # four scales of scales are read at once
+    yield all(w.numel() % whole == 0 for w in weights), f"a weight is no multiple of {whole}"
+    yield all(own.absmax.data_ptr() % 16 == 0 for own in nested), "a tensor is not 16-byte aligned"
+
+
+def _are_equal(tables: list[Tensor | None]) -> bool:
+    first = tables[0]
+    return first is not None and all(own is not None and torch.equal(own, first) for own in tables)
+
+
+def _alike(plan: Plan) -> list[list[Weight | None]]:
     """Of each layer what must have one shape: the storage of compact layers is shorter, and tables
     may be.
     """
@@ -238,23 +299,28 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     sizes = plan.sizes
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
-    stage = max(_STAGE, 2 * widest)
-    found |= _cuts(sizes, blocks, stage)
+    packed = plan.packed
+    stage = max(_STAGE, 2 * widest) if packed is None else max(_STAGE_OF_PACKED, 2 * sizes["H"])
+    found |= _cuts(sizes, blocks, stage, packed)
+    found |= _of_packed(packed)
+    sums = _SUM_ROWS * int(found["SUM_PARTS"])
     scratch = _scratch_floats(sizes)
-    rest = shared_bytes - _fixed_bytes(scratch)
+    rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
+    flight = _FLIGHT if packed is None else _FLIGHT_OF_PACKED
     slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)  # half of them for each group of warps
     splits = min(_SPLITS, blocks // sizes["NKV"])
-    if slots < max(_FLIGHT.values()) or not splits:
+    if slots < max(flight.values()) or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
-    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots, **_FLIGHT}
+    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots, **flight}
     found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
 
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
     """The dynamic shared memory of a block."""
-    stage, slots, scratch = (int(macros[name]) for name in ("STAGE", "SLOTS", "SCRATCH"))
-    return stage * slots + _fixed_bytes(scratch)
+    names = ("RING_AT", "STAGE", "SLOTS", "SUM_ROWS", "SUM_PARTS", "SCRATCH")
+    ring_at, stage, slots, rows, parts, scratch = (int(macros[name]) for name in names)
+    return ring_at + stage * slots + _fixed_bytes(rows * parts, scratch)
 
 
 def exchanged_bytes(macros: dict[str, int | str]) -> int:
@@ -287,7 +353,35 @@ def _float_literal(number: float) -> str:
     return f"{float(number)!r}f"
 
 
-def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str]:
+def _of_packed(packed: Packed | None) -> dict[str, int | str]:
+    """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
+    if packed is None:
+        return {"IS_PACKED": 0, "RING_AT": 0, "SUM_PARTS": 4}
+    return {
+        "IS_PACKED": 1,
+        "RING_AT": _rounded_up(_TABLES, 128),
+        "SUM_PARTS": 8,
+        "QUANT_GROUP": packed.group,
+        "IS_NESTED": int(packed.nested is not None),
+        "IS_HIGH_FIRST": int(packed.layout == "high_first"),
+    }
+
+
+def _row_bytes(packed: Packed | None, width: int) -> int:
+    """Of a row of weights in a stage, with its scales."""
+    if packed is None:
+        return 2 * width
+    # Of nested scales a copy has up to eight more, for two rows or more.
+    return width // 2 + _scale_bytes(packed, width) + (0 if packed.nested is None else 16)
+
+
+def _scale_bytes(packed: Packed, width: int) -> int:
+    return width // _GROUP * packed.scales.dtype.itemsize
+
+
+def _cuts(
+    sizes: dict[str, int], blocks: int, stage: int, packed: Packed | None
+) -> dict[str, int | str]:
     """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase."""
     hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
     # Rows, inputs, and weights that are read together.
@@ -300,12 +394,16 @@ def _cuts(sizes: dict[str, int], blocks: int, stage: int) -> dict[str, int | str
     }
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
-        chunk = _rows_of_chunk(rows, blocks)
-        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _MOST_ROWS:
+        own = None if name == "HEAD" else packed
+        chunk = _rows_of_chunk(rows, blocks, 1 if own is None else 2)  # packed rows have pairs
+        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _SPARE_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
-        chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
-        found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
+        if own is None:
+            chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
+            found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
+        else:
+            found[f"RS_{name}"] = _rows_of_packed_stage(own, width, chunk, stage)
     return found
 
 
@@ -314,10 +412,13 @@ def _busiest(rows: int, chunk: int, blocks: int) -> int:
     return math.ceil(rows / chunk / blocks) * chunk
 
 
-def _rows_of_chunk(rows: int, blocks: int) -> int:
-    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1."""
+def _rows_of_chunk(rows: int, blocks: int, least: int) -> int:
+    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1; `least` if
+    that is more.
+    """
     most = 1.04 * _busiest(rows, 1, blocks)
-    return next(c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
+    fits = (c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
+    return max(least, next(fits))
 
 
 def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
@@ -330,6 +431,15 @@ def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
     return rows * math.ceil(chunks / math.ceil(chunks / most))
 
 
+def _rows_of_packed_stage(packed: Packed, width: int, chunk: int, stage: int) -> int:
+    """As `_rows_of_stage`: a power of two, so that each lane has the products of one pair of rows."""
+    most = (n for n in (16, 8, 4, 2) if n * _row_bytes(packed, width) <= stage)
+    rows = next(most, 0)
+    if not rows or min(rows, chunk) * _scale_bytes(packed, width) % 16:
+        raise ValueError(f"rows of {width} columns make no whole copies")
+    return rows
+
+
 def _scratch_floats(sizes: dict[str, int]) -> int:
     """Of attention: queries, the new key and value, and the partial sums of warps."""
     group = sizes["NQ"] // sizes["NKV"]
@@ -339,9 +449,9 @@ def _scratch_floats(sizes: dict[str, int]) -> int:
     return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
 
 
-def _fixed_bytes(scratch: int) -> int:
-    """Shared memory beside the ring: sums, squares, scratch, barriers and a number."""
-    return _SUM_ROWS * 16 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
+def _fixed_bytes(sums: int, scratch: int) -> int:
+    """Shared memory behind the ring: sums, squares, scratch, barriers and a number."""
+    return sums * 4 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
 
 
 def _rounded_up(number: int, multiple: int) -> int:

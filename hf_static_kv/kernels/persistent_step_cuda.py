@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_static_kv import compat
+from hf_static_kv.kernels.packed import Packed, Weight
 from hf_static_kv.kernels.persistent_step import (
     Plan,
     check_plan,
@@ -34,7 +35,6 @@ _NAME = b"persistent_step"
 _THREADS = 288  # of a block: eight warps that compute, and one that reads
 _CAPABILITY = (9, 0)  # the only one where the kernel was measured
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
-_HEAD_STRIDE = 18  # where `struct Layer` has it among the tensors
 
 
 def refusal(plan: Plan) -> str:
@@ -141,7 +141,11 @@ class Memory:
         self.tensors = [layers, words, step, self.error, self.logits, maxima, tokens]
         pointers = [t.data_ptr() for t in (layers, *inputs, *self.tensors[1:])]
         self.marks = step.new_zeros(blocks if has_marks else 0, len(plan.layers) + 1, 16).long()
-        self.args = (ctypes.c_uint64 * (len(pointers) + 1))(*pointers, self.marks.data_ptr())
+        pointers.append(self.marks.data_ptr())
+        if (packed := plan.packed) is not None:
+            tables = [packed.table, None if packed.nested is None else packed.nested.table]
+            pointers += [0 if table is None else table.data_ptr() for table in tables]
+        self.args = (ctypes.c_uint64 * len(pointers))(*pointers)
 
 
 def _macros(plan: Plan) -> dict[str, int | str]:
@@ -158,10 +162,22 @@ def _table_of_layers(plan: Plan) -> Tensor:
     """Every `struct Layer`, as one tensor of addresses."""
     rows = []
     for layer in plan.layers:
-        row = [0 if tensor is None else tensor.data_ptr() for tensor in layer]
-        row.insert(_HEAD_STRIDE, layer.keys.stride(0))
+        row: list[int] = []
+        for name, part in zip(layer._fields, layer, strict=True):
+            row += _addresses(part)
+            if name == "values":
+                row.append(layer.keys.stride(0))
         rows.append(row)
     return torch.tensor(rows, dtype=torch.int64, device=plan.token.device)
+
+
+def _addresses(part: Weight | None) -> list[int]:
+    """Of a tensor, or of what `struct Weight` has of packed weights."""
+    if not isinstance(part, Packed):
+        return [0 if part is None else part.data_ptr()]
+    nested = part.nested
+    outer = [0, 0] if nested is None else [nested.absmax.data_ptr(), nested.offset.data_ptr()]
+    return [part.codes.data_ptr(), part.scales.data_ptr(), *outer]
 
 
 # --- compiling

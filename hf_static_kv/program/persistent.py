@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_static_kv.kernels.linear import Linear, is_packed
+from hf_static_kv.kernels.linear import Linear
 from hf_static_kv.kernels.norm import STYLES, Norm, NormStyle, add_norm, norm
 from hf_static_kv.kernels.persistent_step import Plan, PlannedLayer
 from hf_static_kv.kernels.rotary import rotate_and_write
@@ -93,8 +93,6 @@ class _Unfused:
         assert found is not None
         x = found.x
         layer: Linear = found.layer
-        if is_packed(layer):
-            raise Unplanned("weights have four or eight bits")
         if layer.norm is not None:
             x = self._add("norm", [x], [object()], layer.norm)
         if layer.is_gated and not layer.biases and layer.residual is None:
@@ -201,6 +199,7 @@ class _Match:
     def plan(self) -> Plan:
         z, (head, bias) = self._linear(self._steps.output)
         _expect(bias is None, "the head has a bias")
+        _expect(isinstance(head, Tensor), "the head is packed")
         h, norm_weight = self._norm(z)
         layers = []
         while self._kind(h) == "add":
@@ -243,7 +242,7 @@ class _Match:
 
     # Each returns its input first.
 
-    def _linear(self, y: Any) -> tuple[Any, tuple[Tensor, Tensor | None]]:
+    def _linear(self, y: Any) -> tuple[Any, tuple[Any, Tensor | None]]:
         rows = slice(None)
         if self._kind(y) == "part":
             part = self._take(y, "part")
@@ -251,6 +250,9 @@ class _Match:
             rows = part.own
         step = self._take(y, "linear")
         weight, bias = step.own
+        if rows == slice(None):
+            return step.inputs[0], (weight, bias)
+        _expect(isinstance(weight, Tensor), "a packed weight has several parts")
         return step.inputs[0], (weight[rows], None if bias is None else bias[rows])
 
     def _norm(self, z: Any) -> tuple[Any, Tensor]:

@@ -14,6 +14,7 @@ from hf_static_kv.program import takeover
 from hf_static_kv.testing import dev_config, random_model
 from tests.conftest import COMMON, PROMPT, toy_model
 from tests.decoding.conftest import CAPACITY
+from tests.quantised_layers import quantise
 
 HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 SAMPLED = {"do_sample": True, "top_k": 7}
@@ -303,13 +304,17 @@ def test_neither_model_nor_cache_is_kept_alive(build):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not HAS_KERNEL, reason="the kernel runs on compute capability 9.0")
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen3-1.7b", "gemma-3-1b", "smollm2-135m"])
+@pytest.mark.parametrize(
+    "name",
+    ["llama-3.2-1b", "llama-3.2-1b in four bits", "qwen3-1.7b", "gemma-3-1b", "smollm2-135m"],
+)
 class TestOnAGpu:
     @pytest.fixture
     def talk(self, name, monkeypatch):
         monkeypatch.setattr(takeover, "is_faster", lambda plan: True)
+        name, in_bits, _ = name.partition(" in four bits")
         model = random_model(dev_config(name), device="cuda", dtype=torch.bfloat16)
-        return Conversation(model)
+        return Conversation(quantise(model) if in_bits else model)
 
     def test_the_kernel_takes_over_and_gives_back(self, talk):
         expected = [talk.call().tolist() for _ in range(2)]

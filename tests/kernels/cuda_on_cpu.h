@@ -34,6 +34,12 @@ struct Index {
 struct uint4 {
   u32 x, y, z, w;
 };
+struct uint2 {
+  u32 x, y;
+};
+struct float2 {
+  float x, y;
+};
 struct float4 {
   float x, y, z, w;
 };
@@ -53,6 +59,7 @@ struct Copy {
 struct Warp {
   Meeting meeting;
   u32 words[WARP];
+  u32 fragments[WARP][6];
 };
 struct Block {
   std::vector<unsigned char> memory;
@@ -207,6 +214,12 @@ static float __uint_as_float(u32 x) {
   return y;
 }
 static float __int_as_float(u32 x) { return __uint_as_float(x); }
+static u32 __byte_perm(u32 a, u32 b, u32 selector) {
+  const u64 both = (u64)b << 32 | a;
+  u32 x = 0;
+  for (int i = 0; i < 4; i++) x |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
+  return x;
+}
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static i64 clock64() { return machine::round_number << 16; }
 static void __syncthreads() { machine::meet(machine::block().barriers[0], machine::block().warps.size() * machine::WARP); }
@@ -259,4 +272,20 @@ static bool has_ended(u64* barrier, u32 parity) {
   return machine::phases(barrier).parity != parity;
 }
 static u64 read_once() { return 0; }
+static void check_base() {}
+static u32 looked_up(u32 at) { return *(const u32*)(shared_memory + at); }
+static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  machine::Warp& warp = machine::warp();
+  const int lane = machine::current->thread % machine::WARP, g = lane / 4, t = lane % 4;
+  const u32 own[6] = {a0, a1, a2, a3, b0, b1};
+  memcpy(warp.fragments[lane], own, sizeof own);
+  machine::meet(warp.meeting, machine::WARP);
+  auto half = [&](int from, int word, int upper) { return __uint_as_float(upper ? warp.fragments[from][word] & 0xffff0000u : warp.fragments[from][word] << 16); };
+  for (int i = 0; i < 4; i++)
+    for (int k = 0; k < 16; k++) {
+      const int column = 2 * t + i % 2;
+      sum[i] += half(4 * g + k % 8 / 2, i / 2 + 2 * (k / 8), k % 2) * half(4 * column + k % 8 / 2, 4 + k / 8, k % 2);
+    }
+  machine::meet(warp.meeting, machine::WARP);
+}
 static void copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { machine::block().copies.push_back({(unsigned char*)to, (const unsigned char*)from, bytes, (u32)(machine::seeded() % 8), barrier}); }

@@ -1,18 +1,43 @@
 """Plans of a step with random tensors, and what a step of one gives in float64."""
 
 import math
+from functools import cache
 
 import torch
 
 from hf_static_kv.kernels.norm import STYLES
+from hf_static_kv.kernels.packed import NESTED_GROUP, Nested, Packed, unpacked
 from hf_static_kv.kernels.persistent_step import Plan, PlannedLayer
+from tests.quantised_layers import NF4
 
 SMALL = {"L": 2, "H": 256, "I": 512, "NQ": 4, "NKV": 2, "D": 64, "V": 1000}
 
 
+def in_four_bits(weight, is_nested, group=64):
+    """A weight as bitsandbytes packs it."""
+    blocks = weight.float().view(-1, group)
+    absmax = blocks.abs().amax(dim=1)
+    table = table_of(weight.device)
+    codes = (blocks / absmax[:, None])[..., None].sub(table).abs().argmin(-1).to(torch.uint8)
+    codes = codes.view(-1, 2)
+    scales, nested = absmax, None
+    if is_nested:
+        offset = absmax.mean()
+        outer = torch.stack([part.abs().amax() for part in (absmax - offset).split(NESTED_GROUP)])
+        levels = torch.linspace(-1, 1, 256, device=weight.device)
+        shares = (absmax - offset) / outer.repeat_interleave(NESTED_GROUP)[: len(absmax)]
+        scales = shares[:, None].sub(levels).abs().argmin(-1).to(torch.uint8)
+        nested = Nested(levels, outer, offset)
+    rows, columns = weight.shape
+    return Packed(
+        codes[:, 0] << 4 | codes[:, 1], "high_first", rows, columns, weight.dtype, group,
+        scales.view(rows, -1), table, nested=nested,
+    )  # fmt: skip
+
+
 def random_plan(
     sizes=SMALL, has_biases=False, has_head_norms=False, has_post_norms=False,
-    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, **how,
+    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, **how,
 ):  # fmt: skip
     """A plan with random tensors; with device "meta" it has sizes only."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
@@ -20,6 +45,12 @@ def random_plan(
     def weight(*shape, scale=None):
         scale = shape[-1] ** -0.5 if scale is None else scale
         return (torch.randn(*shape, generator=generator, device=device) * scale).to(dtype)
+
+    def linear(*shape):
+        own = weight(*shape)
+        if packed is None:
+            return own
+        return in_four_bits(own, packed == "nested")
 
     def norm(width, is_there=True):
         return 1 + weight(width, scale=0.1) if is_there else None
@@ -33,9 +64,9 @@ def random_plan(
 
     def layer():
         return PlannedLayer(
-            q=weight(queries, hidden), k=weight(heads, hidden), v=weight(heads, hidden),
-            o=weight(hidden, queries), gate=weight(intermediate, hidden),
-            up=weight(intermediate, hidden), down=weight(hidden, intermediate),
+            q=linear(queries, hidden), k=linear(heads, hidden), v=linear(heads, hidden),
+            o=linear(hidden, queries), gate=linear(intermediate, hidden),
+            up=linear(intermediate, hidden), down=linear(hidden, intermediate),
             norm1=norm(hidden), post1=norm(hidden, has_post_norms),
             norm2=norm(hidden), post2=norm(hidden, has_post_norms),
             q_norm=norm(dim, has_head_norms), k_norm=norm(dim, has_head_norms),
@@ -62,6 +93,13 @@ def random_plan(
     )
 
 
+def exact(weight):
+    """In float64."""
+    if isinstance(weight, Packed):
+        weight = unpacked(weight._replace(dtype=torch.float32))
+    return weight.to(torch.float64)
+
+
 def float64_step(plan):
     """The logits, and the newest keys and values of each layer, by formulas of this test alone."""
     real = torch.float64
@@ -83,7 +121,7 @@ def float64_step(plan):
         dim = layer.keys.shape[2]
         z = norm(h, layer.norm1, plan.eps)
         q, k, v = (
-            (weight.to(real) @ z + (0 if bias is None else bias.to(real))).view(-1, dim)
+            (exact(weight) @ z + (0 if bias is None else bias.to(real))).view(-1, dim)
             for weight, bias in (
                 (layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias)
             )
@@ -100,15 +138,15 @@ def float64_step(plan):
         keys, values = (x[:, first:end].repeat_interleave(group, 0) for x in (keys, values))
         weights = torch.softmax(plan.scale * torch.einsum("hd,hnd->hn", q, keys), dim=-1)
         a = torch.einsum("hn,hnd->hd", weights, values).flatten()
-        h = h + norm(layer.o.to(real) @ a, layer.post1, plan.eps)
+        h = h + norm(exact(layer.o) @ a, layer.post1, plan.eps)
         z = norm(h, layer.norm2, plan.eps)
-        gate, up = layer.gate.to(real) @ z, layer.up.to(real) @ z
+        gate, up = exact(layer.gate) @ z, exact(layer.up) @ z
         if plan.activation == "silu":
             gate = gate * torch.sigmoid(gate)
         else:
             inner = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             gate = 0.5 * gate * (1 + torch.tanh(inner))
-        h = h + norm(layer.down.to(real) @ (gate * up), layer.post2, plan.eps)
+        h = h + norm(exact(layer.down) @ (gate * up), layer.post2, plan.eps)
     return plan.head.to(real) @ norm(h, plan.norm, plan.eps), written
 
 
@@ -127,6 +165,12 @@ CASES = {
     "window": {"length": 40, "first": 33},
     "full": {"length": 47},
     "long": {"length": 3000, "slots": 3001},
+    "four bits": {"packed": "plain", "sizes": {**SMALL, "I": 2304}},
+    "four bits, gemma": {
+        "packed": "plain", "has_biases": True, "has_head_norms": True, "has_post_norms": True,
+        "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
+    },
+    "nested scales": {"packed": "nested", "sizes": {**SMALL, "H": 512, "I": 1536, "NQ": 8}},
 }  # fmt: skip
 
 
@@ -146,3 +190,9 @@ def copied(plan):
     """With storage of its own."""
     layers = [x._replace(keys=x.keys.clone(), values=x.values.clone()) for x in plan.layers]
     return plan._replace(layers=layers)
+
+
+@cache
+def table_of(device):
+    """One for all weights, as a package has it."""
+    return torch.tensor(NF4, device=device)

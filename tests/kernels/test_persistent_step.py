@@ -1,6 +1,7 @@
 """The kernel of a whole step: what it takes, what it is compiled with, and what it computes."""
 
 import math
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,28 @@ def sized(**sizes):
     return random_plan(SMALL | sizes)
 
 
+WIDER = {**SMALL, "H": 512}
+
+
+@cache
+def four_bits(scales="plain"):
+    return random_plan(WIDER, packed=scales)
+
+
+def one_packed(**changed):
+    plan = four_bits()
+    return with_layer(plan, o=plan.layers[0].o._replace(**changed))
+
+
+def each_packed(**changed):
+    names = ("q", "k", "v", "o", "gate", "up", "down")
+    layers = [
+        layer._replace(**{name: getattr(layer, name)._replace(**changed) for name in names})
+        for layer in four_bits().layers
+    ]
+    return four_bits()._replace(layers=layers)
+
+
 REFUSED = {
     "float32": (lambda: random_plan(dtype=torch.float32), "torch.bfloat16, not torch.float32"),
     "heads of 32": (lambda: sized(D=32), "a head is 32 wide"),
@@ -81,6 +104,26 @@ REFUSED = {
         lambda: with_layer(plan := random_plan(), slot=plan.layers[0].slot.int()),
         "torch.int64",
     ),
+    "one weight of 16 bits": (
+        lambda: with_layer(four_bits(), o=random_plan(WIDER).layers[0].o),
+        "some weights are packed and some are not",
+    ),
+    "weights in bytes": (lambda: each_packed(layout="bytes"), "packed as bytes"),
+    "zeros": (lambda: each_packed(zeros=torch.zeros(1)), "packed as high_first"),
+    "another order": (lambda: one_packed(layout="low_first"), "packed weights differ"),
+    "groups of 32": (lambda: one_packed(group=32), "32.* weights share a scale: it takes 64"),
+    "a factor": (lambda: one_packed(factor=2.0), "factor"),
+    "another table": (lambda: one_packed(table=torch.zeros(16)), "tables differ"),
+    "scales of columns": (
+        lambda: one_packed(scales=four_bits().layers[0].o.scales.t().contiguous().t()),
+        "scales are not contiguous",
+    ),
+    "scales in float16": (lambda: each_packed(scales=torch.zeros(8).half()), "torch.float16"),
+    "some nested scales": (
+        lambda: with_layer(four_bits(), o=four_bits("nested").layers[0].o),
+        "some scales are nested",
+    ),
+    "few nested scales": (lambda: random_plan(packed="nested"), "no multiple of 65536"),
 }
 
 
@@ -95,6 +138,8 @@ def test_what_the_kernel_does_not_take(name):
 def test_what_it_takes(parts):
     check_plan(random_plan(SMALL, *parts))
     check_plan(random_plan({**SMALL, "NQ": 16, "D": 256}))
+    check_plan(four_bits())
+    check_plan(four_bits("nested"))
 
 
 # --- what it is compiled with
@@ -124,6 +169,25 @@ def test_every_dev_model_fits(name):
         assert phase == "HEAD" or busiest * weights <= found["SUM_ROWS"]
     assert exchanged_bytes(found) == found["EXCHANGED_BYTES"]
     assert exchanged_bytes(found) < 1 << 25
+
+
+@pytest.mark.parametrize("scales", ["plain", "nested"])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-1.7b"])
+def test_weights_of_four_bits_fit(name, scales):
+    numbers, parts = SHAPES[name]
+    sizes = dict(zip(SMALL, numbers, strict=True))
+    found = macros(random_plan(sizes, *parts, device="meta", packed=scales), BLOCKS, SHARED)
+    assert used_shared_bytes(found) <= SHARED
+    assert found["SLOTS"] >= 4
+    for phase in ("QKV", "O", "GATE", "DOWN"):
+        assert found[f"C_{phase}"] % 2 == 0  # pairs of rows
+        assert found[f"RS_{phase}"] in (2, 4, 8, 16)
+
+
+def test_scales_that_make_no_whole_copies():
+    plan = random_plan({**SMALL, "H": 192}, packed="plain")  # two rows have 24 bytes of scales
+    with pytest.raises(ValueError, match="rows of 192 columns make no whole copies"):
+        macros(plan, 23, SHARED)
 
 
 def test_options_become_macros():

@@ -19,7 +19,7 @@ from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
-SHARED = 100_000
+SHARED = 200_000
 ENDED, ALL_WAIT = 0, 1  # `Outcome` of cuda_on_cpu.h
 SIZES = {**SMALL, "H": 128, "I": 256, "V": 500}  # a block of 132 has fewer rows
 RUN = """
@@ -35,7 +35,8 @@ def plan_of(name):
     case = dict(CASES[name])
     sizes = case.pop("sizes", SMALL)
     changed = {key: value for key, value in sizes.items() if SMALL[key] != value}
-    return random_plan({**SIZES, **changed}, **case)
+    least = {"H": 256, "I": 512} if "packed" in case else {}
+    return random_plan({**SIZES, **least, **changed}, **case)
 
 
 @cache
@@ -61,7 +62,8 @@ class Step:
 
     def __init__(self, plan, folder, fault=None):
         self.plan = plan  # its tensors are read
-        found = macros(plan, 3 if plan.sizes["D"] == 64 else 7, SHARED)
+        least = 7 if plan.sizes["D"] > 64 else 3
+        found = macros(plan, max(least, plan.sizes["I"] // 100), SHARED)
         defines = found | {"SHARED_BYTES": used_shared_bytes(found)}
         self.run = compiled(folder, persistent_step_cuda._defines(defines), fault)
         self.memory = persistent_step_cuda.Memory(plan, found)
@@ -119,12 +121,12 @@ FAULTS = {
         "b, own + AT_DOWN, args.layers[l - 1].post2",
     ),
     "a slot that is never free": (
-        "begin(full + SLOTS + i, 4);",
-        "begin(full + SLOTS + i, 5);",
+        "IS_PACKED ? WARPS : WARPS / 2);",
+        "WARPS / 2 + 1);",
     ),
     "a copy that nobody begins": (
-        "if (b.failed) return -1;",
-        "if (b.failed || issued == 9) return -1;",
+        "    if (b.failed) return -1;",
+        "    if (b.failed || issued == 9) return -1;",
     ),
 }  # fmt: skip
 
@@ -141,12 +143,12 @@ RACES = {
         "  const uint4* w",
     ),
     "sums of warps that are not there yet": (
-        "      stream<CutO>(b, x, share.count, stage);\n      b.all_consumers();",
-        "      stream<CutO>(b, x, share.count, stage);",
+        "*b.flight = FLIGHT_WAIT;\n  b.all_consumers();",
+        "*b.flight = FLIGHT_WAIT;",
     ),
     "a slot that is filled too early": (
-        "begin(full + SLOTS + i, 4);",
-        "begin(full + SLOTS + i, 1);",
+        "IS_PACKED ? WARPS : WARPS / 2);",
+        "1);",
     ),
 }  # fmt: skip
 

@@ -7,9 +7,10 @@ from torch.nn import Linear, Module, Parameter
 
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.kernels.packed import unpacked
+from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from hf_static_kv.patching import ATTENTION_NAME, attention_implementation
 from hf_static_kv.program import quantised
-from hf_static_kv.program.persistent import Unplanned, plan_of
+from hf_static_kv.program.persistent import plan_of
 from hf_static_kv.program.quantised import (
     one_operation_quantised,
     packed_linear,
@@ -278,10 +279,14 @@ def test_a_list_reads_what_is_in_the_memory_of_the_model():
     torch.testing.assert_close(got, logits_of(step), rtol=0, atol=0)
 
 
-def test_no_kernel_computes_a_whole_step_of_packed_weights():
-    _, program = recorded(model_of())
-    with pytest.raises(Unplanned, match="four or eight bits"):
-        plan_of(program)
+def test_the_plan_of_one_kernel_has_the_packed_weights():
+    model = model_of()
+    step, program = recorded(model)
+    plan = plan_of(program)
+    codes = [weight.codes.data_ptr() for weight in plan.weights]
+    assert codes == [layer.weight.data_ptr() for layer in layers_of(model)]
+    expected = logits_of(step)
+    torch.testing.assert_close(persistent_step_plain(plan), expected, rtol=0, atol=1e-5)
 
 
 def test_two_halves_of_one_packed_weight_are_no_gate():
