@@ -6,10 +6,11 @@
 
 Every linear layer of the decoder's layers is quantised by a package, which is imported from
 `--packages` or from where Python finds it. A package that is not there is a row without figures.
-Three ways to generate, in turns:
+Four ways to generate, in turns:
   eager      transformers' loop with `DynamicCache`: the package's own kernels
   recorded   `GraphDecoder` without our kernel for packed weights: the package's kernels in a graph
   packed     `GraphDecoder` with it; on a CPU its plain twin in a list
+  one kernel `GraphDecoder(persistent=True)`, where one kernel computes the step; else as packed
 Figures:
   tokens/s   through `generate`: (TN - T1) / (N - 1) of a call for one token and one for N
   bytes      of the model's weights, and the peak while it generates
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -32,6 +34,7 @@ from unittest.mock import patch
 
 import contenders
 import torch
+from bench_one_kernel import SECONDS, is_compiling, steps_of
 from measure import TimedGenerate, in_turns, spread
 from outputs import at_least, benchmark_parser, names_of, run_benchmark
 from records import Record
@@ -39,6 +42,8 @@ from torch.nn import Linear, Module, Parameter
 from tqdm import tqdm
 from transformers import LogitsProcessor, PreTrainedModel
 from workload import Workload, build_workload
+
+from hf_static_kv.program.takeover import takeover_of
 
 TRIALS = 3
 RULE = "packed_weights"
@@ -145,6 +150,7 @@ WAYS = {
     "eager": ("dynamic", None),
     "recorded": ("graph", partial(contenders.graph, without=(RULE,))),
     "packed": ("graph", contenders.graph),
+    "one kernel": ("graph", partial(contenders.graph, persistent=True)),
 }
 
 
@@ -157,6 +163,20 @@ class Forced(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token = self.text[:, input_ids.shape[1] % self.text.shape[1], None]
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+def wait_for_kernel(side: TimedGenerate) -> None:
+    """Until a kernel of a whole step is compiled, which the next call uses."""
+    end = time.monotonic() + SECONDS
+    while any(map(is_compiling, steps_of(side))) and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def reason_for_list(side: TimedGenerate) -> str:
+    """Why no kernel computes the whole step; "": one does."""
+    takeovers = [takeover_of(step) for step in steps_of(side)]
+    reasons = [own.reason for own in takeovers if own is not None and own.kernel is None]
+    return ", ".join(dict.fromkeys(reasons))
 
 
 def forced_logits(generate: TimedGenerate, tokens: int) -> torch.Tensor:
@@ -200,14 +220,21 @@ def measure_format(name: str, workload: Workload, compared_tokens: int) -> Recor
         for generate in sides.values():  # the second call captures the pass of the prompt
             for _ in range(2):
                 generate.seconds(workload.new_tokens)
+        one_kernel = sides["one kernel"]
+        forced_logits(one_kernel, compared_tokens)
+        wait_for_kernel(one_kernel)
+        one_kernel.seconds(workload.new_tokens)
+        forced_logits(one_kernel, compared_tokens)
         if workload.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times = in_turns({way: side.step_ms for way, side in sides.items()}, TRIALS)
         peak = torch.cuda.max_memory_allocated() if workload.on_gpu else None
         logits = {way: forced_logits(side, compared_tokens) for way, side in sides.items()}
+        reason = reason_for_list(one_kernel)
         unpacked = packed_weights(model)
     names = {module: path for path, module in model.named_modules()}
     row: Record = {"format": name, "packed_layers": len(unpacked), "model_bytes": bytes_of(model)}
+    row["reason_for_list"] = reason
     weights = {names[module]: weight for module, weight in unpacked.items()}
     del model
     with reference(workload, weights) as exact:

@@ -305,7 +305,7 @@ class TestTablesThatMayBeEmpty:
     def quantised(self, *rows):
         return {**self.WHERE, "workload": {"model": "llama-3.1-8b", **self.SIZES}, "rows": rows}
 
-    def row(self, name="nf4", packed_layers=224, **fallbacks):
+    def row(self, name="nf4", packed_layers=224, reason="", **fallbacks):
         ways = {
             way: {
                 "tokens_per_s": {"median": speed},
@@ -316,10 +316,11 @@ class TestTablesThatMayBeEmpty:
                 ("eager", 31.4, 0.0123),
                 ("recorded", 62.0, 0.0123),
                 ("packed", 405.2, 0.0119),
+                ("one kernel", 500.3, 0.0118),
             )
         }
         own = {"format": name, "packed_layers": packed_layers, "layers": 224, "ways": ways}
-        return {**own, "model_bytes": 5 << 30, "peak_bytes": 6 << 30}
+        return {**own, "reason_for_list": reason, "model_bytes": 5 << 30, "peak_bytes": 6 << 30}
 
     def context(self, *names):
         measured = {"dynamic": (9.0, 0), "graph": (2.0, 1024), "graph-int8": (1.5, 544)}
@@ -347,14 +348,15 @@ class TestTablesThatMayBeEmpty:
     def test_formats_as_rows(self):
         import tables
 
-        rows = self.row(), self.row("int8", packed_layers=100, packed="why")
+        rows = self.row(), self.row("int8", packed_layers=100, reason="why", packed="why")
         words, _, head, _, *lines = tables.quantised([self.quantised(*rows)]).splitlines()
         assert "bfloat16, batch 1, prompt of 512, 128 new tokens" in words
-        assert head.count("|") == lines[0].count("|") == 6
+        assert head.count("|") == lines[0].count("|") == 7
         assert lines == [
-            "| Llama-3.1-8B, bitsandbytes NF4 | 31.4; 0.012 | 62.0; 0.012 | 405; 0.012 | 5,120; 6,144 |",
+            "| Llama-3.1-8B, bitsandbytes NF4 | 31.4; 0.012 | 62.0; 0.012 | 405; 0.012 | 500; 0.012 "
+            "| 5,120; 6,144 |",
             "| Llama-3.1-8B, bitsandbytes int8 (100 of 224 layers packed) | 31.4; 0.012 | 62.0; 0.012 "
-            "| fell back | 5,120; 6,144 |",
+            "| fell back | - | 5,120; 6,144 |",
         ]
 
     def test_every_format_and_way_has_words(self):
