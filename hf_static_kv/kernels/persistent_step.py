@@ -51,7 +51,7 @@ _STAGE_OF_PACKED = 18432  # with scales
 # Copies of a block that are under way while it waits for values, and while it multiplies: more slow
 # the exchange of values, fewer the reading. Of six pairs the fastest (Llama-3.2-1B, H200, 2026-11-18).
 _FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
-_FLIGHT_OF_PACKED = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
+_FLIGHT_OF_PACKED = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 5}
 _MOST_ROWS = 12  # of short weights in a stage
 _SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
 _SPLITS = 16  # of a head's keys
