@@ -225,6 +225,8 @@ def measure_format(name: str, workload: Workload, compared_tokens: int) -> Recor
         wait_for_kernel(one_kernel)
         one_kernel.seconds(workload.new_tokens)
         forced_logits(one_kernel, compared_tokens)
+        for generate in sides.values():  # a call for one token, too
+            generate.step_ms()
         if workload.on_gpu:
             torch.cuda.reset_peak_memory_stats()
         times = in_turns({way: side.step_ms for way, side in sides.items()}, TRIALS)

@@ -474,7 +474,7 @@ class TestScripts:
         assert record.keys() >= PROVENANCE
         if name == "quantised":
             errors = [way["error"] for row in record["rows"] for way in row["ways"].values()]
-            assert len(errors) == 6
+            assert len(errors) == 8
             assert max(errors) < 1e-5
         if name in ("exact", "training"):
             assert set(record["differences"]["exact"].values()) == {0}
