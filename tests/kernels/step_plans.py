@@ -4,6 +4,7 @@ import math
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 
 from hf_static_kv.kernels.norm import STYLES
 from hf_static_kv.kernels.packed import NESTED_GROUP, Nested, Packed, unpacked
@@ -23,7 +24,8 @@ def in_four_bits(weight, is_nested, group=64):
     scales, nested = absmax, None
     if is_nested:
         offset = absmax.mean()
-        outer = torch.stack([part.abs().amax() for part in (absmax - offset).split(NESTED_GROUP)])
+        padded = F.pad(absmax - offset, (0, -len(absmax) % NESTED_GROUP))
+        outer = padded.view(-1, NESTED_GROUP).abs().amax(dim=1)
         levels = torch.linspace(-1, 1, 256, device=weight.device)
         shares = (absmax - offset) / outer.repeat_interleave(NESTED_GROUP)[: len(absmax)]
         scales = shares[:, None].sub(levels).abs().argmin(-1).to(torch.uint8)
