@@ -80,6 +80,11 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {  // of bfloat16
+  u32 r;
+  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
 // Where shared memory begins. As an immediate it costs no addition for each lookup.
 constexpr u32 BASE = 1024;
 __device__ __forceinline__ void check_base() {

@@ -51,6 +51,7 @@ _CONSUMERS = 256
 _SUM_ROWS = 256  # output rows of a block in one phase
 _STAGE = 16384  # bytes of a copy, unless a row is longer
 _STAGE_OF_PACKED = 18432  # with scales
+_STAGE_OF_BYTES = 32768
 # Copies of a block that are under way while it waits for values, and while it multiplies: more slow
 # the exchange of values, fewer the reading. Of six pairs the fastest (Llama-3.2-1B, H200, 2026-11-18).
 _FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
@@ -134,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def packed(self) -> Packed | None:
-        """A weight of four bits, which stands for all; None: they have 16."""
+        """A weight of four or eight bits, which stands for all; None: they have 16."""
         first = self.weights[0]
         return first if isinstance(first, Packed) else None
 
@@ -220,21 +221,30 @@ def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
 
 
 def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
-    """For weights of four bits: see persistent_packed.cuh."""
+    """For weights of four or eight bits: see persistent_packed.cuh."""
     weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
     first = weights[0]
     yield len(weights) == len(plan.weights), "some weights are packed and some are not"
-    is_known = first.layout in ("high_first", "low_first") and first.zeros is None
+    is_known = first.layout in ("high_first", "low_first", "bytes") and first.zeros is None
     yield is_known, f"it has no weights packed as {first.layout}"
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
+    yield all(weight.columns % _GROUP == 0 for weight in weights), "a row is no multiple of 64"
     parts = [part for weight in weights for part in (weight.codes, weight.scales)]
     yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
     yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
+    if first.layout == "bytes":
+        yield first.midpoint == 0, "codes have a midpoint"
+        has_rows = all(weight.group == weight.columns for weight in weights)
+        yield has_rows, "it takes one scale for a row of bytes"
+        kinds = {(weight.scales.dtype, weight.factor) for weight in weights}
+        yield len(kinds) == 1, "scales differ"
+        is_known = first.scales.dtype in (torch.float32, torch.bfloat16)
+        yield is_known, f"scales are {first.scales.dtype}"
+        return
     groups = {weight.group for weight in weights}
     yield groups == {_GROUP}, f"{groups} weights share a scale: it takes {_GROUP}"
     yield all(weight.factor == 1 for weight in weights), "scales have a factor"
     yield _are_equal([weight.table for weight in weights]), "tables differ"
-    yield all(weight.columns % _GROUP == 0 for weight in weights), "a row is no multiple of 64"
     nested = [weight.nested for weight in weights if weight.nested is not None]
     if not nested:
         yield first.scales.dtype == torch.float32, f"scales are {first.scales.dtype}"
@@ -303,13 +313,18 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
     packed = plan.packed
-    stage = max(_STAGE, 2 * widest) if packed is None else max(_STAGE_OF_PACKED, 2 * sizes["H"])
+    stage = max(_STAGE, 2 * widest)
+    if packed is not None:
+        stage = max(
+            _STAGE_OF_BYTES if packed.layout == "bytes" else _STAGE_OF_PACKED, 2 * sizes["H"]
+        )
     found |= _cuts(sizes, blocks, stage, packed)
-    found |= _of_packed(packed)
+    found |= _of_packed(packed, widest)
     sums = _SUM_ROWS * int(found["SUM_PARTS"])
     scratch = _scratch_floats(sizes)
     rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
-    flight = _FLIGHT if packed is None else _FLIGHT_OF_PACKED
+    has_four_bits = packed is not None and packed.layout != "bytes"
+    flight = _FLIGHT_OF_PACKED if has_four_bits else _FLIGHT
     slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)  # half of them for each group of warps
     splits = min(_SPLITS, blocks // sizes["NKV"])
     if slots < max(flight.values()) or not splits:
@@ -356,15 +371,20 @@ def _float_literal(number: float) -> str:
     return f"{float(number)!r}f"
 
 
-def _of_packed(packed: Packed | None) -> dict[str, int | str]:
+def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
     if packed is None:
         return {"IS_PACKED": 0, "RING_AT": 0, "SUM_PARTS": 4}
+    has_bytes = packed.layout == "bytes"
+    ring_at = 2 * _rounded_up(widest, 8 * _GROUP) if has_bytes else _rounded_up(_TABLES, 128)
     return {
         "IS_PACKED": 1,
-        "RING_AT": _rounded_up(_TABLES, 128),
+        "IS_BYTES": int(has_bytes),
+        "RING_AT": ring_at,
         "SUM_PARTS": 8,
-        "QUANT_GROUP": packed.group,
+        "QUANT_GROUP": _GROUP,
+        "SCALE_FACTOR": _float_literal(packed.factor),
+        "HAS_HALF_SCALES": int(packed.scales.dtype == torch.bfloat16),
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),
     }
@@ -374,12 +394,15 @@ def _row_bytes(packed: Packed | None, width: int) -> int:
     """Of a row of weights in a stage, with its scales."""
     if packed is None:
         return 2 * width
+    if packed.layout == "bytes":
+        return width
     # Of nested scales a copy has up to eight more, for two rows or more.
     return width // 2 + _scale_bytes(packed, width) + (0 if packed.nested is None else 16)
 
 
 def _scale_bytes(packed: Packed, width: int) -> int:
-    return width // _GROUP * packed.scales.dtype.itemsize
+    """Of a row, in a stage."""
+    return 0 if packed.layout == "bytes" else width // _GROUP * packed.scales.dtype.itemsize
 
 
 def _cuts(
