@@ -121,7 +121,11 @@ REFUSED = {
     "scales in float16": (lambda: each_packed(scales=torch.zeros(8).half()), "torch.float16"),
     "some nested scales": (
         lambda: with_layer(four_bits(), o=four_bits("nested").layers[0].o),
-        "some scales are nested",
+        "scales are torch.float32, torch.uint8",
+    ),
+    "one weight of float16 scales": (
+        lambda: one_packed(scales=four_bits().layers[0].o.scales.half()),
+        "scales are torch.float16, torch.float32",
     ),
     "few nested scales": (lambda: random_plan(packed="nested"), "no multiple of 65536"),
 }
