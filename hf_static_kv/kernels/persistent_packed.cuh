@@ -43,7 +43,9 @@ static_assert(QUANT_GROUP == 64, "a lane has a quarter of a group");
 // `WARPS_OF_PAIR` warps have the columns of a pair of rows.
 template <class P>
 struct Parts {
-  static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = P::RS / 2;
+  // Stages that are multiplied at once: of one pair of rows the warps would have unequal parts.
+  static constexpr int STAGES = P::RS == 2 ? 2 : 1;
+  static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = STAGES * P::RS / 2;
   static constexpr int turns(int warps) { return (SPANS + warps - 1) / warps * ((PAIRS * warps + WARPS - 1) / WARPS); }
   static constexpr int of(int warps) { return PAIRS * warps <= 4 * WARPS && (warps == 1 || turns(warps) <= turns(warps / 2)) ? warps : of(warps / 2); }
   static constexpr int WARPS_OF_PAIR = of(WARPS), PAIRS_AT_ONCE = WARPS / WARPS_OF_PAIR;
@@ -139,12 +141,13 @@ __device__ __forceinline__ void add_up(const Block& b, int row, const Found<P>& 
   to[0] = first, to[WARPS] = second;
 }
 
-// Of the stage that begins with this row. The slot is free again before its codes are looked up, and
-// meanwhile the stage before is added up.
+// Of `stages` stages, the first of which begins with this row. Their slots are free again before the codes
+// are looked up, and meanwhile the rows before are added up.
 template <class P>
-__device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const Share<P::N>& share, int row, int slot, Found<P>& found) {
+__device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const Share<P::N>& share, int row, u32 stage, int stages, Found<P>& found) {
   using Q = Parts<P>;
-  const unsigned char* stage = shared_memory + RING_AT + slot * STAGE;
+  const int slot = stage % SLOTS, second_slot = (stage + stages - 1) % SLOTS;
+  auto stage_of = [&](int pair) { return shared_memory + RING_AT + (Q::STAGES == 2 && pair ? second_slot : slot) * STAGE; };
   const int g = b.lane / 4, t = b.lane % 4, span = b.warp % Q::WARPS_OF_PAIR, first_pair = b.warp / Q::WARPS_OF_PAIR, mine = t ^ g / 2;
   auto is_there = [&](int q) {  // else it is beyond the stage
     return (Q::PRODUCTS % 4 == 0 || q < Q::PRODUCTS) && (Q::SPANS % Q::WARPS_OF_PAIR == 0 || span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR < Q::SPANS) && (Q::PAIRS % Q::PAIRS_AT_ONCE == 0 || first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE < Q::PAIRS);
@@ -153,7 +156,8 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
 #pragma unroll
   for (int q = 0; q < Q::PRODUCTS; q++) {
     if (!is_there(q)) continue;
-    const unsigned char* at = stage + (first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE) * P::K + (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) * (SPAN / 2) + (8 * b.lane ^ 64 * (q % 4));
+    const int pair = first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE;
+    const unsigned char* at = stage_of(pair) + (Q::STAGES == 2 ? 0 : pair) * P::K + (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) * (SPAN / 2) + (8 * b.lane ^ 64 * (q % 4));
     codes[q][0] = *(const uint2*)at, codes[q][1] = *(const uint2*)(at + P::K / 2);
   }
   const int r = 2 * (first_pair + mine % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE), of_all = row + r;
@@ -163,11 +167,12 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
   for (int i = 0; i < Q::OF_LANE; i++) {
     const int q = 4 * i + mine, group = 8 * (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) + 2 * t + g % 2;
     scales[i] = {0, 0};
-    if (is_there(q) && (Q::GROUPS % 8 == 0 || group < Q::GROUPS)) scales[i] = {scale_of_group<P>(stage, own, r, 0, group), scale_of_group<P>(stage, own, r, 1, group)};
+    if (is_there(q) && (Q::GROUPS % 8 == 0 || group < Q::GROUPS)) scales[i] = {scale_of_group<P>(stage_of(r / 2), own, r % P::RS, 0, group), scale_of_group<P>(stage_of(r / 2), own, r % P::RS, 1, group)};
   }
   __syncwarp();
   if (!b.lane) arrive(b.empty + slot);
-  add_up<P>(b, row ? row - P::RS : 0, found);
+  if (stages == 2 && !b.lane) arrive(b.empty + second_slot);
+  add_up<P>(b, row ? row - Q::STAGES * P::RS : 0, found);
 #pragma unroll
   for (int i = 0; i < Q::OF_LANE; i++) found.scales[i] = scales[i], found.products[i] = {0, 0};
   uint4 x, z;
@@ -184,12 +189,15 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
 template <class P>
 __device__ void stream_rows(Block& b, const Layer& y, const Share<P::N>& share, u32& stage) {
   const int rows = share.count * P::VR;
+  constexpr int AT_ONCE = Parts<P>::STAGES * P::RS;
   Found<P> found = {};
-  for (int row = 0; row < rows; row += P::RS, stage++) {
-    b.wait(b.full + stage % SLOTS, (stage / SLOTS) & 1);
-    multiply_pairs<P>(b, y, share, row, stage % SLOTS, found);
+  for (int row = 0; row < rows; row += AT_ONCE) {
+    const int stages = min(Parts<P>::STAGES, (rows - row + P::RS - 1) / P::RS);
+    for (int i = 0; i < stages; i++) b.wait(b.full + (stage + i) % SLOTS, ((stage + i) / SLOTS) & 1);
+    multiply_pairs<P>(b, y, share, row, stage, stages, found);
+    stage += stages;
   }
-  add_up<P>(b, rows ? (rows - 1) / P::RS * P::RS : 0, found);
+  add_up<P>(b, rows ? (rows - 1) / AT_ONCE * AT_ONCE : 0, found);
 }
 
 // As `linear` of persistent_step.cu.

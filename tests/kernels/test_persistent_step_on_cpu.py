@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_static_kv.kernels import persistent_step_cuda
+from hf_static_kv.kernels import persistent_step, persistent_step_cuda
 from hf_static_kv.kernels.persistent_step import macros, persistent_step_plain, used_shared_bytes
 from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
 
@@ -31,9 +31,9 @@ extern "C" int run(const Args* args, unsigned seed) {
 """
 
 
-def plan_of(name):
+def plan_of(name, **own):
     case = dict(CASES[name])
-    sizes = case.pop("sizes", SMALL)
+    sizes = case.pop("sizes", SMALL) | own
     changed = {key: value for key, value in sizes.items() if SMALL[key] != value}
     least = {"H": 256, "I": 512} if "packed" in case else {}
     return random_plan({**SIZES, **least, **changed}, **case)
@@ -63,7 +63,7 @@ class Step:
     def __init__(self, plan, folder, fault=None):
         self.plan = plan  # its tensors are read
         least = 7 if plan.sizes["D"] > 64 else 3
-        found = macros(plan, max(least, plan.sizes["I"] // 100), SHARED)
+        self.macros = found = macros(plan, max(least, plan.sizes["I"] // 100), SHARED)
         defines = found | {"SHARED_BYTES": used_shared_bytes(found)}
         self.run = compiled(folder, persistent_step_cuda._defines(defines), fault)
         self.memory = persistent_step_cuda.Memory(plan, found)
@@ -95,6 +95,21 @@ def test_a_step(name, folder):
         outcome, error, again = step(seed)
         assert (outcome, error) == (ENDED, 0)
         assert torch.equal(again, logits)
+
+
+@pytest.mark.parametrize(("name", "width"), [("four bits", 1536), ("nested scales", 2048)])
+def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, monkeypatch):
+    """A block with an odd number of them has the last one alone."""
+    monkeypatch.setattr(persistent_step, "_STAGE_OF_PACKED", 3072 if width == 2048 else 2048)
+    plan = plan_of(name, I=width)
+    before = copied(plan)
+    step = Step(plan, folder)
+    assert step.macros["RS_DOWN"] == step.macros["C_DOWN"] == 2  # a chunk is a stage
+    assert plan.sizes["H"] // 2 % step.macros["BLOCKS"]  # so some have one more than others
+    outcome, error, logits = step(seed=0)
+    assert (outcome, error) == (ENDED, 0)
+    assert largest_error(logits, plan, before) <= 12 * 2**-9
+    assert torch.equal(step(seed=1)[2], logits)
 
 
 def test_steps_of_other_tokens(folder):
