@@ -15,7 +15,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 def test_every_kernel_runs():
     sanitize = triton_module("tests.kernels.sanitize")
-    assert set(sanitize.run_kernels(DEVICE)) == sanitize.defined_kernels()
+    ran = set(sanitize.run_kernels(DEVICE))
+    assert ran - {sanitize.WHOLE_STEP} == sanitize.defined_kernels()
 
 
 def test_a_record_has_what_a_tool_found(monkeypatch, tmp_path):
@@ -59,4 +60,4 @@ def test_the_record_has_every_kernel_and_no_error():
     assert [run["tool"] for run in record["runs"]] == list(sanitize.TOOLS)
     for run in record["runs"]:
         assert (run["errors"], run["exit_code"]) == (0, 0)
-        assert set(run["kernels"]) == sanitize.defined_kernels()
+        assert set(run["kernels"]) == sanitize.defined_kernels() | {sanitize.WHOLE_STEP}
