@@ -80,6 +80,9 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+__device__ __forceinline__ void write_if(bool holds, float* to, float x) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p,%0,0;\n@p st.shared.f32 [%1],%2;\n}" ::"r"((u32)holds), "r"(shared(to)), "f"(x) : "memory");
+}
 // Where shared memory begins. As an immediate it costs no addition for each lookup.
 constexpr u32 BASE = 1024;
 __device__ __forceinline__ void check_base() {

@@ -22,13 +22,30 @@ struct Splits {  // of the attended slots [first, end)
 
 // A head [D] of the published words, normalized and rotated: elements 2 (lane + 32 j), and the next.
 __device__ void load_head(Block& b, const unsigned char* words, const u16* norm, const u16* angles, float (&e)[2 * PAIRS]) {
+  u32 cosines[PAIRS], sines[PAIRS];  // asked for before the words are there
+#if HAS_QK_NORM
+  u32 weights[PAIRS];
+#endif
 #pragma unroll
   for (int j = 0; j < PAIRS; j++) {
-    const u32 x = b.get(words + (b.lane + 32 * j) * 4);
-    e[2 * j] = low(x);
-    e[2 * j + 1] = high(x);
+    const int at = 2 * (b.lane + 32 * j);
+    cosines[j] = angles ? *(const u32*)(angles + at) : 0, sines[j] = angles ? *(const u32*)(angles + D + at) : 0;
+#if HAS_QK_NORM
+    weights[j] = norm ? *(const u32*)(norm + at) : 0;
+#endif
   }
+  u32 x[PAIRS], spins = 0;
+  bool all;
+  do {
+    all = true;
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) x[j] = look4(words + (b.lane + 32 * j) * 4);
+#pragma unroll
+    for (int j = 0; j < PAIRS; j++) all &= is_low(x[j]) & is_high(x[j]);
+  } while (!all && b.waits(spins));
   __syncwarp();
+#pragma unroll
+  for (int j = 0; j < PAIRS; j++) e[2 * j] = low(x[j]), e[2 * j + 1] = high(x[j]);
 #if HAS_QK_NORM
   if (norm) {
     float a = 0;
@@ -36,7 +53,7 @@ __device__ void load_head(Block& b, const unsigned char* words, const u16* norm,
     for (int j = 0; j < 2 * PAIRS; j++) a = fmaf(e[j], e[j], a);
     const float factor = rsqrtf(warp_sum(a) / D + QK_EPS);
 #pragma unroll
-    for (int j = 0; j < 2 * PAIRS; j++) e[j] = weighted(e[j] * factor, norm[2 * (b.lane + 32 * (j / 2)) + j % 2]);
+    for (int j = 0; j < 2 * PAIRS; j++) e[j] = weighted(e[j] * factor, (u16)(weights[j / 2] >> 16 * (j % 2)));
   }
 #endif
   if (!angles) return;
@@ -47,7 +64,8 @@ __device__ void load_head(Block& b, const unsigned char* words, const u16* norm,
     // The partner is half a head away: in lane ^ 16 if a head is 64 wide, else in this lane.
     const float other = D == 64 ? __shfl_xor_sync(~0u, e[j], 16) : e[(j + PAIRS) % (2 * PAIRS)];
     const float sign = at < D / 2 ? -1.f : 1.f;
-    turned[j] = rounded(rounded(e[j] * half_of(angles[at])) + rounded(sign * other * half_of(angles[D + at])));
+    const float cosine = j % 2 ? high(cosines[j / 2]) : low(cosines[j / 2]), sine = j % 2 ? high(sines[j / 2]) : low(sines[j / 2]);
+    turned[j] = rounded(rounded(e[j] * cosine) + rounded(sign * other * sine));
   }
 #pragma unroll
   for (int j = 0; j < 2 * PAIRS; j++) e[j] = turned[j];
@@ -174,7 +192,7 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
 // The partial attentions of one head, together.
 __device__ void combine(Block& b, const Layer& y, unsigned char* words) {
   const Splits splits(y);
-  constexpr int PARTS = CONSUMERS / D, AT_ONCE = 4;
+  constexpr int PARTS = CONSUMERS / D, AT_ONCE = PARTS < 4 ? 8 : 4;
   const int d = b.thread % D, first = b.thread / D;
   for (int head = BLOCKS - 1 - b.c; head < NQ; head += BLOCKS) {
     const unsigned char* from = words + AT_PARTS + head * SPLITS * PART * 4;

@@ -13,7 +13,7 @@ __device__ __forceinline__ Row row_of_qkv(const Layer& y, int row) {
 // How a phase is cut: `chunks` of C output rows go to the blocks in turn; a stage holds RS rows of K numbers.
 template <int N_, int K_, int C_, int VR_, int RS_>
 struct Cut {
-  static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = (K_ / 8 + GROUP - 1) / GROUP;
+  static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = vectors(K_);
   __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
 struct CutQKV : Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV> {
@@ -32,7 +32,7 @@ using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
 constexpr int HEAD_BLOCK = SUM_ROWS / RS_HEAD * RS_HEAD / C_HEAD;  // chunks, whole stages
 // A parity tells two phases of a slot's barrier apart, and no third one.
 static_assert(SLOTS >= FLIGHT_STREAM && SLOTS >= FLIGHT_WAIT, "more copies under way than slots");
-constexpr int H_VECTORS = (H / 8 + GROUP - 1) / GROUP;
+constexpr int H_VECTORS = vectors(H);
 
 template <int N>
 struct Share {  // of N chunks: first, first + BLOCKS, ...

@@ -43,8 +43,8 @@ static_assert(QUANT_GROUP == 64, "a lane has a quarter of a group");
 // `WARPS_OF_PAIR` warps have the columns of a pair of rows.
 template <class P>
 struct Parts {
-  // Stages that are multiplied at once: of one pair of rows the warps would have unequal parts.
-  static constexpr int STAGES = P::RS == 2 ? 2 : 1;
+  // Stages that are multiplied at once: of few rows the warps would have unequal parts, and few of them.
+  static constexpr int STAGES = P::RS < PACKED_ROWS ? 2 : 1;
   static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = STAGES * P::RS / 2;
   static constexpr int turns(int warps) { return (SPANS + warps - 1) / warps * ((PAIRS * warps + WARPS - 1) / WARPS); }
   static constexpr int of(int warps) { return PAIRS * warps <= 4 * WARPS && (warps == 1 || turns(warps) <= turns(warps / 2)) ? warps : of(warps / 2); }
@@ -135,10 +135,10 @@ __device__ __forceinline__ void add_up(const Block& b, int row, const Found<P>& 
   for (int i = 0; i < Q::OF_LANE; i++) first = fmaf(found.scales[i].x, found.products[i].x, first), second = fmaf(found.scales[i].y, found.products[i].y, second);
   first = sum_of_pair<Q::OWN_PAIRS>(first), second = sum_of_pair<Q::OWN_PAIRS>(second);
   const int pair = b.warp / Q::WARPS_OF_PAIR + b.lane * Q::PAIRS_AT_ONCE;
+  float* to = b.sums + (row + 2 * pair) * WARPS + b.warp % Q::WARPS_OF_PAIR;
   const bool has_sums = b.lane < Q::OWN_PAIRS && pair < Q::PAIRS;
-  // Else it goes to rows that nobody reads: a branch would keep lookups behind the sums.
-  float* to = b.sums + (has_sums ? row + 2 * pair : SUM_ROWS - 2) * WARPS + b.warp % Q::WARPS_OF_PAIR;
-  to[0] = first, to[WARPS] = second;
+  // No branch, which would keep lookups behind the sums.
+  write_if(has_sums, to, first), write_if(has_sums, to + WARPS, second);
 }
 
 // Of `stages` stages, the first of which begins with this row. Their slots are free again before the codes
@@ -147,7 +147,7 @@ template <class P>
 __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const Share<P::N>& share, int row, u32 stage, int stages, Found<P>& found) {
   using Q = Parts<P>;
   const int slot = stage % SLOTS, second_slot = (stage + stages - 1) % SLOTS;
-  auto stage_of = [&](int pair) { return shared_memory + RING_AT + (Q::STAGES == 2 && pair ? second_slot : slot) * STAGE; };
+  auto stage_of = [&](int pair) { return shared_memory + RING_AT + (Q::STAGES == 2 && pair >= P::RS / 2 ? second_slot : slot) * STAGE; };
   const int g = b.lane / 4, t = b.lane % 4, span = b.warp % Q::WARPS_OF_PAIR, first_pair = b.warp / Q::WARPS_OF_PAIR, mine = t ^ g / 2;
   auto is_there = [&](int q) {  // else it is beyond the stage
     return (Q::PRODUCTS % 4 == 0 || q < Q::PRODUCTS) && (Q::SPANS % Q::WARPS_OF_PAIR == 0 || span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR < Q::SPANS) && (Q::PAIRS % Q::PAIRS_AT_ONCE == 0 || first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE < Q::PAIRS);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
   for (int q = 0; q < Q::PRODUCTS; q++) {
     if (!is_there(q)) continue;
     const int pair = first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE;
-    const unsigned char* at = stage_of(pair) + (Q::STAGES == 2 ? 0 : pair) * P::K + (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) * (SPAN / 2) + (8 * b.lane ^ 64 * (q % 4));
+    const unsigned char* at = stage_of(pair) + (Q::STAGES == 2 ? pair % (P::RS / 2) : pair) * P::K + (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) * (SPAN / 2) + (8 * b.lane ^ 64 * (q % 4));
     codes[q][0] = *(const uint2*)at, codes[q][1] = *(const uint2*)(at + P::K / 2);
   }
   const int r = 2 * (first_pair + mine % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE), of_all = row + r;
@@ -204,15 +204,13 @@ __device__ void stream_rows(Block& b, const Layer& y, const Share<P::N>& share, 
 template <class P, bool IS_LONG, class Publish>
 __device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
   using Q = Parts<P>;
-  if (!b.group) {
 #pragma unroll
-    for (int v = 0; v < (Q::SPANS * 64 + GROUP - 1) / GROUP; v++) {
-      const int at = v * GROUP + b.in_group;  // of every 64 the even ones, then the odd ones
-      const float* w = x + 8 * v;
-      uint4 y4 = make_uint4(0, 0, 0, 0);
-      if (v < P::VECTORS && at < P::K / 8) y4 = make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[4], w[5]), pack(w[6], w[7]));
-      if (at < Q::SPANS * 64) *(uint4*)inputs_at(at / 64 * 64 + at % 2 * 32 + at % 64 / 2) = y4;
-    }
+  for (int v = 0; v < (Q::SPANS * 64 + CONSUMERS - 1) / CONSUMERS; v++) {
+    const int at = v * CONSUMERS + b.thread;  // of every 64 the even ones, then the odd ones
+    const float* w = x + 8 * v;
+    uint4 y4 = make_uint4(0, 0, 0, 0);
+    if (v < P::VECTORS && at < P::K / 8) y4 = make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[4], w[5]), pack(w[6], w[7]));
+    if (at < Q::SPANS * 64) *(uint4*)inputs_at(at / 64 * 64 + at % 2 * 32 + at % 64 / 2) = y4;
   }
   b.all_consumers();
   if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;
@@ -231,5 +229,6 @@ __device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x,
     }
     publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
   }
+  b.swap_sums();
   __syncwarp();
 }

@@ -6,7 +6,8 @@
 // not there yet reads as all ones (a NaN that no arithmetic gives), so a value is its own flag.
 #include "hopper.cuh"
 
-constexpr int WARPS = 8, CONSUMERS = WARPS * 32, GROUP = 128;
+constexpr int WARPS = 8, CONSUMERS = WARPS * 32;
+__host__ __device__ constexpr int vectors(int k) { return (k / 8 + CONSUMERS - 1) / CONSUMERS; }  // of 16 bytes: a thread has every 256th
 constexpr int HEADS_PER_KV = NQ / NKV, QKV = (NQ + 2 * NKV) * D;
 constexpr int PART = D + 4;                 // floats of a partial attention: sums, maximum, sum
 constexpr int WIDEST = H > I ? (H > NQ * D ? H : NQ * D) : (I > NQ * D ? I : NQ * D);
@@ -102,9 +103,9 @@ __device__ __noinline__ bool is_late(int* error, i64 begun) {
 
 struct Block {
   const Args& args;
-  const int c, warp, lane, thread, group, quarter, in_group;
+  const int c, warp, lane, thread;
   const i64 begun;
-  float *sums, *squares, *scratch;
+  float *sums, *other_sums, *squares, *scratch;
   u64 *full, *empty;
   volatile int* flight;  // stages that may be under way
   bool failed = false;
@@ -121,14 +122,10 @@ struct Block {
     __syncwarp();
     barrier<CONSUMERS>(1);
   }
-  __device__ void all_of_group() {
-    __syncwarp();
-    barrier<GROUP>(2 + group);
-  }
-  __device__ u32 get(const void* p) {
-    u32 x = look4(p), spins = 0;
-    while (!(is_low(x) & is_high(x)) && waits(spins)) x = look4(p);
-    return x;
+  // A warp that has no inputs to wait for begins with the next sums while others read these.
+  __device__ void swap_sums() {
+    float* s = sums;
+    sums = other_sums, other_sums = s;
   }
 };
 
@@ -194,15 +191,15 @@ __device__ void produce(Block& b) {
     while (!has_ended(b.full + s % SLOTS, (s / SLOTS) & 1)) {}
 }
 
-// The inputs of a phase, 16 bytes of every 128th vector for each thread of a group.
+// The inputs of a phase: those of this thread.
 template <int K, int C>
-__device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[(K / 8 + GROUP - 1) / GROUP]) {
-  constexpr int N = (K / 8 + GROUP - 1) / GROUP;
+__device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[vectors(K)]) {
+  constexpr int N = vectors(K);
   u32 spins = 0;
   bool complete[N];
 #pragma unroll
   for (int v = 0; v < N; v++) {
-    complete[v] = !(v * GROUP + b.in_group < K / 8);
+    complete[v] = !(v * CONSUMERS + b.thread < K / 8);
     x[v] = make_uint4(0, 0, 0, 0);
   }
   bool all;
@@ -210,7 +207,7 @@ __device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[(K /
     all = true;
 #pragma unroll
     for (int v = 0; v < N; v++)
-      if (!complete[v]) x[v] = look16(words + (v * GROUP + b.in_group) * 16);
+      if (!complete[v]) x[v] = look16(words + (v * CONSUMERS + b.thread) * 16);
 #pragma unroll
     for (int v = 0; v < N; v++) {
       complete[v] = complete[v] || is_there<C>(x[v]);
@@ -244,8 +241,8 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     for (int i = 0; i < LANES; i++) a[r][i] = 0;
 #pragma unroll
   for (int v = 0; v < P::VECTORS; v++) {
-    const int at = v * GROUP + b.in_group;
-    if (K8 % GROUP == 0 || at < K8) {
+    const int at = v * CONSUMERS + b.thread;
+    if (K8 % CONSUMERS == 0 || at < K8) {
 #pragma unroll
       for (int r = 0; r < P::RS; r++) {
         const uint4 y = w[r * K8 + at];
@@ -262,7 +259,7 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
     }
   }
   __syncwarp();
-  if (b.lane < (IS_PACKED ? 2 : 1)) arrive(b.empty + slot);  // as many as of all warps that read packed rows
+  if (!b.lane) arrive(b.empty + slot);
 #pragma unroll
   for (int r = 0; r < P::RS; r++) {
     sums[r] = a[r][0];
@@ -271,36 +268,31 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
   }
 }
 
-// A group has every second stage. Four rows are added over a warp at once.
+// Up to eight rows are multiplied, and four added over a warp, at once.
 template <class P>
 __device__ void stream(Block& b, const float* x, int count, u32& stage) {
-  constexpr int AT_ONCE = P::RS == 2 ? 2 : 1, ROWS = P::RS * AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
+  constexpr int AT_ONCE = P::RS < 8 ? 8 / P::RS : 1, ROWS = P::RS * AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
   const int stages = P::stages(count);
-  for (int s = (stage ^ b.group) & 1; s < stages; s += 2 * AT_ONCE) {
+  for (int s = 0; s < stages; s += AT_ONCE) {
     float sums[PADDED];
 #pragma unroll
     for (int i = 0; i < PADDED; i++) sums[i] = 0;
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++)
-      if (s + 2 * i < stages) multiply<P>(b, x, stage + s + 2 * i, sums + i * P::RS);
-    if (ROWS == 1) {
-      const float z = warp_sum(sums[0]);
-      if (!b.lane) b.sums[s * 4 + b.quarter] = z;
-    }
+      if (s + i < stages) multiply<P>(b, x, stage + s + i, sums + i * P::RS);
 #pragma unroll
-    for (int i = 0; i < PADDED && ROWS > 1; i += 4) {
+    for (int i = 0; i < PADDED; i += 4) {
       const float z = warp_sums(b, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-      const int n = i + b.lane / 8;  // of ROWS
-      const int row = (s + 2 * (n / P::RS)) * P::RS + n % P::RS;
-      if (b.lane % 8 == 0 && n < ROWS) b.sums[row * 4 + b.quarter] = z;
+      const int n = i + b.lane / 8;
+      if (b.lane % 8 == 0 && n < ROWS) b.sums[(s * P::RS + n) * WARPS + b.warp] = z;
     }
   }
   stage += stages;
 }
 
 __device__ __forceinline__ float total(const Block& b, int row) {
-  const float4 p = *(const float4*)(b.sums + row * 4);
-  return (p.x + p.y) + (p.z + p.w);
+  const float4* p = (const float4*)(b.sums + row * WARPS);
+  return ((p[0].x + p[0].y) + (p[0].z + p[0].w)) + ((p[1].x + p[1].y) + (p[1].z + p[1].w));
 }
 
 template <int C>
@@ -326,27 +318,43 @@ __device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x,
     for (int r = 0; r < P::VR; r++) z[r] = total(b, b.thread * P::VR + r);
     publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
   }
+  b.swap_sums();
   __syncwarp();
 }
 #endif
 
+__device__ __forceinline__ float sum_of_squares(const float* of_warps) {
+  float sum = 0;
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) sum += of_warps[w];
+  return sum;
+}
 // 1 / sqrt(mean(x^2) + eps) of what `squared` was given
 __device__ __forceinline__ float scale_of(const Block& b) {
-  return rsqrtf(((b.squares[0] + b.squares[1]) + (b.squares[2] + b.squares[3])) / H + EPS);
+  return rsqrtf(sum_of_squares(b.squares) / H + EPS);
 }
 __device__ __forceinline__ void note_squares(Block& b, float a) {
   a = warp_sum(a);
   if (!b.lane) b.squares[b.warp] = a;
 }
 
-struct Hidden {  // the residual stream: each thread of a group has every 128th vector
+// The weights of a norm: asked for before the values that they are multiplied with are there.
+__device__ __forceinline__ void fetch(const Block& b, const u16* weight, uint4 (&w)[H_VECTORS]) {
+#pragma unroll
+  for (int v = 0; v < H_VECTORS; v++) {
+    const int at = v * CONSUMERS + b.thread;
+    w[v] = at < H / 8 ? *(const uint4*)(weight + at * 8) : make_uint4(0, 0, 0, 0);
+  }
+}
+
+struct Hidden {  // the residual stream: the vectors of this thread
   u32 h[H_VECTORS][4];
 
   __device__ void embed(Block& b) {
     const u16* row = b.args.embedding + (u64)b.args.token[0] * H;
 #pragma unroll
     for (int v = 0; v < H_VECTORS; v++) {
-      const int at = v * GROUP + b.in_group;
+      const int at = v * CONSUMERS + b.thread;
       uint4 y = at < H / 8 ? *(const uint4*)(row + at * 8) : make_uint4(0, 0, 0, 0);
       h[v][0] = y.x, h[v][1] = y.y, h[v][2] = y.z, h[v][3] = y.w;
 #if HAS_EMBED_SCALE
@@ -358,6 +366,10 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
   template <int C>
   __device__ __forceinline__ void add(Block& b, const unsigned char* words, const u16* post) {
     uint4 y[H_VECTORS];
+#if HAS_POST_NORMS
+    uint4 w4[H_VECTORS];
+    fetch(b, post, w4);
+#endif
     load_words<H, C>(b, words, y);
     float factor = 1;
 #if HAS_POST_NORMS
@@ -369,18 +381,15 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
       for (int i = 0; i < 4; i++) a = fmaf(low(z[i]), low(z[i]), fmaf(high(z[i]), high(z[i]), a));
     }
     a = warp_sum(a);
-    if (!b.lane) b.squares[8 + b.warp] = a;
-    b.all_of_group();
-    const float* s = b.squares + 8 + 4 * b.group;
-    factor = rsqrtf(((s[0] + s[1]) + (s[2] + s[3])) / H + EPS);
+    if (!b.lane) b.squares[WARPS + b.warp] = a;
+    b.all_consumers();
+    factor = rsqrtf(sum_of_squares(b.squares + WARPS) / H + EPS);
 #endif
 #pragma unroll
     for (int v = 0; v < H_VECTORS; v++) {
-      const int at = v * GROUP + b.in_group;
       const u32 z[4] = {y[v].x, y[v].y, y[v].z, y[v].w};
 #if HAS_POST_NORMS
-      const uint4 w4 = at < H / 8 ? *(const uint4*)(post + at * 8) : make_uint4(0, 0, 0, 0);
-      const u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
+      const u32 w[4] = {w4[v].x, w4[v].y, w4[v].z, w4[v].w};
 #endif
 #pragma unroll
       for (int i = 0; i < 4; i++) {
@@ -393,13 +402,11 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
       }
     }
   }
-  __device__ void normed(Block& b, const u16* weight, float* x) {  // times its scale, which comes at the end
+  __device__ void normed(Block& b, const uint4 (&weight)[H_VECTORS], float* x) {  // times its scale, which comes at the end
     float a = 0;
 #pragma unroll
     for (int v = 0; v < H_VECTORS; v++) {
-      const int at = v * GROUP + b.in_group;
-      const uint4 w4 = at < H / 8 ? *(const uint4*)(weight + at * 8) : make_uint4(0, 0, 0, 0);
-      const u32 w[4] = {w4.x, w4.y, w4.z, w4.w};
+      const u32 w[4] = {weight[v].x, weight[v].y, weight[v].z, weight[v].w};
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float p = low(h[v][i]), q = high(h[v][i]);
@@ -414,7 +421,7 @@ struct Hidden {  // the residual stream: each thread of a group has every 128th 
 
 template <int K, int C>
 __device__ void plain_input(Block& b, const unsigned char* words, float* x) {
-  constexpr int N = (K / 8 + GROUP - 1) / GROUP;
+  constexpr int N = vectors(K);
   uint4 y[N];
   load_words<K, C>(b, words, y);
 #pragma unroll
@@ -438,13 +445,14 @@ __device__ void consume(Block& b) {
   u32 stage = 0;
   int turn = 0;
   Hidden hidden;
-  float x[(WIDEST / 8 + GROUP - 1) / GROUP * 8];
+  float x[vectors(WIDEST) * 8];
 #if PROFILE
 #define MARK(n) if (b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
 #else
 #define MARK(n)
 #endif
   hidden.embed(b);
+  uint4 weight[H_VECTORS];
   for (int l = 0; l < L; l++) {
     const Layer y = args.layers[l];
     unsigned char* own = words + (u64)l * LAYER_BYTES;
@@ -452,9 +460,10 @@ __device__ void consume(Block& b) {
 #if IS_PACKED
     fetch_offsets(b, args.layers + l);
 #endif
+    fetch(b, y.norm1, weight);
     if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
     MARK(1)
-    hidden.normed(b, y.norm1, x);
+    hidden.normed(b, weight, x);
     linear<CutQKV, false>(b, y, x, turn, stage, [&](int row, float* z) {
       const float scale = scale_of(b);
 #pragma unroll
@@ -477,9 +486,10 @@ __device__ void consume(Block& b) {
     MARK(5)
     linear<CutO, false>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_O>(own + AT_O, row, z); });
     MARK(6)
+    fetch(b, y.norm2, weight);
     hidden.add<C_O>(b, own + AT_O, y.post1);
     MARK(7)
-    hidden.normed(b, y.norm2, x);
+    hidden.normed(b, weight, x);
     linear<CutGate, true>(b, y, x, turn, stage, [&](int row, float* z) {
       const float scale = scale_of(b);
 #pragma unroll
@@ -497,8 +507,9 @@ __device__ void consume(Block& b) {
   }
   const int l = L;
   MARK(0)
+  fetch(b, args.norm, weight);
   hidden.add<C_DOWN>(b, words + (u64)(L - 1) * LAYER_BYTES + AT_DOWN, args.layers[L - 1].post2);
-  hidden.normed(b, args.norm, x);
+  hidden.normed(b, weight, x);
   if (!b.thread) *b.flight = FLIGHT_STREAM;
   MARK(1)
   Share<CutHead::N> share(b.c, turn);
@@ -547,8 +558,8 @@ __device__ void consume(Block& b) {
 
 extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(const __grid_constant__ Args args) {
   unsigned char* after = shared_memory + RING_AT + STAGE * SLOTS;
-  float* sums = (float*)after;                     // [SUM_ROWS, SUM_PARTS]
-  float* squares = sums + SUM_ROWS * SUM_PARTS;    // [16]
+  float* sums = (float*)after;                     // [2, SUM_ROWS, WARPS]
+  float* squares = sums + 2 * SUM_ROWS * WARPS;  // [16]
   float* scratch = squares + 16;
   u64* full = (u64*)(scratch + SCRATCH);
   const int warp = threadIdx.x / 32;
@@ -556,7 +567,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
     *(volatile int*)(full + 2 * SLOTS) = FLIGHT_STREAM;
     for (int i = 0; i < SLOTS; i++) {
       begin(full + i, 1);
-      begin(full + SLOTS + i, IS_PACKED ? WARPS : WARPS / 2);  // of the warps that read a slot
+      begin(full + SLOTS + i, WARPS);
     }
     all_begun();
   }
@@ -564,7 +575,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
   write_tables(args);
 #endif
   __syncthreads();
-  Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, warp / 4, warp % 4, (int)threadIdx.x % GROUP, clock64(), sums, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
+  Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, clock64(), sums, sums + SUM_ROWS * WARPS, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
   if (warp == WARPS) {
     if (block.lane == 0) produce(block);
   } else {

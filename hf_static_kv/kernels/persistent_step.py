@@ -48,6 +48,7 @@ _HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 8  # query heads of a head of keys
 _MAX_WIDTH = 16384  # a thread holds 1 / 128 of an input in registers
 _CONSUMERS = 256
+_PACKED_ROWS = 8
 _SUM_ROWS = 256  # output rows of a block in one phase
 _STAGE = 16384  # bytes of a copy, unless a row is longer
 _STAGE_OF_PACKED = 18432  # with scales
@@ -308,11 +309,12 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     stage = max(_STAGE, 2 * widest) if packed is None else max(_STAGE_OF_PACKED, 2 * sizes["H"])
     found |= _cuts(sizes, blocks, stage, packed)
     found |= _of_packed(packed)
-    sums = _SUM_ROWS * int(found["SUM_PARTS"])
+    found |= {"PACKED_ROWS": _PACKED_ROWS}
+    sums = 2 * _SUM_ROWS * _WARPS
     scratch = _scratch_floats(sizes)
     rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
     flight = _FLIGHT if packed is None else _FLIGHT_OF_PACKED
-    slots = min(rest // stage // 2 * 2, _MAX_BARRIERS)  # half of them for each group of warps
+    slots = min(rest // stage, _MAX_BARRIERS)
     splits = min(_SPLITS, blocks // sizes["NKV"])
     if slots < max(flight.values()) or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
@@ -323,9 +325,9 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
     """The dynamic shared memory of a block."""
-    names = ("RING_AT", "STAGE", "SLOTS", "SUM_ROWS", "SUM_PARTS", "SCRATCH")
-    ring_at, stage, slots, rows, parts, scratch = (int(macros[name]) for name in names)
-    return ring_at + stage * slots + _fixed_bytes(rows * parts, scratch)
+    names = ("RING_AT", "STAGE", "SLOTS", "SUM_ROWS", "SCRATCH")
+    ring_at, stage, slots, rows, scratch = (int(macros[name]) for name in names)
+    return ring_at + stage * slots + _fixed_bytes(2 * rows * _WARPS, scratch)
 
 
 def exchanged_bytes(macros: dict[str, int | str]) -> int:
@@ -361,11 +363,10 @@ def _float_literal(number: float) -> str:
 def _of_packed(packed: Packed | None) -> dict[str, int | str]:
     """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
     if packed is None:
-        return {"IS_PACKED": 0, "RING_AT": 0, "SUM_PARTS": 4}
+        return {"IS_PACKED": 0, "RING_AT": 0}
     return {
         "IS_PACKED": 1,
         "RING_AT": _rounded_up(_TABLES, 128),
-        "SUM_PARTS": _WARPS,
         "QUANT_GROUP": packed.group,
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),

@@ -273,6 +273,7 @@ static bool has_ended(u64* barrier, u32 parity) {
 }
 static u64 read_once() { return 0; }
 static void check_base() {}
+static void write_if(bool holds, float* to, float x) { if (holds) *to = x; }
 static u32 looked_up(u32 at) { return *(const u32*)(shared_memory + at); }
 static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   machine::Warp& warp = machine::warp();

@@ -136,8 +136,8 @@ FAULTS = {
         "b, own + AT_DOWN, args.layers[l - 1].post2",
     ),
     "a slot that is never free": (
-        "IS_PACKED ? WARPS : WARPS / 2);",
-        "WARPS / 2 + 1);",
+        "begin(full + SLOTS + i, WARPS);",
+        "begin(full + SLOTS + i, WARPS + 1);",
     ),
     "a copy that nobody begins": (
         "    if (b.failed) return -1;",
@@ -162,8 +162,8 @@ RACES = {
         "*b.flight = FLIGHT_WAIT;",
     ),
     "a slot that is filled too early": (
-        "IS_PACKED ? WARPS : WARPS / 2);",
-        "1);",
+        "begin(full + SLOTS + i, WARPS);",
+        "begin(full + SLOTS + i, 1);",
     ),
 }  # fmt: skip
 
@@ -178,6 +178,6 @@ def test_a_race_changes_logits(name, folder):
 
 
 def test_barriers_that_nobody_leaves(folder):
-    fault = "b.all_of_group();", "if (b.lane) b.all_of_group();"
+    fault = "b.all_consumers();\n    factor", "if (b.lane) b.all_consumers();\n    factor"
     outcome, _, _ = Step(plan_of("gemma"), folder, fault)(seed=0)
     assert outcome == ALL_WAIT
