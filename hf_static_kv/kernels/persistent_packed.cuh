@@ -1,8 +1,9 @@
-// Linear layers with weights of four bits in the kernel of persistent_step.cu: see packed.py.
+// Linear layers with weights of four or eight bits in the kernel of persistent_step.cu: see packed.py.
 //
 // A warp multiplies on tensor cores. mma.m16n8k16 wants four columns of a lane, and any four: a sum has no
-// order of columns. A table gives both values of a byte side by side, once for each lane: no two lanes meet
-// in a bank. The inputs lie in the other half of its lines.
+// order of columns. Of four bits a table gives both values of a byte side by side, once for each lane: no two
+// lanes meet in a bank. The inputs lie in the other half of its lines. Of eight bits values are computed, and
+// a row has one scale.
 //
 // A stage has some rows, whole, in one copy for each run of them that lies together: copies of a few bytes
 // take as long as those of many. Of an mma,
@@ -16,9 +17,10 @@ constexpr int LINE = 256, HALF_LINE = 128;  // bytes of the table: a line for ea
 constexpr int NESTED_GROUP = 256, NUM_WEIGHTS = 7;
 constexpr int AT_NESTED = 256 * LINE, AT_OFFSETS = AT_NESTED + NESTED_GROUP * 4;
 static_assert(WIDEST * 2 <= 256 * HALF_LINE, "the inputs have no room beside the table");
-static_assert(AT_OFFSETS + 32 <= RING_AT, "the host has left less room before the ring");
+static_assert((IS_BYTES ? WIDEST * 2 : AT_OFFSETS + 32) <= RING_AT, "the host has left less room before the ring");
 
 __device__ void write_tables(const Args& args) {
+  if (IS_BYTES) return;
   check_base();
   for (int i = threadIdx.x; i < 256 * 8; i += CONSUMERS + 32) {
     const int byte = i / 8, first = IS_HIGH_FIRST ? byte >> 4 : byte & 15, second = IS_HIGH_FIRST ? byte & 15 : byte >> 4;
@@ -32,19 +34,30 @@ __device__ void write_tables(const Args& args) {
 __device__ void fetch_offsets(const Block& b, const Layer* y) {
   if (IS_NESTED && b.thread < NUM_WEIGHTS) ((float*)(shared_memory + AT_OFFSETS))[b.thread] = *(&y->q)[b.thread].offset;
 }
-__device__ __forceinline__ u32 pair_of(u32 word, u32 lane4, int i) { return looked_up(__byte_perm(word, lane4, 0x5504 | i << 4)); }
-__device__ __forceinline__ unsigned char* inputs_at(int vector) { return shared_memory + vector / 8 * LINE + HALF_LINE + vector % 8 * 16; }
+__device__ __forceinline__ unsigned char* inputs_at(int vector) { return shared_memory + (IS_BYTES ? vector * 16 : vector / 8 * LINE + HALF_LINE + vector % 8 * 16); }
+// The values 2 i and 2 i + 1 of 16 codes, as bfloat16.
+#if IS_BYTES
+using Codes = uint4;
+__device__ __forceinline__ u32 pair_of(const Codes& codes, u32, int i) {
+  const u32 word = i < 4 ? (i < 2 ? codes.x : codes.y) : (i < 6 ? codes.z : codes.w);
+  const u32 both = __byte_perm(word, 0, i % 2 ? 0x4342 : 0x4140);
+  return add_pairs(both & 0x007f007fu | 0x43004300u, both & 0x00800080u | 0xc300c300u);  // 128 + the low bits; -128 or -256
+}
+#else
+using Codes = uint2;
+__device__ __forceinline__ u32 pair_of(const Codes& codes, u32 lane4, int i) { return looked_up(__byte_perm(i < 4 ? codes.x : codes.y, lane4, 0x5504 | i % 4 << 4)); }
+#endif
 
 // --- how the warps share the rows and columns of a stage
 
-constexpr int SCALE_BYTES = IS_NESTED ? 1 : 4, SPAN = 8 * QUANT_GROUP;
+constexpr int SCALE_BYTES = IS_BYTES ? 0 : IS_NESTED ? 1 : 4, CODES = sizeof(Codes), SPAN = 8 * QUANT_GROUP;
 static_assert(QUANT_GROUP == 64, "a lane has a quarter of a group");
 
 // `WARPS_OF_PAIR` warps have the columns of a pair of rows.
 template <class P>
 struct Parts {
   // Stages that are multiplied at once: of few rows the warps would have unequal parts, and few of them.
-  static constexpr int STAGES = P::RS < PACKED_ROWS ? 2 : 1;
+  static constexpr int STAGES = P::RS < 8 ? 2 : 1;
   static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = STAGES * P::RS / 2;
   static constexpr int turns(int warps) { return (SPANS + warps - 1) / warps * ((PAIRS * warps + WARPS - 1) / WARPS); }
   static constexpr int of(int warps) { return PAIRS * warps <= 4 * WARPS && (warps == 1 || turns(warps) <= turns(warps / 2)) ? warps : of(warps / 2); }
@@ -53,9 +66,9 @@ struct Parts {
   static constexpr int TURNS = (SPANS + WARPS_OF_PAIR - 1) / WARPS_OF_PAIR, PRODUCTS = TURNS * OWN_PAIRS, OF_LANE = (PRODUCTS + 3) / 4;
   static_assert(OWN_PAIRS == 1 || OWN_PAIRS == 2 || OWN_PAIRS == 4, "a lane has products of several pairs");
   // A stage: codes, scales, and for each run the absmax that its nested scales need.
-  static constexpr int RUN = P::RS < P::C ? P::RS : P::C, RUN_CODES = RUN * P::K / 2, RUN_SCALES = RUN * GROUPS * SCALE_BYTES;
+  static constexpr int RUN = P::RS < P::C ? P::RS : P::C, ROW = P::K * CODES / 16, RUN_CODES = RUN * ROW, RUN_SCALES = RUN * GROUPS * SCALE_BYTES;
   static constexpr int OUTER = IS_NESTED ? ((RUN * GROUPS + NESTED_GROUP - 1) / NESTED_GROUP + (NESTED_GROUP % (RUN * GROUPS) != 0) + 3 + 3) / 4 * 4 : 0;
-  static constexpr int SCALES_AT = P::RS * P::K / 2, OUTER_AT = SCALES_AT + P::RS / RUN * RUN_SCALES;
+  static constexpr int SCALES_AT = P::RS * ROW, OUTER_AT = SCALES_AT + P::RS / RUN * RUN_SCALES;
   static constexpr int RUN_BYTES = RUN_CODES + RUN_SCALES + OUTER * 4;
   static_assert(P::RS % 2 == 0 && RUN % 2 == 0 && P::K % QUANT_GROUP == 0 && RUN_SCALES % 16 == 0, "no whole pairs of rows");
   static_assert(P::RS / RUN * RUN_BYTES <= STAGE, "a stage has no room for its rows");
@@ -76,8 +89,8 @@ __device__ void produce_rows(Block& b, const Layer& y, int& turn, u64 policy, Ne
     for (int i = 0; i < runs; i++) {
       const int r = row + i * Q::RUN;
       const Row own = P::row_of(y, share.first + r / P::VR * BLOCKS, r % P::VR);
-      copy(to + i * Q::RUN_CODES, own.weight.codes + (u64)own.row * (P::K / 2), Q::RUN_CODES, b.full + slot, policy);
-      copy(to + Q::SCALES_AT + i * Q::RUN_SCALES, own.weight.scales + (u64)own.row * (Q::GROUPS * SCALE_BYTES), Q::RUN_SCALES, b.full + slot, policy);
+      copy(to + i * Q::RUN_CODES, own.weight.codes + (u64)own.row * Q::ROW, Q::RUN_CODES, b.full + slot, policy);
+      if (!IS_BYTES) copy(to + Q::SCALES_AT + i * Q::RUN_SCALES, own.weight.scales + (u64)own.row * (Q::GROUPS * SCALE_BYTES), Q::RUN_SCALES, b.full + slot, policy);
       if (IS_NESTED) copy(to + Q::OUTER_AT + i * Q::OUTER * 4, own.weight.absmax + Q::first_outer(own), Q::OUTER * 4, b.full + slot, policy);
     }
   }
@@ -86,6 +99,7 @@ __device__ void produce_rows(Block& b, const Layer& y, int& turn, u64 policy, Ne
 // The scale of a group of row r + h of a stage; row r of it is `own`, and r is even.
 template <class P>
 __device__ __forceinline__ float scale_of_group(const unsigned char* stage, const Row& own, int r, int h, int group) {
+  if (IS_BYTES) return 1;
   using Q = Parts<P>;
   const unsigned char* at = stage + Q::SCALES_AT + ((r + h) * Q::GROUPS + group) * SCALE_BYTES;
   if (!IS_NESTED) return *(const float*)at;
@@ -98,13 +112,14 @@ __device__ __forceinline__ float scale_of_group(const unsigned char* stage, cons
 }
 
 // The products of a pair of rows with the inputs of a span. Those of other lanes mean nothing.
-__device__ __forceinline__ float2 product(const Block& b, uint2 first, uint2 second, uint4 x, uint4 z) {
+__device__ __forceinline__ float2 product(const Block& b, const Codes& first, const Codes& second, uint4 x, uint4 z) {
   const u32 lane4 = b.lane * 4;
+  auto add = [&](float (&sum)[4], int i, u32 low, u32 high) { multiply(sum, pair_of(first, lane4, i), pair_of(second, lane4, i), pair_of(first, lane4, i + 1), pair_of(second, lane4, i + 1), low, high); };
   float a[4] = {0, 0, 0, 0}, c[4] = {0, 0, 0, 0};  // two chains: one waits for each addition
-  multiply(a, pair_of(first.x, lane4, 0), pair_of(second.x, lane4, 0), pair_of(first.x, lane4, 1), pair_of(second.x, lane4, 1), x.x, x.y);
-  multiply(c, pair_of(first.x, lane4, 2), pair_of(second.x, lane4, 2), pair_of(first.x, lane4, 3), pair_of(second.x, lane4, 3), x.z, x.w);
-  multiply(a, pair_of(first.y, lane4, 0), pair_of(second.y, lane4, 0), pair_of(first.y, lane4, 1), pair_of(second.y, lane4, 1), z.x, z.y);
-  multiply(c, pair_of(first.y, lane4, 2), pair_of(second.y, lane4, 2), pair_of(first.y, lane4, 3), pair_of(second.y, lane4, 3), z.z, z.w);
+  add(a, 0, x.x, x.y);
+  add(c, 2, x.z, x.w);
+  add(a, 4, z.x, z.y);
+  add(c, 6, z.z, z.w);
   const bool is_odd = b.lane & 4;
   return {is_odd ? a[1] + c[1] : a[0] + c[0], is_odd ? a[3] + c[3] : a[2] + c[2]};
 }
@@ -152,13 +167,13 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
   auto is_there = [&](int q) {  // else it is beyond the stage
     return (Q::PRODUCTS % 4 == 0 || q < Q::PRODUCTS) && (Q::SPANS % Q::WARPS_OF_PAIR == 0 || span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR < Q::SPANS) && (Q::PAIRS % Q::PAIRS_AT_ONCE == 0 || first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE < Q::PAIRS);
   };
-  uint2 codes[Q::PRODUCTS][2];
+  Codes codes[Q::PRODUCTS][2];
 #pragma unroll
   for (int q = 0; q < Q::PRODUCTS; q++) {
     if (!is_there(q)) continue;
-    const int pair = first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE;
-    const unsigned char* at = stage_of(pair) + (Q::STAGES == 2 ? pair % (P::RS / 2) : pair) * P::K + (span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR) * (SPAN / 2) + (8 * b.lane ^ 64 * (q % 4));
-    codes[q][0] = *(const uint2*)at, codes[q][1] = *(const uint2*)(at + P::K / 2);
+    const int pair = first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE, of_span = span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR;
+    const unsigned char* at = stage_of(pair) + 2 * (Q::STAGES == 2 ? pair % (P::RS / 2) : pair) * Q::ROW + of_span * (SPAN * CODES / 16) + (b.lane ^ 8 * (q % 4)) * CODES;
+    codes[q][0] = *(const Codes*)at, codes[q][1] = *(const Codes*)(at + Q::ROW);
   }
   const int r = 2 * (first_pair + mine % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE), of_all = row + r;
   const Row own = P::row_of(y, share.first + of_all / P::VR * BLOCKS, of_all % P::VR);
@@ -200,6 +215,16 @@ __device__ void stream_rows(Block& b, const Layer& y, const Share<P::N>& share, 
   add_up<P>(b, rows ? (rows - 1) / AT_ONCE * AT_ONCE : 0, found);
 }
 
+#if IS_BYTES
+__device__ __forceinline__ float scale_of_row(const Row& own) {
+#if HAS_HALF_SCALES
+  return half_of(((const u16*)own.weight.scales)[own.row]) * SCALE_FACTOR;
+#else
+  return ((const float*)own.weight.scales)[own.row] * SCALE_FACTOR;
+#endif
+}
+#endif
+
 // As `linear` of persistent_step.cu.
 template <class P, bool IS_LONG, class Publish>
 __device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
@@ -226,6 +251,9 @@ __device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x,
       z[r] = own[0];
 #pragma unroll
       for (int w = 1; w < Q::WARPS_OF_PAIR; w++) z[r] += own[w];
+#if IS_BYTES
+      z[r] *= scale_of_row(P::row_of(y, share.first + b.thread * BLOCKS, r));
+#endif
     }
     publish_sums((share.first + b.thread * BLOCKS) * P::C, z);
   }

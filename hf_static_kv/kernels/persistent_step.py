@@ -48,15 +48,14 @@ _HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 8  # query heads of a head of keys
 _MAX_WIDTH = 16384  # a thread holds 1 / 128 of an input in registers
 _CONSUMERS = 256
-_PACKED_ROWS = 8
 _SUM_ROWS = 256  # output rows of a block in one phase
 _STAGE = 16384  # bytes of a copy, unless a row is longer
-_STAGE_OF_PACKED = 18432  # with scales
+_STAGE_OF_PACKED = 18432  # of weights of four bits, with scales
+_STAGE_OF_BYTES = 32768
 # Copies of a block that are under way while it waits for values, and while it multiplies: more slow
-# the exchange of values, fewer the reading. Of six pairs the fastest (Llama-3.2-1B, H200, 2026-11-18).
-_FLIGHT = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 3}
-# Llama-3.1-8B in NF4: 2,118 us, and 2,147 with the pair above.
-_FLIGHT_OF_PACKED = {"FLIGHT_WAIT": 2, "FLIGHT_STREAM": 5}
+# the exchange of values, fewer the reading. The fastest of eight pairs (Llama-3.2-1B in bfloat16,
+# Llama-3.1-8B in NF4, H200, 2026-11-19).
+_FLIGHT_WAIT, _FLIGHT_STREAM = 2, 6
 _MOST_ROWS = 12  # of short weights in a stage
 _SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
 _SPLITS = 16  # of a head's keys
@@ -136,7 +135,7 @@ class Plan(NamedTuple):
 
     @property
     def packed(self) -> Packed | None:
-        """A weight of four bits, which stands for all; None: they have 16."""
+        """A weight of four or eight bits, which stands for all; None: they have 16."""
         first = self.weights[0]
         return first if isinstance(first, Packed) else None
 
@@ -222,23 +221,42 @@ def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
 
 
 def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
-    """For weights of four bits: see persistent_packed.cuh."""
+    """For weights of four or eight bits: see persistent_packed.cuh."""
     weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
     first = weights[0]
     yield len(weights) == len(plan.weights), "some weights are packed and some are not"
-    is_known = first.layout in ("high_first", "low_first") and first.zeros is None
+    is_known = first.layout in ("high_first", "low_first", "bytes") and first.zeros is None
     yield is_known, f"it has no weights packed as {first.layout}"
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
+    yield all(weight.columns % _GROUP == 0 for weight in weights), "a row is no multiple of 64"
     parts = [part for weight in weights for part in (weight.codes, weight.scales)]
     yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
     yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
+    if first.layout == "bytes":
+        yield from _conditions_of_bytes(weights)
+    else:
+        yield from _conditions_of_four_bits(weights)
+
+
+def _conditions_of_bytes(weights: list[Packed]) -> Iterator[tuple[bool, str]]:
+    first = weights[0]
+    yield first.midpoint == 0, "codes have a midpoint"
+    has_rows = all(weight.group == weight.columns for weight in weights)
+    yield has_rows, "it takes one scale for a row of bytes"
+    kinds = {(weight.scales.dtype, weight.factor) for weight in weights}
+    yield len(kinds) == 1, "scales differ"
+    is_known = first.scales.dtype in (torch.float32, torch.bfloat16)
+    yield is_known, f"scales are {first.scales.dtype}"
+
+
+def _conditions_of_four_bits(weights: list[Packed]) -> Iterator[tuple[bool, str]]:
+    first = weights[0]
     groups = {weight.group for weight in weights}
     yield groups == {_GROUP}, f"{groups} weights share a scale: it takes {_GROUP}"
     yield all(weight.factor == 1 for weight in weights), "scales have a factor"
     kinds = {str(weight.scales.dtype) for weight in weights}
     yield len(kinds) == 1, f"scales are {', '.join(sorted(kinds))}"
     yield _are_equal([weight.table for weight in weights]), "tables differ"
-    yield all(weight.columns % _GROUP == 0 for weight in weights), "a row is no multiple of 64"
     nested = [weight.nested for weight in weights if weight.nested is not None]
     if not nested:
         yield first.scales.dtype == torch.float32, f"scales are {first.scales.dtype}"
@@ -306,21 +324,28 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
     packed = plan.packed
-    stage = max(_STAGE, 2 * widest) if packed is None else max(_STAGE_OF_PACKED, 2 * sizes["H"])
+    stage = _stage_bytes(sizes, packed)
     found |= _cuts(sizes, blocks, stage, packed)
-    found |= _of_packed(packed)
-    found |= {"PACKED_ROWS": _PACKED_ROWS}
+    found |= _of_packed(packed, widest)
     sums = 2 * _SUM_ROWS * _WARPS
     scratch = _scratch_floats(sizes)
     rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
-    flight = _FLIGHT if packed is None else _FLIGHT_OF_PACKED
     slots = min(rest // stage, _MAX_BARRIERS)
     splits = min(_SPLITS, blocks // sizes["NKV"])
-    if slots < max(flight.values()) or not splits:
+    if slots <= _FLIGHT_WAIT or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
-    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots, **flight}
+    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots}
+    found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(_FLIGHT_STREAM, slots)}
     found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
+
+
+def _stage_bytes(sizes: dict[str, int], packed: Packed | None) -> int:
+    if packed is None:
+        return max(_STAGE, 2 * max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"]))
+    # Rows of the head are bfloat16.
+    least = _STAGE_OF_BYTES if packed.layout == "bytes" else _STAGE_OF_PACKED
+    return max(least, 2 * sizes["H"])
 
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
@@ -360,14 +385,19 @@ def _float_literal(number: float) -> str:
     return f"{float(number)!r}f"
 
 
-def _of_packed(packed: Packed | None) -> dict[str, int | str]:
+def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
     if packed is None:
         return {"IS_PACKED": 0, "RING_AT": 0}
+    has_bytes = packed.layout == "bytes"
+    ring_at = 2 * _rounded_up(widest, 8 * _GROUP) if has_bytes else _rounded_up(_TABLES, 128)
     return {
         "IS_PACKED": 1,
-        "RING_AT": _rounded_up(_TABLES, 128),
-        "QUANT_GROUP": packed.group,
+        "IS_BYTES": int(has_bytes),
+        "RING_AT": ring_at,
+        "QUANT_GROUP": _GROUP,
+        "SCALE_FACTOR": _float_literal(packed.factor),
+        "HAS_HALF_SCALES": int(packed.scales.dtype == torch.bfloat16),
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),
     }
@@ -377,12 +407,15 @@ def _row_bytes(packed: Packed | None, width: int) -> int:
     """Of a row of weights in a stage, with its scales."""
     if packed is None:
         return 2 * width
+    if packed.layout == "bytes":
+        return width
     # Of nested scales a copy has up to eight more, for two rows or more.
     return width // 2 + _scale_bytes(packed, width) + (0 if packed.nested is None else 16)
 
 
 def _scale_bytes(packed: Packed, width: int) -> int:
-    return width // _GROUP * packed.scales.dtype.itemsize
+    """Of a row, in a stage."""
+    return 0 if packed.layout == "bytes" else width // _GROUP * packed.scales.dtype.itemsize
 
 
 def _cuts(

@@ -1,8 +1,8 @@
 // In the place of hopper.cuh: a kernel whose blocks all run at once, on a CPU.
 //
 // Each thread of the GPU is a fiber, and one thread of the CPU runs them in turn: until they wait, look at memory that
-// others write, or end. The order of fibers, how long a copy is under way, and which block rests for a while follow a
-// seed. If every fiber waits for good, `run` says so.
+// others write, or end. The order of fibers, how long a copy is under way, and which block or warp rests for a while
+// follow a seed. If every fiber waits for good, `run` says so.
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -60,13 +60,14 @@ struct Warp {
   Meeting meeting;
   u32 words[WARP];
   u32 fragments[WARP][6];
+  int rest = 0;  // rounds for which its fibers do not run
 };
 struct Block {
   std::vector<unsigned char> memory;
   std::vector<Warp> warps;
   std::vector<Copy> copies;
   Meeting barriers[16];
-  int rest = 0;  // rounds for which its fibers do not run
+  int rest = 0;
 };
 struct Fiber {
   ucontext_t begin;
@@ -173,11 +174,16 @@ static Outcome run(void (*kernel)(), int num_blocks, int threads, u32 shared_byt
     round_number++;
     std::rotate(order.begin(), order.begin() + seeded() % order.size(), order.end());
     if (seeded() % 64 == 0) blocks[seeded() % num_blocks].rest = seeded() % 200;
+    if (seeded() % 16 == 0) blocks[seeded() % num_blocks].warps[seeded() % (threads / WARP)].rest = seeded() % 200;
     const i64 arrivals_before = arrivals;
     bool all_blocked = true;
-    for (Block& b : blocks) all_blocked &= !b.rest && b.copies.empty();
+    for (Block& b : blocks) {
+      all_blocked &= !b.rest && b.copies.empty();
+      for (Warp& w : b.warps) all_blocked &= !w.rest;
+    }
     for (Fiber* fiber : order) {
-      if (blocks[fiber->block].rest) continue;
+      const Block& b = blocks[fiber->block];
+      if (b.rest || b.warps[fiber->thread / WARP].rest) continue;
       resume(*fiber);
       all_blocked &= fiber->is_blocked && !fiber->has_ended;
     }
@@ -186,6 +192,7 @@ static Outcome run(void (*kernel)(), int num_blocks, int threads, u32 shared_byt
     for (Block& b : blocks) {
       land_copies(b);
       b.rest -= b.rest > 0;
+      for (Warp& w : b.warps) w.rest -= w.rest > 0;
     }
   }
   for (Block& b : blocks)
@@ -274,6 +281,11 @@ static bool has_ended(u64* barrier, u32 parity) {
 static u64 read_once() { return 0; }
 static void check_base() {}
 static void write_if(bool holds, float* to, float x) { if (holds) *to = x; }
+static u32 add_pairs(u32 a, u32 b) {
+  auto low = [](u32 x) { return __uint_as_float(x << 16); };
+  auto high = [](u32 x) { return __uint_as_float(x & 0xffff0000u); };
+  return pack(low(a) + low(b), high(a) + high(b));
+}
 static u32 looked_up(u32 at) { return *(const u32*)(shared_memory + at); }
 static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   machine::Warp& warp = machine::warp();

@@ -37,6 +37,15 @@ def in_four_bits(weight, is_nested, group=64):
     )  # fmt: skip
 
 
+def in_bytes(weight):
+    """A weight as bitsandbytes has it in int8."""
+    largest = weight.float().abs().amax(dim=1)
+    codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
+    rows, columns = weight.shape
+    how = codes, "bytes", rows, columns, weight.dtype, columns, largest[:, None]
+    return Packed(*how, factor=1 / 127)
+
+
 def random_plan(
     sizes=SMALL, has_biases=False, has_head_norms=False, has_post_norms=False,
     dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, **how,
@@ -52,7 +61,7 @@ def random_plan(
         own = weight(*shape)
         if packed is None:
             return own
-        return in_four_bits(own, packed == "nested")
+        return in_bytes(own) if packed == "bytes" else in_four_bits(own, packed == "nested")
 
     def norm(width, is_there=True):
         return 1 + weight(width, scale=0.1) if is_there else None
@@ -172,6 +181,7 @@ CASES = {
         "packed": "plain", "has_biases": True, "has_head_norms": True, "has_post_norms": True,
         "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
     },
+    "int8": {"packed": "bytes", "has_biases": True, "sizes": {**SMALL, "I": 1088}},
     "nested scales": {"packed": "nested", "sizes": {**SMALL, "H": 512, "I": 1536, "NQ": 8}},
 }  # fmt: skip
 

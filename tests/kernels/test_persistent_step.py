@@ -58,12 +58,25 @@ def one_packed(**changed):
 
 
 def each_packed(**changed):
+    return changed_in_each(four_bits(), changed)
+
+
+def changed_in_each(plan, changed):
     names = ("q", "k", "v", "o", "gate", "up", "down")
     layers = [
         layer._replace(**{name: getattr(layer, name)._replace(**changed) for name in names})
-        for layer in four_bits().layers
+        for layer in plan.layers
     ]
-    return four_bits()._replace(layers=layers)
+    return plan._replace(layers=layers)
+
+
+@cache
+def eight_bits():
+    return random_plan(WIDER, packed="bytes")
+
+
+def in_eight_bits(**changed):
+    return changed_in_each(eight_bits(), changed)
 
 
 REFUSED = {
@@ -108,7 +121,13 @@ REFUSED = {
         lambda: with_layer(four_bits(), o=random_plan(WIDER).layers[0].o),
         "some weights are packed and some are not",
     ),
-    "weights in bytes": (lambda: each_packed(layout="bytes"), "packed as bytes"),
+    "groups of bytes": (lambda: each_packed(layout="bytes"), "one scale for a row of bytes"),
+    "a midpoint": (lambda: in_eight_bits(midpoint=8), "codes have a midpoint"),
+    "half scales": (
+        lambda: in_eight_bits(scales=torch.ones(512, 1, dtype=torch.float16)),
+        "scales are torch.float16",
+    ),
+    "zeros of bytes": (lambda: in_eight_bits(zeros=torch.zeros(1)), "packed as bytes"),
     "zeros": (lambda: each_packed(zeros=torch.zeros(1)), "packed as high_first"),
     "another order": (lambda: one_packed(layout="low_first"), "packed weights differ"),
     "groups of 32": (lambda: one_packed(group=32), "32.* weights share a scale: it takes 64"),
