@@ -82,6 +82,7 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2
 }
 __device__ __forceinline__ void write_if(bool holds, float* to, float x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p,%0,0;\n@p st.shared.f32 [%1],%2;\n}" ::"r"((u32)holds), "r"(shared(to)), "f"(x) : "memory");
+}
 __device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {  // of bfloat16
   u32 r;
   asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
