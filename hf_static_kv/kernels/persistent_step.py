@@ -18,10 +18,10 @@ its logits.
 L layers of NQ query heads and NKV heads of keys and values, D wide; H is the hidden size, I the
 intermediate one. Norms are RMS norms; biases, norms of heads and norms after a layer may be absent.
 
-Weights are bfloat16; those of linear layers may have four bits, see packed.py.
+Weights are bfloat16; those of linear layers may have four or eight bits, see packed.py.
 
 `persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu (its shares
-in persistent_cuts.cuh, its attention in persistent_attention.cuh, weights of four bits in
+in persistent_cuts.cuh, its attention in persistent_attention.cuh, packed weights in
 persistent_packed.cuh, its PTX in hopper.cuh), and persistent_step_cuda.py compiles and launches it. A block
 of threads runs on each multiprocessor for the whole step, and reads the weights ahead of the values that
 they are multiplied with.

@@ -14,6 +14,7 @@ import torch
 
 START_LIMIT = 180  # seconds for the imports, on a busy machine
 LIMIT = 40  # seconds for what the ranks do
+DIED = "died"
 GRACE = 5  # seconds that the other ranks have after one has failed
 
 
@@ -39,6 +40,8 @@ def run_ranks(scenario, world_size, folder, *args, backend="gloo"):
                 process.kill()
             process.join()
     errors = {rank: error for rank, (_, error) in results.items() if error}
+    for rank in [rank for rank, error in errors.items() if error == DIED]:
+        errors[rank] += f" with exit code {processes[rank].exitcode}"  # below 0: of a signal
     errors |= {rank: "no answer" for rank in range(world_size) if rank not in results}
     assert not errors, "\n".join(f"rank {rank}: {error}" for rank, error in sorted(errors.items()))
     return [results[rank][0] for rank in range(world_size)]
@@ -78,7 +81,7 @@ def _collect(ends):
             try:
                 answer = end.recv()
             except EOFError:
-                answer = None, "died"
+                answer = None, DIED
             if answer == "started":
                 deadline = time.monotonic() + LIMIT
                 continue

@@ -1,6 +1,8 @@
 """The kernel of a whole step: what it takes, what it is compiled with, and what it computes."""
 
 import math
+import shutil
+import subprocess
 from functools import cache
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ from hf_static_kv.kernels.persistent_step import (
 from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
 
 BLOCKS, SHARED = 132, 232448  # of an H200
+NVCC = shutil.which("nvcc")
 HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # L, H, I, NQ, NKV, D, V, and whether there are biases, norms of heads, and norms after each part.
 SHAPES = {
@@ -194,9 +197,9 @@ def test_every_dev_model_fits(name):
     assert exchanged_bytes(found) < 1 << 25
 
 
-@pytest.mark.parametrize("scales", ["plain", "nested"])
+@pytest.mark.parametrize("scales", ["plain", "nested", "bytes"])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-1.7b"])
-def test_weights_of_four_bits_fit(name, scales):
+def test_packed_weights_fit(name, scales):
     numbers, parts = SHAPES[name]
     sizes = dict(zip(SMALL, numbers, strict=True)) | {"L": 1}
     found = macros(random_plan(sizes, *parts, device="meta", packed=scales), BLOCKS, SHARED)
@@ -264,6 +267,20 @@ def fake_bindings(compiled, driver_version=13000):
     )
     driver = SimpleNamespace(cuDriverGetVersion=lambda: (0, driver_version))
     return driver, nvrtc
+
+
+@pytest.mark.skipif(not NVCC, reason="needs nvcc")
+@pytest.mark.parametrize("name", ["biases", "gemma", "qwen", "nested scales", "int8"])
+def test_the_source_compiles(name, tmp_path):
+    """For the GPU: what runs on a CPU has no hopper.cuh."""
+    case = dict(CASES[name])
+    sizes = case.pop("sizes", SMALL) | {"L": 1}
+    found = macros(random_plan(sizes, device="meta", **case), BLOCKS, SHARED) | {"PROFILE": 1}
+    file = tmp_path / "step.cu"
+    file.write_text(persistent_step_cuda._defines(found) + persistent_step_cuda.source())
+    options = ["-arch=sm_90a", "-std=c++17", "-cubin", "-o", tmp_path / "step.cubin"]
+    result = subprocess.run([NVCC, *options, file], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture

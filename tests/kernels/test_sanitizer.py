@@ -60,4 +60,4 @@ def test_the_record_has_every_kernel_and_no_error():
     assert [run["tool"] for run in record["runs"]] == list(sanitize.TOOLS)
     for run in record["runs"]:
         assert (run["errors"], run["exit_code"]) == (0, 0)
-        assert set(run["kernels"]) == sanitize.defined_kernels() | {sanitize.WHOLE_STEP}
+        assert set(run["kernels"]) - {sanitize.WHOLE_STEP} == sanitize.defined_kernels()
