@@ -22,13 +22,8 @@ from torch import Tensor
 
 from hf_static_kv import compat
 from hf_static_kv.kernels.packed import Packed, Weight
-from hf_static_kv.kernels.persistent_step import (
-    Plan,
-    check_plan,
-    exchanged_bytes,
-    macros,
-    used_shared_bytes,
-)
+from hf_static_kv.kernels.persistent_macros import exchanged_bytes, macros, used_shared_bytes
+from hf_static_kv.kernels.persistent_step import Plan, check_plan
 
 _SOURCE = Path(__file__).with_name("persistent_step.cu")
 _NAME = b"persistent_step"

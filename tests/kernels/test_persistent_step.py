@@ -12,13 +12,8 @@ import torch
 from hf_static_kv import compat
 from hf_static_kv.kernels import persistent_step_cuda
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES
-from hf_static_kv.kernels.persistent_step import (
-    check_plan,
-    exchanged_bytes,
-    macros,
-    persistent_step_plain,
-    used_shared_bytes,
-)
+from hf_static_kv.kernels.persistent_macros import exchanged_bytes, macros, used_shared_bytes
+from hf_static_kv.kernels.persistent_step import check_plan, persistent_step_plain
 from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
 
 BLOCKS, SHARED = 132, 232448  # of an H200

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_static_kv.kernels import persistent_step, persistent_step_cuda
-from hf_static_kv.kernels.persistent_step import macros, persistent_step_plain, used_shared_bytes
+from hf_static_kv.kernels import persistent_macros, persistent_step_cuda
+from hf_static_kv.kernels.persistent_macros import macros, used_shared_bytes
+from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
 
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
@@ -100,7 +101,7 @@ def test_a_step(name, folder):
 @pytest.mark.parametrize(("name", "width"), [("four bits", 1536), ("nested scales", 2048)])
 def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, monkeypatch):
     """A block with an odd number of them has the last one alone."""
-    monkeypatch.setattr(persistent_step, "_STAGE_OF_PACKED", 3072 if width == 2048 else 2048)
+    monkeypatch.setattr(persistent_macros, "_STAGE_OF_PACKED", 3072 if width == 2048 else 2048)
     plan = plan_of(name, I=width)
     before = copied(plan)
     step = Step(plan, folder)

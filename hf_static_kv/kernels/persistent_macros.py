@@ -1,0 +1,213 @@
+"""What the kernel of persistent_step.py is compiled with, for a plan and a device.
+
+phase     rows that a block multiplies with one input: q, k and v; o; gate and up; down; the head
+chunk     C_x rows of a phase, which one block has and publishes at once
+stage     RS_x rows of a block that are copied at once, into one slot of a ring in shared memory
+shared    tables of packed weights | SLOTS stages | sums, squares, scratch of attention, barriers
+"""
+
+import math
+
+import torch
+
+from hf_static_kv.kernels.packed import NESTED_GROUP, Packed
+from hf_static_kv.kernels.persistent_step import ACTIVATIONS, GROUP, Plan
+
+_WARPS = 8
+_CONSUMERS = 32 * _WARPS
+_SUM_ROWS = 256  # output rows of a block in one phase
+_SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
+_SPLITS = 16  # of a head's keys
+_STAGE = 16384  # bytes, unless a row is longer
+_STAGE_OF_PACKED = 18432  # of weights of four bits, with scales
+_STAGE_OF_BYTES = 32768
+_MOST_ROWS = 12  # of short weights in a stage
+_MAX_BARRIERS = 16  # stages of the ring
+# Stages of a block that are under way while it waits for values, and while it multiplies: more slow
+# the exchange of values, fewer the reading. The fastest of eight pairs (Llama-3.2-1B in bfloat16,
+# Llama-3.1-8B in NF4, H200, 2026-11-19).
+_FLIGHT_WAIT, _FLIGHT_STREAM = 2, 6
+# Bytes of the tables of weights of four bits: of pairs, of nested scales, and the offsets of a layer.
+_TABLES = 65536 + 4 * NESTED_GROUP + 32
+
+
+def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
+    """The macros of the kernel for this plan, on so many blocks of so much shared memory.
+
+    Raises ValueError if the plan does not fit.
+    """
+    sizes = plan.sizes
+    found: dict[str, int | str] = {**sizes, **_options(plan)}
+    widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
+    packed = plan.packed
+    stage = _stage_bytes(sizes, packed)
+    found |= _cuts(sizes, blocks, stage, packed)
+    found |= _of_packed(packed, widest)
+    sums = 2 * _SUM_ROWS * _WARPS
+    scratch = _scratch_floats(sizes)
+    rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
+    slots = min(rest // stage, _MAX_BARRIERS)
+    splits = min(_SPLITS, blocks // sizes["NKV"])
+    if slots <= _FLIGHT_WAIT or not splits:
+        raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
+    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots}
+    found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(_FLIGHT_STREAM, slots)}
+    found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+    return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
+
+
+def _stage_bytes(sizes: dict[str, int], packed: Packed | None) -> int:
+    if packed is None:
+        return max(_STAGE, 2 * max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"]))
+    # Rows of the head are bfloat16.
+    least = _STAGE_OF_BYTES if packed.layout == "bytes" else _STAGE_OF_PACKED
+    return max(least, 2 * sizes["H"])
+
+
+def used_shared_bytes(macros: dict[str, int | str]) -> int:
+    """The dynamic shared memory of a block."""
+    names = ("RING_AT", "STAGE", "SLOTS", "SUM_ROWS", "SCRATCH")
+    ring_at, stage, slots, rows, scratch = (int(macros[name]) for name in names)
+    return ring_at + stage * slots + _fixed_bytes(2 * rows * _WARPS, scratch)
+
+
+def exchanged_bytes(macros: dict[str, int | str]) -> int:
+    """What the blocks tell each other in two steps: twice WORDS of the kernel."""
+    names = ("L", "H", "I", "NQ", "NKV", "D", "SPLITS")
+    num_layers, hidden, intermediate, queries, heads, dim, splits = (int(macros[n]) for n in names)
+    halves = (queries + 2 * heads) * dim + queries * dim + 2 * hidden + intermediate
+    parts = queries * splits * (dim + 4)
+    return 2 * num_layers * _rounded_up(2 * halves + 4 * parts, 128)
+
+
+def _options(plan: Plan) -> dict[str, int | str]:
+    layer = plan.layers[0]
+    return {
+        "EPS": _float_literal(plan.eps),
+        "QK_EPS": _float_literal(plan.qk_eps),
+        "SCALE": _float_literal(plan.scale),
+        "ACTIVATION": ACTIVATIONS.index(plan.activation),
+        "NORM_OFFSET": int(plan.style.offset),
+        "HAS_QK_NORM": int(layer.q_norm is not None),
+        "HAS_POST_NORMS": int(layer.post1 is not None),
+        "HAS_QKV_BIAS": int(layer.q_bias is not None),
+        "HAS_EMBED_SCALE": int(plan.embedding_scale is not None),
+        "EMBED_SCALE": _float_literal(plan.embedding_scale or 1),
+        "INFINITY_": "__int_as_float(0x7f800000)",
+    }
+
+
+def _float_literal(number: float) -> str:
+    return f"{float(number)!r}f"
+
+
+def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
+    """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
+    if packed is None:
+        return {"IS_PACKED": 0, "RING_AT": 0}
+    has_bytes = packed.layout == "bytes"
+    ring_at = 2 * _rounded_up(widest, 8 * GROUP) if has_bytes else _rounded_up(_TABLES, 128)
+    return {
+        "IS_PACKED": 1,
+        "IS_BYTES": int(has_bytes),
+        "RING_AT": ring_at,
+        "QUANT_GROUP": GROUP,
+        "SCALE_FACTOR": _float_literal(packed.factor),
+        "HAS_HALF_SCALES": int(packed.scales.dtype == torch.bfloat16),
+        "IS_NESTED": int(packed.nested is not None),
+        "IS_HIGH_FIRST": int(packed.layout == "high_first"),
+    }
+
+
+def _row_bytes(packed: Packed | None, width: int) -> int:
+    """Of a row of weights in a stage, with its scales."""
+    if packed is None:
+        return 2 * width
+    if packed.layout == "bytes":
+        return width
+    # Of nested scales a copy has up to eight more, for two rows or more.
+    return width // 2 + _scale_bytes(packed, width) + (0 if packed.nested is None else 16)
+
+
+def _scale_bytes(packed: Packed, width: int) -> int:
+    """Of a row, in a stage."""
+    return 0 if packed.layout == "bytes" else width // GROUP * packed.scales.dtype.itemsize
+
+
+def _cuts(
+    sizes: dict[str, int], blocks: int, stage: int, packed: Packed | None
+) -> dict[str, int | str]:
+    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase."""
+    hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
+    # Rows, inputs, and weights that are read together.
+    phases = {
+        "QKV": ((sizes["NQ"] + 2 * sizes["NKV"]) * dim, hidden, 1),
+        "O": (hidden, sizes["NQ"] * dim, 1),
+        "GATE": (intermediate, hidden, 2),
+        "DOWN": (hidden, intermediate, 1),
+        "HEAD": (sizes["V"], hidden, 1),
+    }
+    found: dict[str, int | str] = {}
+    for name, (rows, width, weights) in phases.items():
+        own = None if name == "HEAD" else packed
+        chunk = _rows_of_chunk(rows, blocks, 1 if own is None else 2)  # packed rows have pairs
+        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _SPARE_ROWS:
+            raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
+        found[f"C_{name}"] = chunk
+        if own is None:
+            chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
+            found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
+        else:
+            found[f"RS_{name}"] = _rows_of_packed_stage(own, width, chunk, stage)
+    return found
+
+
+def _busiest(rows: int, chunk: int, blocks: int) -> int:
+    """The rows of the block that has the most."""
+    return math.ceil(rows / chunk / blocks) * chunk
+
+
+def _rows_of_chunk(rows: int, blocks: int, least: int) -> int:
+    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1; `least` if
+    that is more.
+    """
+    most = 1.04 * _busiest(rows, 1, blocks)
+    fits = (c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
+    return max(least, next(fits))
+
+
+def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
+    """Rows that are copied at once: as many of the block's chunks as fit, in equal parts, or the
+    largest part of a chunk of `rows`.
+    """
+    if rows * row_bytes > stage:
+        return next(r for r in range(rows, 0, -1) if rows % r == 0 and r * row_bytes <= stage)
+    most = max(1, min(stage // row_bytes, _MOST_ROWS) // rows)
+    return rows * math.ceil(chunks / math.ceil(chunks / most))
+
+
+def _rows_of_packed_stage(packed: Packed, width: int, chunk: int, stage: int) -> int:
+    """As `_rows_of_stage`: a power of two, so that each lane has the products of one pair of rows."""
+    most = (n for n in (16, 8, 4, 2) if n * _row_bytes(packed, width) <= stage)
+    rows = next(most, 0)
+    if not rows or min(rows, chunk) * _scale_bytes(packed, width) % 16:
+        raise ValueError(f"rows of {width} columns make no whole copies")
+    return rows
+
+
+def _scratch_floats(sizes: dict[str, int]) -> int:
+    """Of attention: queries, the new key and value, and the partial sums of warps."""
+    group = sizes["NQ"] // sizes["NKV"]
+    dim = sizes["D"]
+    groups = next(n for n in (1, 2, 4, 8) if 32 * n >= group * dim // 8)  # of heads, for the warps
+    attention = group * dim + 2 * dim + 8 // groups * group * (dim + 2)
+    return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
+
+
+def _fixed_bytes(sums: int, scratch: int) -> int:
+    """Shared memory behind the ring: sums, squares, scratch, barriers and a number."""
+    return sums * 4 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
+
+
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
