@@ -268,17 +268,17 @@ __device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float*
   }
 }
 
-// Up to eight rows are multiplied, and four added over a warp, at once.
+// Four rows are added over a warp at once.
 template <class P>
 __device__ void stream(Block& b, const float* x, int count, u32& stage) {
-  constexpr int AT_ONCE = P::RS < 8 ? 8 / P::RS : 1, ROWS = P::RS * AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
+  constexpr int ROWS = P::RS * P::AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
   const int stages = P::stages(count);
-  for (int s = 0; s < stages; s += AT_ONCE) {
+  for (int s = 0; s < stages; s += P::AT_ONCE) {
     float sums[PADDED];
 #pragma unroll
     for (int i = 0; i < PADDED; i++) sums[i] = 0;
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++)
+    for (int i = 0; i < P::AT_ONCE; i++)
       if (s + i < stages) multiply<P>(b, x, stage + s + i, sums + i * P::RS);
 #pragma unroll
     for (int i = 0; i < PADDED; i += 4) {
