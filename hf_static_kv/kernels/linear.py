@@ -16,7 +16,7 @@ their batch-invariant forms.
 
 `fused_linears` is one launch for one token. It rounds where the operations of a model round, except
 after the norm: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32. With
-transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
+transposed weights (GPT-2) the norm may be a LayerNorm, and a gated layer is computed plainly.
 It takes packed weights (packed.py) too, which have four or eight bits: of up to 16 tokens.
 """
 
@@ -49,7 +49,7 @@ class Linear(NamedTuple):
 
     weights: list[Any]  # [N_i, K]: tensors, or `Packed` ones of one kind
     biases: list[Tensor]  # as many, or none
-    norm: Norm | None = None  # an RMS norm of the input
+    norm: Norm | None = None  # of the input: an RMS norm; of transposed weights a LayerNorm, too
     activation: str = ""  # one of `ACTIVATIONS`, or none
     is_gated: bool = False  # the weights are gate and up
     residual: Any = None  # a tensor that is added; in a recorded pass the value that stands for it
@@ -191,15 +191,12 @@ def activation_name(function: Any, keywords: Mapping[str, Any]) -> str:
 
 
 def fused_linears(x: Tensor, layer: Linear) -> Tensor:
-    """Linear layers with the RMS norm before them, and the activation and the sum after them."""
+    """Linear layers with the norm before them, and the activation and the sum after them."""
     check_fused(x, layer)
     if is_packed(layer):
         return _packed_linears(x, layer)
     if not fuses(x, layer):
         return fused_linears_plain(x, layer)
-    if layer.norm is not None and not _are_contiguous(layer.weights):
-        x = norms.norm(x, layer.norm)
-        layer = layer._replace(norm=None)
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
     return fused_linears_triton(x, *layer)
@@ -234,7 +231,7 @@ def check_fused(x: Tensor, layer: Linear) -> None:
         raise ValueError(f"biases {shapes} and weights of {sizes} rows do not fit.")
     if norm is not None:
         check_norm(x, norm, "norm")
-        if norm.style not in STYLES:
+        if norm.style not in STYLES and (is_packed(layer) or _are_contiguous(weights)):
             raise ValueError(
                 "fused_linears takes an RMS norm without bias: run a LayerNorm before it."
             )

@@ -11,7 +11,7 @@ rounded before the end.
 
 `linear_transposed`, weights [K, N] in memory: an instance loads one tile [TILE_K, TILE_N] before it
 waits for x, and so computes a part of the sums of TILE_N output features. The instance that comes
-last for these features adds the parts.
+last for these features adds the parts. A norm is computed by each instance, of all of x.
 
 Two 16-bit numbers are loaded as one int32 (IS_PAIRED). Else ptxas unpacks a tile as soon as it is
 loaded, so the instance would wait for it before it lets the next kernel start. Not in the loop of
@@ -119,11 +119,12 @@ def _rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def linear_transposed(
-    x, y, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, sums, counters, parts,
-    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_PARTS: tl.constexpr, EVEN: tl.constexpr,
-    IS_PAIRED: tl.constexpr,
-    IS_SPLIT: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    PDL: tl.constexpr,
+    x, y, norm_weight, norm_bias, residual, w0, w1, w2, b0, b1, b2, n0, n1, n2, K, eps, offset, sums,
+    counters, parts,
+    TILE_N: tl.constexpr, TILE_K: tl.constexpr, TILE_ROW: tl.constexpr, TILE_PARTS: tl.constexpr,
+    EVEN: tl.constexpr, IS_PAIRED: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_CENTRED: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr, HAS_RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     part = tl.program_id(1)
@@ -137,9 +138,22 @@ def linear_transposed(
     else:
         tile = _load_transposed(w, n, k, N, K, EVEN)
     bias = tl.load(b + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
+    if HAS_NORM:
+        norm_tile = tl.load(norm_weight + k, mask=k < K, other=0.0)
+    if HAS_NORM_BIAS:
+        norm_bias_tile = tl.load(norm_bias + k, mask=k < K, other=0.0)
     pdl_sync(PDL)
     residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
     x_tile = tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        i = tl.arange(0, TILE_ROW)
+        row = tl.load(x + i, mask=i < K, other=0.0).to(tl.float32)
+        mean = tl.sum(row) / K if IS_CENTRED else 0.0
+        row = tl.where(i < K, row - mean, 0.0)
+        x_tile = (x_tile - mean) * tl.rsqrt(tl.sum(row * row) / K + eps)
+        x_tile *= offset + norm_tile.to(tl.float32)
+    if HAS_NORM_BIAS:
+        x_tile += norm_bias_tile.to(tl.float32)
     result = tl.sum(_unpack(tile, dtype, IS_PAIRED) * x_tile[:, None], 0)
     is_last = True
     if IS_SPLIT:
@@ -305,11 +319,9 @@ def fused_linears_triton(
     Weights are all contiguous or all transposed.
     """
     if not all(weight.is_contiguous() for weight in weights):
-        if norm is not None or is_gated:
-            raise ValueError(
-                "Transposed weights are multiplied without norm and without gate: run these apart."
-            )
-        return _transposed_linears(x, weights, biases, activation, residual)
+        if is_gated:
+            raise ValueError("Transposed weights are multiplied without gate: run it apart.")
+        return _transposed_linears(x, weights, biases, norm, activation, residual)
     x = x.contiguous()
     dim = x.shape[-1]
     sizes = output_sizes(weights, is_gated)
@@ -333,6 +345,7 @@ def _transposed_linears(
     x: Tensor,
     weights: Sequence[Tensor],
     biases: Sequence[Tensor],
+    norm: TritonNorm | None,
     activation: str,
     residual: Tensor | None,
 ) -> Tensor:
@@ -348,14 +361,17 @@ def _transposed_linears(
     if parts > 1:
         sums = x.new_empty(parts, sum(sizes), dtype=torch.float32)
         counters = _counters(x, blocks)
+    of_norm, numbers, how = norm_arguments(norm, x)
     launch(
-        linear_transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
-        *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
-        TILE_N=tile_n, TILE_K=tile_k, TILE_PARTS=min(32, triton.next_power_of_2(parts)),
-        EVEN=dim % tile_k == 0,
-        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_BIAS=bool(biases),
-        ACTIVATION=activation,
-        HAS_RESIDUAL=residual is not None, num_warps=warps,
+        linear_transposed, (blocks, parts), x, y, *(one.contiguous() for one in of_norm),
+        x if residual is None else residual.contiguous(),
+        *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, *numbers, sums, counters,
+        parts,
+        TILE_N=tile_n, TILE_K=tile_k, TILE_ROW=triton.next_power_of_2(dim),
+        TILE_PARTS=min(32, triton.next_power_of_2(parts)), EVEN=dim % tile_k == 0,
+        IS_PAIRED=_is_paired(weights, sizes), IS_SPLIT=parts > 1, HAS_NORM=norm is not None,
+        IS_CENTRED=how["IS_CENTRED"], HAS_NORM_BIAS=how["HAS_BIAS"], HAS_BIAS=bool(biases),
+        ACTIVATION=activation, HAS_RESIDUAL=residual is not None, num_warps=warps,
     )  # fmt: skip
     return y
 

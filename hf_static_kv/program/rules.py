@@ -46,6 +46,8 @@ _WRITE_TOKENS = torch.ops.hf_static_kv.write_tokens.default
 # Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
 # % of a step, and Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
 _MAX_NORMED = 1 << 22
+# Of transposed weights.
+_MAX_NORMED_TRANSPOSED = 1 << 24
 
 
 class Rule(NamedTuple):
@@ -500,7 +502,7 @@ def norm_before(program: Program) -> None:
     """
     y = run_linear(norm(x), ...)   ->   y = run_linear(x, ..., norm)
 
-    For one token, RMS norms and small weights.
+    For one token, RMS norms and small weights; LayerNorms, too, of transposed weights.
 
     Every instance of the linear kernel computes the norm again: with many of them a launch of its own
     is faster.
@@ -525,8 +527,12 @@ def _normed(program: Program, call: Operation) -> Found | None:
         or found.tokens != 1
     ):
         return None
-    size = sum(weight.numel() for weight in found.layer.weights)
+    weights = found.layer.weights
+    has_transposed = not all(weight.is_contiguous() for weight in weights)
+    most = _MAX_NORMED_TRANSPOSED if has_transposed else _MAX_NORMED
     is_served = (
-        its_norm.weight.dtype == x.dtype and its_norm.style in STYLES and size <= _MAX_NORMED
+        its_norm.weight.dtype == x.dtype
+        and (has_transposed or its_norm.style in STYLES)
+        and sum(weight.numel() for weight in weights) <= most
     )
     return found if is_served else None

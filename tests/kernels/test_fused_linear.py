@@ -19,7 +19,7 @@ from hf_static_kv.kernels.linear import (
     fuses,
     linears_kernel,
 )
-from hf_static_kv.kernels.norm import Norm, NormStyle, norm_plain
+from hf_static_kv.kernels.norm import LAYER_NORM, Norm, NormStyle, norm_plain
 from hf_static_kv.kernels.norm import norm as run_norm
 from tests.conftest import given, settings, st, triton_module
 from tests.kernels.test_step_kernels import DEVICE, DTYPES, normal
@@ -42,7 +42,10 @@ def weights_of(sizes, dim, dtype, is_transposed):
 
 
 def norm_of(dim, dtype, style):
-    return None if style is None else Norm(normal(dim, dtype=dtype, seed=7), 1e-5, style)
+    if style is None:
+        return None
+    bias = normal(dim, dtype=dtype, seed=8) if style == LAYER_NORM else None
+    return Norm(normal(dim, dtype=dtype, seed=7), 1e-5, style, bias)
 
 
 def kernel(x, weights, biases=(), *around, **options):
@@ -53,8 +56,11 @@ def exact_sums(x, weights, biases, norm):
     """norm(x) w^T + b in float64, and how far the kernel may be from it."""
     eps, dim, states = torch.finfo(torch.float32).eps, x.shape[-1], x.double()
     if norm is not None:
+        if norm.style.is_centred:
+            states = states - states.mean(-1, keepdim=True)
         states = states * torch.rsqrt(states.pow(2).mean(-1, keepdim=True) + norm.eps)
         states = states * (norm.style.offset + norm.weight.double())
+        states = states if norm.bias is None else states + norm.bias.double()
     whole = torch.cat(list(weights)).double()
     bias = (
         torch.cat(list(biases)).double()
@@ -75,8 +81,8 @@ class TestSums:
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize(
         ("is_transposed", "style"),
-        [(False, LLAMA), (False, GEMMA), (True, None)],
-        ids=["rows, llama", "rows, gemma", "transposed"],
+        [(False, LLAMA), (False, GEMMA), (True, None), (True, GEMMA), (True, LAYER_NORM)],
+        ids=["llama", "gemma", "transposed", "transposed, gemma", "transposed, gpt2"],
     )
     @pytest.mark.parametrize("sizes", [(7,), (33, 6, 2), (48, 16)], ids=str)
     @pytest.mark.parametrize("dim", [48, 1100] if DEVICE == "cpu" else [48, 1024, 1100, 2100])
@@ -255,11 +261,9 @@ class TestParts:
         expected, bound = exact_sums(x, weights, [], None)
         assert ((kernel(x, weights).double() - expected).abs() <= bound).all()
 
-    def test_norm_and_gate_are_refused(self):
+    def test_a_gate_is_refused(self):
         x, weights = normal(1, 40), weights_of((6, 6), 40, torch.float32, True)
-        with pytest.raises(ValueError, match="without norm and without gate"):
-            kernel(x, weights, norm=norm_of(40, torch.float32, LLAMA))
-        with pytest.raises(ValueError, match="without norm and without gate"):
+        with pytest.raises(ValueError, match="without gate"):
             kernel(x, weights, activation="silu", is_gated=True)
 
     def test_a_pool_hands_out_each_counter_once_and_begins_again(self):
