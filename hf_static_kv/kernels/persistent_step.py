@@ -56,6 +56,8 @@ _STAGE_OF_BYTES = 32768
 # the exchange of values, fewer the reading. The fastest of eight pairs (Llama-3.2-1B in bfloat16,
 # Llama-3.1-8B in NF4, H200, 2026-11-19).
 _FLIGHT_WAIT, _FLIGHT_STREAM = 2, 6
+# What values that are published by 4, 2 or 1 cost, in bytes that are read meanwhile.
+_EXCHANGE = {4: 0, 2: 16000, 1: 40000}
 _MOST_ROWS = 12  # of short weights in a stage
 _SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
 _SPLITS = 16  # of a head's keys
@@ -434,7 +436,8 @@ def _cuts(
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
         own = None if name == "HEAD" else packed
-        chunk = _rows_of_chunk(rows, blocks, 1 if own is None else 2)  # packed rows have pairs
+        row_bytes = weights * _row_bytes(own, width)
+        chunk = _rows_of_chunk(rows, row_bytes, blocks, 1 if own is None else 2)  # packed: pairs
         if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _SPARE_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
@@ -451,13 +454,10 @@ def _busiest(rows: int, chunk: int, blocks: int) -> int:
     return math.ceil(rows / chunk / blocks) * chunk
 
 
-def _rows_of_chunk(rows: int, blocks: int, least: int) -> int:
-    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1; `least` if
-    that is more.
-    """
-    most = 1.04 * _busiest(rows, 1, blocks)
-    fits = (c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
-    return max(least, next(fits))
+def _rows_of_chunk(rows: int, row_bytes: int, blocks: int, least: int) -> int:
+    """4, 2 or 1, from `least` on: what the busiest block reads, and what its exchange takes, is least."""
+    fits = [c for c in (4, 2, 1) if rows % c == 0 and c >= least]
+    return min(fits, key=lambda c: _busiest(rows, c, blocks) * row_bytes + _EXCHANGE[c])
 
 
 def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
