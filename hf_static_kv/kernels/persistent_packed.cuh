@@ -12,7 +12,8 @@
 //     column n           has the inputs of group 8 i + n
 //
 // So sum [g, n] with n = g ^ 2 q is of row 2 p and group 8 i + n, and [g + 8, n] of row 2 p + 1: both are in
-// lane (g, t) with t = g / 2 ^ q. A warp counts its products by q: each lane has one of every four.
+// lane (g, t) with t = g / 2 ^ q. A warp counts its products by q: each lane has one of every four. Of a row
+// that ends within a span some codes behind it are read: they meet inputs of zero.
 constexpr int LINE = 256, HALF_LINE = 128;  // bytes of the table: a line for each byte
 constexpr int NESTED_GROUP = 256, NUM_WEIGHTS = 7;
 constexpr int AT_NESTED = 256 * LINE, AT_OFFSETS = AT_NESTED + NESTED_GROUP * 4;

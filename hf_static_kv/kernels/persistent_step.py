@@ -48,6 +48,8 @@ _HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 8  # query heads of a head of keys
 _MAX_WIDTH = 16384  # a thread holds 1 / 256 of an input in registers
 
+# Of a layer: all of these are there, or none.
+_TOGETHER = (("q_bias", "k_bias", "v_bias"), ("post1", "post2"), ("q_norm", "k_norm"))
 NUM_WEIGHTS = 7  # of a layer; they are its first fields
 
 
@@ -197,6 +199,9 @@ def _conditions(plan: Plan) -> Iterator[tuple[bool, str]]:
     yield all(t.data_ptr() % 16 == 0 for t in halves), "a tensor is not 16-byte aligned"
     kinds_of_layers = {tuple(t is None or tuple(t.shape) for t in own) for own in _alike(plan)}
     yield len(kinds_of_layers) == 1, "its layers differ in their shapes or norms"
+    for names in _TOGETHER:
+        is_there = {getattr(plan.layers[0], name) is not None for name in names}
+        yield len(is_there) == 1, f"of {', '.join(names)} only some are there"
     yield from _conditions_of_sizes(plan)
     if any(isinstance(weight, Packed) for weight in plan.weights):
         yield from _conditions_of_packed(plan)
@@ -207,12 +212,17 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
     first = weights[0]
     yield len(weights) == len(plan.weights), "some weights are packed and some are not"
-    is_known = first.layout in ("high_first", "low_first", "bytes") and first.zeros is None
-    yield is_known, f"it has no weights packed as {first.layout}"
+    is_known = first.layout in ("high_first", "low_first", "bytes")
+    has_zeros = any(weight.zeros is not None for weight in weights)
+    yield is_known and not has_zeros, f"it has no weights packed as {first.layout}"
+    kinds = sorted({str(weight.dtype) for weight in weights})
+    yield kinds == ["torch.bfloat16"], f"it takes torch.bfloat16, not {', '.join(kinds)}"
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
     yield all(weight.columns % GROUP == 0 for weight in weights), "a row is no multiple of 64"
     parts = [part for weight in weights for part in (weight.codes, weight.scales)]
     yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
+    devices = {part.device for part in parts}
+    yield devices == {plan.token.device}, "the tensors are on several devices"
     yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
     if first.layout == "bytes":
         yield from _conditions_of_bytes(weights)
@@ -222,7 +232,7 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
 
 def _conditions_of_bytes(weights: list[Packed]) -> Iterator[tuple[bool, str]]:
     first = weights[0]
-    yield first.midpoint == 0, "codes have a midpoint"
+    yield all(weight.midpoint == 0 for weight in weights), "codes have a midpoint"
     has_rows = all(weight.group == weight.columns for weight in weights)
     yield has_rows, "it takes one scale for a row of bytes"
     kinds = {(weight.scales.dtype, weight.factor) for weight in weights}
@@ -240,10 +250,13 @@ def _conditions_of_four_bits(weights: list[Packed]) -> Iterator[tuple[bool, str]
     yield len(kinds) == 1, f"scales are {', '.join(sorted(kinds))}"
     yield _are_equal([weight.table for weight in weights]), "tables differ"
     nested = [weight.nested for weight in weights if weight.nested is not None]
+    yield len(nested) in (0, len(weights)), "only some scales are nested"
     if not nested:
         yield first.scales.dtype == torch.float32, f"scales are {first.scales.dtype}"
         return
     yield _are_equal([own.table for own in nested]), "tables of scales differ"
+    kinds = {str(part.dtype) for own in nested for part in own}
+    yield kinds == {"torch.float32"}, f"scales of scales are {', '.join(sorted(kinds))}"
     whole = GROUP * NESTED_GROUP * 4  # four scales of scales are read at once
     yield all(w.numel() % whole == 0 for w in weights), f"a weight is no multiple of {whole}"
     yield all(own.absmax.data_ptr() % 16 == 0 for own in nested), "a tensor is not 16-byte aligned"

@@ -70,7 +70,7 @@ def random_plan(
     queries, heads = sizes["NQ"] * dim, sizes["NKV"] * dim
     numbers = {"dtype": torch.int64, "device": device}
     slot = torch.tensor([length], **numbers)
-    angles = torch.rand(slots, dim, device=device) * 6
+    angles = torch.rand(slots, dim, generator=generator, device=device) * 6
     table = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
 
     def layer():

@@ -68,6 +68,16 @@ def changed_in_each(plan, changed):
     return plan._replace(layers=layers)
 
 
+def each_layer(**changed):
+    plan = random_plan()
+    return plan._replace(layers=[layer._replace(**changed) for layer in plan.layers])
+
+
+def with_half_absmax(plan):
+    weight = plan.layers[0].o
+    return weight._replace(nested=weight.nested._replace(absmax=weight.nested.absmax.bfloat16()))
+
+
 @cache
 def eight_bits():
     return random_plan(WIDER, packed="bytes")
@@ -126,6 +136,34 @@ REFUSED = {
         "scales are torch.float16",
     ),
     "zeros of bytes": (lambda: in_eight_bits(zeros=torch.zeros(1)), "packed as bytes"),
+    "one with zeros": (lambda: one_packed(zeros=torch.zeros(1)), "packed as high_first"),
+    "weights of float16": (lambda: each_packed(dtype=torch.float16), "not torch.float16"),
+    "one that is not nested": (
+        lambda: with_layer(
+            four_bits("nested"), o=four_bits("nested").layers[0].o._replace(nested=None)
+        ),
+        "only some scales are nested",
+    ),
+    "scales of scales in half": (
+        lambda: with_layer(four_bits("nested"), o=with_half_absmax(four_bits("nested"))),
+        "scales of scales are torch.bfloat16, torch.float32",
+    ),
+    "codes elsewhere": (
+        lambda: one_packed(codes=four_bits().layers[0].o.codes.to("meta")),
+        "several devices",
+    ),
+    "one midpoint": (
+        lambda: with_layer(eight_bits(), o=eight_bits().layers[0].o._replace(midpoint=8)),
+        "codes have a midpoint",
+    ),
+    "a bias of the query alone": (
+        lambda: each_layer(q_bias=torch.zeros(256, dtype=torch.bfloat16)),
+        "of q_bias, k_bias, v_bias only some are there",
+    ),
+    "a norm after attention alone": (
+        lambda: each_layer(post1=torch.zeros(256, dtype=torch.bfloat16)),
+        "of post1, post2 only some are there",
+    ),
     "zeros": (lambda: each_packed(zeros=torch.zeros(1)), "packed as high_first"),
     "another order": (lambda: one_packed(layout="low_first"), "packed weights differ"),
     "groups of 32": (lambda: one_packed(group=32), "32.* weights share a scale: it takes 64"),

@@ -98,10 +98,13 @@ def test_a_step(name, folder):
         assert torch.equal(again, logits)
 
 
-@pytest.mark.parametrize(("name", "width"), [("four bits", 1536), ("nested scales", 2048)])
+@pytest.mark.parametrize(
+    ("name", "width"), [("four bits", 1536), ("nested scales", 2048), ("int8", 1536)]
+)
 def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, monkeypatch):
     """A block with an odd number of them has the last one alone."""
-    monkeypatch.setattr(persistent_macros, "_STAGE_OF_PACKED", 3072 if width == 2048 else 2048)
+    for stage in ("_STAGE_OF_PACKED", "_STAGE_OF_BYTES"):
+        monkeypatch.setattr(persistent_macros, stage, 2048 if name == "four bits" else 3072)
     plan = plan_of(name, I=width)
     before = copied(plan)
     step = Step(plan, folder)
