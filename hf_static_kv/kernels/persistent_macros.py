@@ -24,9 +24,10 @@ _STAGE_OF_BYTES = 32768
 _MOST_ROWS = 12  # of short weights in a stage
 _MAX_BARRIERS = 16  # stages of the ring
 # Stages of a block that are under way while it waits for values, and while it multiplies: more slow
-# the exchange of values, fewer the reading. The fastest of eight pairs (Llama-3.2-1B in bfloat16,
-# Llama-3.1-8B in NF4, H200, 2026-11-19).
-_FLIGHT_WAIT, _FLIGHT_STREAM = 2, 6
+# the exchange of values, fewer the reading. The fastest of six pairs with Llama-3.2-1B in bfloat16, and
+# of eight with Llama-3.1-8B in NF4 (H200, 2026-11-19).
+_FLIGHT_WAIT = 2
+_FLIGHT_STREAM = 6
 # Bytes of the tables of weights of four bits: of pairs, of nested scales, and the offsets of a layer.
 _TABLES = 65536 + 4 * NESTED_GROUP + 32
 
@@ -102,7 +103,7 @@ def _float_literal(number: float) -> str:
 
 
 def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
-    """The macros of packed weights, where the ring begins, and how many parts a row's sum has."""
+    """The macros of packed weights, and where the ring begins."""
     if packed is None:
         return {"IS_PACKED": 0, "RING_AT": 0}
     has_bytes = packed.layout == "bytes"
