@@ -4,17 +4,21 @@
 // A quarter, half or whole warp has a token of a head. Warps share out head groups, then tokens.
 constexpr int PER_TOKEN = D / 8, HEADS_AT_ONCE = 32 / PER_TOKEN;
 constexpr int head_groups(int n) { return n <= 1 ? 1 : n <= 2 ? 2 : n <= 4 ? 4 : 8; }
-constexpr int HEAD_GROUPS = head_groups((HEADS_PER_KV + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE), SLICES = WARPS / HEAD_GROUPS;
+constexpr int HEAD_GROUPS = head_groups((UNIT_HEADS + HEADS_AT_ONCE - 1) / HEADS_AT_ONCE), SLICES = WARPS / HEAD_GROUPS;
+constexpr int UNITS = NQ / UNIT_HEADS, UNITS_PER_KV = HEADS_PER_KV / UNIT_HEADS;
 constexpr int ROUNDS = 8, TILE = ROUNDS * SLICES;
 constexpr int PAIRS = D / 64;  // of elements that a lane has of a head
 constexpr float NOTHING = -1e30f;  // less than any score
 
-struct Splits {  // of the attended slots [first, end)
-  i64 first;
+// Read before the layer waits for values, and used behind the wait.
+struct Place {
+  i64 first, end, slot;  // attended slots [first, end), and that of the new token
+  __device__ Place(const Layer& y) : first(y.span[1]), end(y.span[2]), slot(y.slot[0]) {}
+};
+struct Splits {
   int length, size, count;
-  __device__ Splits(const Layer& y) {
-    first = y.span[1];
-    length = (int)(y.span[2] - first);
+  __device__ Splits(const Place& place) {
+    length = (int)(place.end - place.first);
     size = ((length + SPLITS - 1) / SPLITS + TILE - 1) / TILE * TILE;
     count = (length + size - 1) / size;
   }
@@ -71,20 +75,19 @@ __device__ void load_head(Block& b, const unsigned char* words, const u16* norm,
   for (int j = 0; j < 2 * PAIRS; j++) e[j] = turned[j];
 }
 
-__device__ void attend(Block& b, const Layer& y, unsigned char* words) {
-  const Splits splits(y);
+__device__ void attend(Block& b, const Layer& y, unsigned char* words, const Place& place, const Splits& splits, i64 position) {
   const int part = b.lane % PER_TOKEN * 8, slice = b.warp / HEAD_GROUPS;
-  const int own = b.warp % HEAD_GROUPS * HEADS_AT_ONCE + b.lane / PER_TOKEN;  // head of the KV head
+  const int own = b.warp % HEAD_GROUPS * HEADS_AT_ONCE + b.lane / PER_TOKEN;  // head of the unit
   float* queries = b.scratch;                          // [G, D]
-  float* key = queries + HEADS_PER_KV * D;             // [D], of the new token
+  float* key = queries + UNIT_HEADS * D;             // [D], of the new token
   float* value = key + D;
   float* merged = value + D;                           // [SLICES, G, D + 2]
-  for (int u = b.c; u < NKV * splits.count; u += BLOCKS) {
-    const int head = u % NKV, split = u / NKV;
+  for (int u = b.c; u < UNITS * splits.count; u += BLOCKS) {
+    const int unit = u % UNITS, split = u / UNITS, head = unit / UNITS_PER_KV;
     const bool has_new = split == splits.count - 1;
     const int begin = split * splits.size;
     const int known = has_new ? splits.length - begin - 1 : splits.size;
-    const i64 at = head * y.head_stride + (splits.first + begin) * D + part;
+    const i64 at = head * y.head_stride + (place.first + begin) * D + part;
     uint4 ks[ROUNDS], vs[ROUNDS];
     auto load = [&](int tile) {
 #pragma unroll
@@ -95,28 +98,28 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
       }
     };
     load(0);
-    const u16* angles = y.table ? y.table + b.args.position[0] * 2 * D : 0;
-    for (int task = b.warp; task < HEADS_PER_KV + 2; task += WARPS) {
-      const bool is_query = task < HEADS_PER_KV, is_key = task == HEADS_PER_KV;
+    const u16* angles = y.table ? y.table + position * 2 * D : 0;
+    for (int task = b.warp; task < UNIT_HEADS + 2; task += WARPS) {
+      const bool is_query = task < UNIT_HEADS, is_key = task == UNIT_HEADS;
       if (!is_query && !has_new) continue;
-      const int row = is_query ? head * HEADS_PER_KV + task : is_key ? NQ + head : NQ + NKV + head;
+      const int row = is_query ? unit * UNIT_HEADS + task : is_key ? NQ + head : NQ + NKV + head;
       float e[2 * PAIRS];
       load_head(b, words + AT_QKV + row * D * 2, is_query ? y.q_norm : is_key ? y.k_norm : 0, is_query || is_key ? angles : 0, e);
       float* to = is_query ? queries + task * D : is_key ? key : value;
-      u16* store = (is_key ? y.keys : y.values) + head * y.head_stride + y.slot[0] * D;
+      u16* store = (is_key ? y.keys : y.values) + head * y.head_stride + place.slot * D;
 #pragma unroll
       for (int j = 0; j < PAIRS; j++) {
         const int at = 2 * (b.lane + 32 * j);
         const float by = is_query ? SCALE * 1.4426950408889634f : 1.f;
         to[at] = e[2 * j] * by;
         to[at + 1] = e[2 * j + 1] * by;
-        if (!is_query) *(u32*)(store + at) = pack(e[2 * j], e[2 * j + 1]);
+        if (!is_query && unit % UNITS_PER_KV == 0) *(u32*)(store + at) = pack(e[2 * j], e[2 * j + 1]);
       }
     }
     b.all_consumers();
     float top = NOTHING, sum = 0, acc[8], q[8];
 #pragma unroll
-    for (int i = 0; i < 8; i++) acc[i] = 0, q[i] = queries[min(own, HEADS_PER_KV - 1) * D + part + i];
+    for (int i = 0; i < 8; i++) acc[i] = 0, q[i] = queries[min(own, UNIT_HEADS - 1) * D + part + i];
     auto add_up = [&](float a) {
 #pragma unroll
       for (int o = 1; o < PER_TOKEN; o <<= 1) a += __shfl_xor_sync(~0u, a, o);
@@ -161,27 +164,27 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
 #pragma unroll
       for (int i = 0; i < 8; i++) acc[i] = fmaf(acc[i], shrink, p * value[part + i]);
     }
-    if (own < HEADS_PER_KV) {
-      float* to = merged + (slice * HEADS_PER_KV + own) * (D + 2);
+    if (own < UNIT_HEADS) {
+      float* to = merged + (slice * UNIT_HEADS + own) * (D + 2);
 #pragma unroll
       for (int i = 0; i < 8; i++) to[part + i] = acc[i];
       if (!part) to[D] = top, to[D + 1] = sum;
     }
     b.all_consumers();
-    for (int e = b.thread; e < HEADS_PER_KV * D; e += CONSUMERS) {
+    for (int e = b.thread; e < UNIT_HEADS * D; e += CONSUMERS) {
       const int g = e / D, d = e % D;
       const float* from = merged + g * (D + 2);
       float most = NOTHING, a = 0, s = 0;
 #pragma unroll
-      for (int w = 0; w < SLICES; w++) most = fmaxf(most, from[w * HEADS_PER_KV * (D + 2) + D]);
+      for (int w = 0; w < SLICES; w++) most = fmaxf(most, from[w * UNIT_HEADS * (D + 2) + D]);
 #pragma unroll
       for (int w = 0; w < SLICES; w++) {
-        const float* it = from + w * HEADS_PER_KV * (D + 2);
+        const float* it = from + w * UNIT_HEADS * (D + 2);
         const float by = exp2f(it[D] - most);
         a = fmaf(by, it[d], a);
         s = fmaf(by, it[D + 1], s);
       }
-      unsigned char* to = words + AT_PARTS + ((head * HEADS_PER_KV + g) * SPLITS + split) * PART * 4;
+      unsigned char* to = words + AT_PARTS + ((unit * UNIT_HEADS + g) * SPLITS + split) * PART * 4;
       tell4(to + d * 4, __float_as_uint(a));
       if (!d) tell8(to + D * 4, __float_as_uint(most), __float_as_uint(s));
     }
@@ -190,8 +193,7 @@ __device__ void attend(Block& b, const Layer& y, unsigned char* words) {
 }
 
 // The partial attentions of one head, together.
-__device__ void combine(Block& b, const Layer& y, unsigned char* words) {
-  const Splits splits(y);
+__device__ void combine(Block& b, unsigned char* words, const Splits& splits) {
   constexpr int PARTS = CONSUMERS / D, AT_ONCE = PARTS < 4 ? 8 : 4;
   const int d = b.thread % D, first = b.thread / D;
   for (int head = BLOCKS - 1 - b.c; head < NQ; head += BLOCKS) {

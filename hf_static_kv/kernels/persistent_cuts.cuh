@@ -14,8 +14,6 @@ __device__ __forceinline__ Row row_of_qkv(const Layer& y, int row) {
 template <int N_, int K_, int C_, int VR_, int RS_>
 struct Cut {
   static constexpr int N = N_, K = K_, C = C_, VR = VR_, RS = RS_, VECTORS = vectors(K_);
-  static constexpr int AT_ONCE = RS_ < 8 ? 8 / RS_ : 1;  // stages: up to eight rows
-  __host__ __device__ static constexpr int stages(int chunks) { return (chunks * VR_ + RS_ - 1) / RS_; }
 };
 struct CutQKV : Cut<QKV / C_QKV, H, C_QKV, C_QKV, RS_QKV> {
   static __device__ Row row_of(const Layer& y, int chunk, int r) { return row_of_qkv(y, chunk * C + r); }
@@ -30,7 +28,7 @@ struct CutDown : Cut<H / C_DOWN, I, C_DOWN, C_DOWN, RS_DOWN> {
   static __device__ Row row_of(const Layer& y, int chunk, int r) { return {y.down, chunk * C + r, H, 6}; }
 };
 using CutHead = Cut<V / C_HEAD, H, C_HEAD, C_HEAD, RS_HEAD>;
-constexpr int HEAD_ROWS = RS_HEAD * CutHead::AT_ONCE, HEAD_BLOCK = SUM_ROWS / HEAD_ROWS * HEAD_ROWS / C_HEAD;  // chunks
+constexpr int HEAD_BLOCK = SUM_ROWS / C_HEAD;  // chunks
 // A parity tells two phases of a slot's barrier apart, and no third one.
 static_assert(SLOTS >= FLIGHT_STREAM && SLOTS >= FLIGHT_WAIT, "more copies under way than slots");
 constexpr int H_VECTORS = vectors(H);

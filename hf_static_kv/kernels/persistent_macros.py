@@ -15,19 +15,23 @@ from hf_static_kv.kernels.persistent_step import ACTIVATIONS, GROUP, Plan
 
 _WARPS = 8
 _CONSUMERS = 32 * _WARPS
-_SUM_ROWS = 256  # output rows of a block in one phase
-_SPARE_ROWS = 16  # the last stage of a phase may have fewer rows than others
+_SUM_ROWS = 256  # output rows of a block in one phase, at most
+_ROWS_OF_BATCH = 32  # that are added up at once: the last batch of a phase may have fewer
 _SPLITS = 16  # of a head's keys
-_STAGE = 16384  # bytes, unless a row is longer
+_WIDEST_HEAD = 256  # elements: as many as a warp loads at once
+_STAGE = 18432  # bytes at most, unless a row is longer
 _STAGE_OF_PACKED = 18432  # of weights of four bits, with scales
 _STAGE_OF_BYTES = 32768
-_MOST_ROWS = 12  # of short weights in a stage
+_ROWS_AT_ONCE = 8  # that are multiplied at once: of bfloat16 a stage has a part of them
 _MAX_BARRIERS = 16  # stages of the ring
+_LAYER = 384  # bytes of `struct Layer`, at most
 # Stages of a block that are under way while it waits for values, and while it multiplies: more slow
 # the exchange of values, fewer the reading. The fastest of six pairs with Llama-3.2-1B in bfloat16, and
 # of eight with Llama-3.1-8B in NF4 (H200, 2026-11-19).
 _FLIGHT_WAIT = 2
-_FLIGHT_STREAM = 6
+_FLIGHT_STREAM = 10
+# What values that are published by 4, 2 or 1 cost, in bytes that a block reads meanwhile.
+_EXCHANGE = {4: 0, 2: 16000, 1: 40000}
 # Bytes of the tables of weights of four bits: of pairs, of nested scales, and the offsets of a layer.
 _TABLES = 65536 + 4 * NESTED_GROUP + 32
 
@@ -41,28 +45,22 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     found: dict[str, int | str] = {**sizes, **_options(plan)}
     widest = max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"])
     packed = plan.packed
-    stage = _stage_bytes(sizes, packed)
-    found |= _cuts(sizes, blocks, stage, packed)
+    found |= _cuts(sizes, blocks, packed)
+    stage = int(found["STAGE"])
+    sum_rows = int(found["SUM_ROWS"])
     found |= _of_packed(packed, widest)
-    sums = 2 * _SUM_ROWS * _WARPS
-    scratch = _scratch_floats(sizes)
+    sums = 2 * sum_rows * _WARPS
+    unit_heads = _unit_heads(sizes)
+    scratch = _scratch_floats(sizes["D"], unit_heads)
     rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
     slots = min(rest // stage, _MAX_BARRIERS)
-    splits = min(_SPLITS, blocks // sizes["NKV"])
+    splits = min(_SPLITS, blocks * unit_heads // sizes["NQ"])
     if slots <= _FLIGHT_WAIT or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
-    found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots}
+    found |= {"BLOCKS": blocks, "PROFILE": 0, "SLOTS": slots}
     found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(_FLIGHT_STREAM, slots)}
-    found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
+    found |= {"SPLITS": splits, "UNIT_HEADS": unit_heads, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
-
-
-def _stage_bytes(sizes: dict[str, int], packed: Packed | None) -> int:
-    if packed is None:
-        return max(_STAGE, 2 * max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"]))
-    # Rows of the head are bfloat16.
-    least = _STAGE_OF_BYTES if packed.layout == "bytes" else _STAGE_OF_PACKED
-    return max(least, 2 * sizes["H"])
 
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
@@ -135,10 +133,8 @@ def _scale_bytes(packed: Packed, width: int) -> int:
     return 0 if packed.layout == "bytes" else width // GROUP * packed.scales.dtype.itemsize
 
 
-def _cuts(
-    sizes: dict[str, int], blocks: int, stage: int, packed: Packed | None
-) -> dict[str, int | str]:
-    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase."""
+def _cuts(sizes: dict[str, int], blocks: int, packed: Packed | None) -> dict[str, int | str]:
+    """C_x, the rows of a chunk, and RS_x, the rows of a stage, of each phase; the bytes of a stage."""
     hidden, intermediate, dim = (sizes[name] for name in ("H", "I", "D"))
     # Rows, inputs, and weights that are read together.
     phases = {
@@ -149,18 +145,25 @@ def _cuts(
         "HEAD": (sizes["V"], hidden, 1),
     }
     found: dict[str, int | str] = {}
+    stage = sums = 0
     for name, (rows, width, weights) in phases.items():
         own = None if name == "HEAD" else packed
-        chunk = _rows_of_chunk(rows, blocks, 1 if own is None else 2)  # packed rows have pairs
-        if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _SPARE_ROWS:
+        row_bytes = _row_bytes(own, width)
+        least = 1 if own is None else 2  # packed rows have pairs
+        chunk = _rows_of_chunk(rows, weights * row_bytes, blocks, least)
+        if name != "HEAD":  # which goes on when its sums have been read
+            sums = max(sums, _busiest(rows, chunk, blocks) * weights)
+        if sums > _SUM_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
         if own is None:
-            chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
-            found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
+            rows_of_stage = _rows_of_stage(row_bytes)
+            stage = max(stage, rows_of_stage * row_bytes)
         else:
-            found[f"RS_{name}"] = _rows_of_packed_stage(own, width, chunk, stage)
-    return found
+            stage = max(stage, _STAGE_OF_BYTES if own.layout == "bytes" else _STAGE_OF_PACKED)
+            rows_of_stage = _rows_of_packed_stage(own, width, chunk, stage)
+        found[f"RS_{name}"] = rows_of_stage
+    return found | {"STAGE": _rounded_up(stage, 128), "SUM_ROWS": _rounded_up(sums, _ROWS_OF_BATCH)}
 
 
 def _busiest(rows: int, chunk: int, blocks: int) -> int:
@@ -168,23 +171,16 @@ def _busiest(rows: int, chunk: int, blocks: int) -> int:
     return math.ceil(rows / chunk / blocks) * chunk
 
 
-def _rows_of_chunk(rows: int, blocks: int, least: int) -> int:
-    """The most of 4, 2 and 1 with which the busiest block has at most 4 % more than with 1; `least` if
-    that is more.
-    """
-    most = 1.04 * _busiest(rows, 1, blocks)
-    fits = (c for c in (4, 2, 1) if rows % c == 0 and _busiest(rows, c, blocks) <= most)
-    return max(least, next(fits))
+def _rows_of_chunk(rows: int, row_bytes: int, blocks: int, least: int) -> int:
+    """4, 2 or 1, and not under `least`: what the busiest block reads, and its exchange, cost least."""
+    fits = [c for c in (4, 2, 1) if rows % c == 0 and c >= least] or [least]
+    return min(fits, key=lambda c: _busiest(rows, c, blocks) * row_bytes + _EXCHANGE[c])
 
 
-def _rows_of_stage(rows: int, row_bytes: int, stage: int, chunks: int) -> int:
-    """Rows that are copied at once: as many of the block's chunks as fit, in equal parts, or the
-    largest part of a chunk of `rows`.
-    """
-    if rows * row_bytes > stage:
-        return next(r for r in range(rows, 0, -1) if rows % r == 0 and r * row_bytes <= stage)
-    most = max(1, min(stage // row_bytes, _MOST_ROWS) // rows)
-    return rows * math.ceil(chunks / math.ceil(chunks / most))
+def _rows_of_stage(row_bytes: int) -> int:
+    """Rows of bfloat16 that are copied at once: a power of two, and at least one."""
+    fits = (n for n in (_ROWS_AT_ONCE, 4, 2) if n * row_bytes <= _STAGE)
+    return next(fits, 1)
 
 
 def _rows_of_packed_stage(packed: Packed, width: int, chunk: int, stage: int) -> int:
@@ -196,18 +192,23 @@ def _rows_of_packed_stage(packed: Packed, width: int, chunk: int, stage: int) ->
     return rows
 
 
-def _scratch_floats(sizes: dict[str, int]) -> int:
-    """Of attention: queries, the new key and value, and the partial sums of warps."""
-    group = sizes["NQ"] // sizes["NKV"]
-    dim = sizes["D"]
-    groups = next(n for n in (1, 2, 4, 8) if 32 * n >= group * dim // 8)  # of heads, for the warps
-    attention = group * dim + 2 * dim + 8 // groups * group * (dim + 2)
+def _unit_heads(sizes: dict[str, int]) -> int:
+    """Query heads that a block attends for at once: those that share keys, or one if a warp has room for
+    one. Then a block has more tokens at once, which saves more than the other reads of the keys cost.
+    """
+    return 1 if sizes["D"] == _WIDEST_HEAD else sizes["NQ"] // sizes["NKV"]
+
+
+def _scratch_floats(dim: int, heads: int) -> int:
+    """Of attention: queries of a unit, the new key and value, and the partial sums of warps."""
+    groups = next(n for n in (1, 2, 4, 8) if 32 * n >= heads * dim // 8)  # of heads, for the warps
+    attention = heads * dim + 2 * dim + 8 // groups * heads * (dim + 2)
     return _rounded_up(max(attention, _CONSUMERS // dim * (dim + 2)), 4)
 
 
 def _fixed_bytes(sums: int, scratch: int) -> int:
-    """Shared memory behind the ring: sums, squares, scratch, barriers and a number."""
-    return sums * 4 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 96
+    """Shared memory behind the ring: sums, squares, scratch, barriers, a number and two layers."""
+    return sums * 4 + 64 + scratch * 4 + _MAX_BARRIERS * 16 + 8 + 2 * _LAYER
 
 
 def _rounded_up(number: int, multiple: int) -> int:

@@ -228,15 +228,13 @@ __device__ __forceinline__ float scale_of_row(const Row& own) {
 
 // As `linear` of persistent_step.cu.
 template <class P, bool IS_LONG, class Publish>
-__device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
+__device__ __forceinline__ void linear(Block& b, const Layer& y, const uint4* x, int& turn, u32& stage, Publish&& publish_sums) {
   using Q = Parts<P>;
 #pragma unroll
   for (int v = 0; v < (Q::SPANS * 64 + CONSUMERS - 1) / CONSUMERS; v++) {
     const int at = v * CONSUMERS + b.thread;  // of every 64 the even ones, then the odd ones
-    const float* w = x + 8 * v;
-    uint4 y4 = make_uint4(0, 0, 0, 0);
-    if (v < P::VECTORS && at < P::K / 8) y4 = make_uint4(pack(w[0], w[1]), pack(w[2], w[3]), pack(w[4], w[5]), pack(w[6], w[7]));
-    if (at < Q::SPANS * 64) *(uint4*)inputs_at(at / 64 * 64 + at % 2 * 32 + at % 64 / 2) = y4;
+    const bool is_there = v < P::VECTORS && at < P::K / 8;
+    if (at < Q::SPANS * 64) *(uint4*)inputs_at(at / 64 * 64 + at % 2 * 32 + at % 64 / 2) = is_there ? x[v] : make_uint4(0, 0, 0, 0);
   }
   b.all_consumers();
   if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;

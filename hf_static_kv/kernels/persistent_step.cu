@@ -32,6 +32,8 @@ struct Layer {
   const i64 *slot, *span;
 };
 
+static_assert(sizeof(Layer) <= 384, "the host has left less room");
+
 struct Args {
   const Layer* layers;
   const u16 *embedding, *norm, *head;
@@ -108,6 +110,7 @@ struct Block {
   float *sums, *other_sums, *squares, *scratch;
   u64 *full, *empty;
   volatile int* flight;  // stages that may be under way
+  Layer* table;          // of this layer and the next one, in turn
   bool failed = false;
 
   __device__ bool waits(u32& spins) {  // false: give up
@@ -121,6 +124,11 @@ struct Block {
   __device__ void all_consumers() {
     __syncwarp();
     barrier<CONSUMERS>(1);
+  }
+  // A word of a layer for each thread, read long before it is written to the table.
+  __device__ u64 word_of_layer(int l) const { return l < L && thread < sizeof(Layer) / 8 ? ((const u64*)(args.layers + l))[thread] : 0; }
+  __device__ void write_layer(int l, u64 word) {
+    if (l < L && thread < sizeof(Layer) / 8) ((u64*)(table + l % 2))[thread] = word;
   }
   // A warp that has no inputs to wait for begins with the next sums while others read these.
   __device__ void swap_sums() {
@@ -193,7 +201,7 @@ __device__ void produce(Block& b) {
 
 // The inputs of a phase: those of this thread.
 template <int K, int C>
-__device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[vectors(K)]) {
+__device__ void load_words(Block& b, const unsigned char* words, uint4* x) {
   constexpr int N = vectors(K);
   u32 spins = 0;
   bool complete[N];
@@ -216,78 +224,83 @@ __device__ void load_words(Block& b, const unsigned char* words, uint4 (&x)[vect
   } while (!__all_sync(~0u, all) && __any_sync(~0u, b.waits(spins)));
 }
 
-// The sums of four values over a warp: of value i in lane 8 i.
-__device__ __forceinline__ float warp_sums(const Block& b, float v0, float v1, float v2, float v3) {
-  const bool upper = b.lane & 16, odd = b.lane & 8;
-  float p = (upper ? v2 : v0) + __shfl_xor_sync(~0u, upper ? v0 : v2, 16);
-  float q = (upper ? v3 : v1) + __shfl_xor_sync(~0u, upper ? v1 : v3, 16);
-  p = (odd ? q : p) + __shfl_xor_sync(~0u, odd ? p : q, 8);
-#pragma unroll
-  for (int o = 4; o; o >>= 1) p += __shfl_xor_sync(~0u, p, o);
-  return p;
-}
+// Rows of a stage with x, on tensor cores: of an mma, with lane (g, t) = (lane / 4, lane % 4) and number q of four,
+//
+//     rows g and g + 8   are of one or two weight rows the vectors of lanes (g ^ 2 q, 0 to 3)
+//     column n           has the inputs of lanes (n, 0 to 3)
+//
+// So sum [g, n] with n = g ^ 2 q is of the first weight row, and [g + 8, n] of the second: of every four mma a lane
+// has the sums of one. A batch of stages is added up over the warp at once, which takes as long as one.
+constexpr int STAGES_AT_ONCE = 8, MOST_ROWS_AT_ONCE = 32;
 
-// The products of a stage's rows with x: this thread's part.
 template <class P>
-__device__ __forceinline__ void multiply(Block& b, const float* x, u32 t, float* sums) {
-  constexpr int K8 = P::K / 8, LANES = P::RS >= 4 ? 1 : 4 / P::RS;
-  const int slot = t % SLOTS;
-  b.wait(b.full + slot, (t / SLOTS) & 1);
-  const uint4* w = (const uint4*)(shared_memory + RING_AT + slot * STAGE);
-  float a[P::RS][LANES];
+struct Batch {
+  static constexpr int OF_MMA = P::RS > 1 ? 2 : 1, MOST = STAGES_AT_ONCE * P::RS < MOST_ROWS_AT_ONCE ? STAGES_AT_ONCE * P::RS : MOST_ROWS_AT_ONCE;
+  static constexpr int OF_BLOCK = (P::N + BLOCKS - 1) / BLOCKS * P::VR;  // rows, at most
+  static constexpr int ROWS = OF_BLOCK < MOST ? (OF_BLOCK + P::RS - 1) / P::RS * P::RS : MOST, STAGES = ROWS / P::RS;
+  static constexpr int FOURS = (ROWS / OF_MMA + 3) / 4;
+  static_assert(P::RS % OF_MMA == 0, "a stage has whole mma");
+};
+
+template <class P>
+__device__ __forceinline__ void multiply_batch(Block& b, const uint4* x, int row, int rows, u32 stage) {
+  using Q = Batch<P>;
+  constexpr int K8 = P::K / 8;
+  float sums[Q::FOURS][4][4] = {};
+  int slot = stage % SLOTS;
+  u32 parity = stage / SLOTS & 1;
 #pragma unroll
-  for (int r = 0; r < P::RS; r++)
+  for (int s = 0; s < Q::STAGES; s++) {
+    if (s * P::RS >= rows) continue;
+    b.wait(b.full + slot, parity);
+    const uint4* w = (const uint4*)(shared_memory + RING_AT + slot * STAGE);
 #pragma unroll
-    for (int i = 0; i < LANES; i++) a[r][i] = 0;
+    for (int v = 0; v < P::VECTORS; v++) {
+      if (K8 % CONSUMERS && v * CONSUMERS + b.warp * 32 >= K8) continue;  // this warp has no inputs
 #pragma unroll
-  for (int v = 0; v < P::VECTORS; v++) {
-    const int at = v * CONSUMERS + b.thread;
-    if (K8 % CONSUMERS == 0 || at < K8) {
-#pragma unroll
-      for (int r = 0; r < P::RS; r++) {
-        const uint4 y = w[r * K8 + at];
-        float* z = a[r];
-        z[0] = fmaf(low(y.x), x[8 * v], z[0]);
-        z[1 % LANES] = fmaf(high(y.x), x[8 * v + 1], z[1 % LANES]);
-        z[2 % LANES] = fmaf(low(y.y), x[8 * v + 2], z[2 % LANES]);
-        z[3 % LANES] = fmaf(high(y.y), x[8 * v + 3], z[3 % LANES]);
-        z[0] = fmaf(low(y.z), x[8 * v + 4], z[0]);
-        z[1 % LANES] = fmaf(high(y.z), x[8 * v + 5], z[1 % LANES]);
-        z[2 % LANES] = fmaf(low(y.w), x[8 * v + 6], z[2 % LANES]);
-        z[3 % LANES] = fmaf(high(y.w), x[8 * v + 7], z[3 % LANES]);
+      for (int r = 0; r < P::RS; r += Q::OF_MMA) {
+        const int n = (s * P::RS + r) / Q::OF_MMA, at = v * CONSUMERS + (b.thread ^ 8 * (n % 4));
+        uint4 y = make_uint4(0, 0, 0, 0), z = y;
+        if (K8 % CONSUMERS == 0 || at < K8) {
+          y = w[r * K8 + at];
+          if (Q::OF_MMA == 2) z = w[(r + 1) * K8 + at];
+        }
+        multiply(sums[n / 4][n % 4], y.x, z.x, y.y, z.y, x[v].x, x[v].y);
+        multiply(sums[n / 4][n % 4], y.z, z.z, y.w, z.w, x[v].z, x[v].w);
       }
     }
+    __syncwarp();
+    if (!b.lane) arrive(b.empty + slot);
+    if (++slot == SLOTS) slot = 0, parity ^= 1;
   }
-  __syncwarp();
-  if (!b.lane) arrive(b.empty + slot);
+  const int own = b.lane % 4 ^ b.lane / 8;  // of every four
+  float both[Q::FOURS][2];
 #pragma unroll
-  for (int r = 0; r < P::RS; r++) {
-    sums[r] = a[r][0];
+  for (int i = 0; i < Q::FOURS; i++)
 #pragma unroll
-    for (int i = 1; i < LANES; i++) sums[r] += a[r][i];
+    for (int q = 0; q < 4; q++)
+      if (q == own) both[i][0] = b.lane & 4 ? sums[i][q][1] : sums[i][q][0], both[i][1] = b.lane & 4 ? sums[i][q][3] : sums[i][q][2];
+#pragma unroll
+  for (int o : {4, 8 | 1, 16 | 2})
+#pragma unroll
+    for (int i = 0; i < Q::FOURS; i++)
+#pragma unroll
+      for (int k = 0; k < Q::OF_MMA; k++) both[i][k] += __shfl_xor_sync(~0u, both[i][k], o);
+  if (b.lane < 4) {
+#pragma unroll
+    for (int i = 0; i < Q::FOURS; i++)
+#pragma unroll
+      for (int k = 0; k < Q::OF_MMA; k++) b.sums[(row + (4 * i + b.lane) * Q::OF_MMA + k) * WARPS + b.warp] = both[i][k];
   }
 }
 
-// Four rows are added over a warp at once.
 template <class P>
-__device__ void stream(Block& b, const float* x, int count, u32& stage) {
-  constexpr int ROWS = P::RS * P::AT_ONCE, PADDED = (ROWS + 3) / 4 * 4;
-  const int stages = P::stages(count);
-  for (int s = 0; s < stages; s += P::AT_ONCE) {
-    float sums[PADDED];
-#pragma unroll
-    for (int i = 0; i < PADDED; i++) sums[i] = 0;
-#pragma unroll
-    for (int i = 0; i < P::AT_ONCE; i++)
-      if (s + i < stages) multiply<P>(b, x, stage + s + i, sums + i * P::RS);
-#pragma unroll
-    for (int i = 0; i < PADDED; i += 4) {
-      const float z = warp_sums(b, sums[i], sums[i + 1], sums[i + 2], sums[i + 3]);
-      const int n = i + b.lane / 8;
-      if (b.lane % 8 == 0 && n < ROWS) b.sums[(s * P::RS + n) * WARPS + b.warp] = z;
-    }
+__device__ void stream(Block& b, const uint4* x, int count, u32& stage) {
+  const int rows = count * P::VR;
+  for (int row = 0; row < rows; row += Batch<P>::ROWS) {
+    multiply_batch<P>(b, x, row, rows - row, stage);
+    stage += (min(Batch<P>::ROWS, rows - row) + P::RS - 1) / P::RS;
   }
-  stage += stages;
 }
 
 __device__ __forceinline__ float total(const Block& b, int row) {
@@ -306,7 +319,7 @@ __device__ __forceinline__ void publish(unsigned char* words, int row, const flo
 // The sums of this block's rows: `publish_sums` takes a chunk of them, which begins with this row. While
 // many weights are multiplied, more copies may be under way.
 template <class P, bool IS_LONG, class Publish>
-__device__ __forceinline__ void linear(Block& b, const Layer& y, const float* x, int& turn, u32& stage, Publish&& publish_sums) {
+__device__ __forceinline__ void linear(Block& b, const Layer& y, const uint4* x, int& turn, u32& stage, Publish&& publish_sums) {
   if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;
   Share<P::N> share(b.c, turn);
   stream<P>(b, x, share.count, stage);
@@ -402,35 +415,23 @@ struct Hidden {  // the residual stream: the vectors of this thread
       }
     }
   }
-  __device__ void normed(Block& b, const uint4 (&weight)[H_VECTORS], float* x) {  // times its scale, which comes at the end
+  __device__ void normed(Block& b, const uint4 (&weight)[H_VECTORS], uint4* x) {  // times its scale, which comes at the end
     float a = 0;
 #pragma unroll
     for (int v = 0; v < H_VECTORS; v++) {
       const u32 w[4] = {weight[v].x, weight[v].y, weight[v].z, weight[v].w};
+      u32 z[4];
 #pragma unroll
       for (int i = 0; i < 4; i++) {
         const float p = low(h[v][i]), q = high(h[v][i]);
         a = fmaf(p, p, fmaf(q, q, a));
-        x[8 * v + 2 * i] = p * norm_weight(low(w[i]));
-        x[8 * v + 2 * i + 1] = q * norm_weight(high(w[i]));
+        z[i] = pack(p * norm_weight(low(w[i])), q * norm_weight(high(w[i])));
       }
+      x[v] = make_uint4(z[0], z[1], z[2], z[3]);
     }
     note_squares(b, a);
   }
 };
-
-template <int K, int C>
-__device__ void plain_input(Block& b, const unsigned char* words, float* x) {
-  constexpr int N = vectors(K);
-  uint4 y[N];
-  load_words<K, C>(b, words, y);
-#pragma unroll
-  for (int v = 0; v < N; v++) {
-    const u32 z[4] = {y[v].x, y[v].y, y[v].z, y[v].w};
-#pragma unroll
-    for (int i = 0; i < 4; i++) x[8 * v + 2 * i] = low(z[i]), x[8 * v + 2 * i + 1] = high(z[i]);
-  }
-}
 
 #include "persistent_attention.cuh"
 
@@ -445,23 +446,28 @@ __device__ void consume(Block& b) {
   u32 stage = 0;
   int turn = 0;
   Hidden hidden;
-  float x[vectors(WIDEST) * 8];
+  uint4 x[vectors(WIDEST)];
 #if PROFILE
 #define MARK(n) if (b.thread == 0) args.profile[((i64)b.c * (L + 1) + l) * 16 + n] = clock64();
 #else
 #define MARK(n)
 #endif
   hidden.embed(b);
+  b.write_layer(0, b.word_of_layer(0));
+  b.all_consumers();
+  const i64 position = args.position[0];
   uint4 weight[H_VECTORS];
   for (int l = 0; l < L; l++) {
-    const Layer y = args.layers[l];
+    const Layer& y = b.table[l % 2];
+    const Place place(y);
+    const u64 word = b.word_of_layer(l + 1);
     unsigned char* own = words + (u64)l * LAYER_BYTES;
     MARK(0)
 #if IS_PACKED
     fetch_offsets(b, args.layers + l);
 #endif
     fetch(b, y.norm1, weight);
-    if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);
+    if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, b.table[(l - 1) % 2].post2);
     MARK(1)
     hidden.normed(b, weight, x);
     linear<CutQKV, false>(b, y, x, turn, stage, [&](int row, float* z) {
@@ -478,11 +484,13 @@ __device__ void consume(Block& b) {
       publish<C_QKV>(own + AT_QKV, row, z);
     });
     MARK(2)
-    attend(b, y, own);
+    b.write_layer(l + 1, word);  // nothing reads the layer before any more
+    const Splits splits(place);
+    attend(b, y, own, place, splits, position);
     MARK(3)
-    combine(b, y, own);
+    combine(b, own, splits);
     MARK(4)
-    plain_input<NQ * D, 2>(b, own + AT_A, x);
+    load_words<NQ * D, 2>(b, own + AT_A, x);
     MARK(5)
     linear<CutO, false>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_O>(own + AT_O, row, z); });
     MARK(6)
@@ -500,7 +508,7 @@ __device__ void consume(Block& b) {
       publish<C_GATE>(own + AT_M, row, z);
     });
     MARK(8)
-    plain_input<I, C_GATE>(b, own + AT_M, x);
+    load_words<I, C_GATE>(b, own + AT_M, x);
     MARK(9)
     linear<CutDown, true>(b, y, x, turn, stage, [&](int row, float* z) { publish<C_DOWN>(own + AT_DOWN, row, z); });
     MARK(10)
@@ -508,7 +516,7 @@ __device__ void consume(Block& b) {
   const int l = L;
   MARK(0)
   fetch(b, args.norm, weight);
-  hidden.add<C_DOWN>(b, words + (u64)(L - 1) * LAYER_BYTES + AT_DOWN, args.layers[L - 1].post2);
+  hidden.add<C_DOWN>(b, words + (u64)(L - 1) * LAYER_BYTES + AT_DOWN, b.table[(L - 1) % 2].post2);
   hidden.normed(b, weight, x);
   if (!b.thread) *b.flight = FLIGHT_STREAM;
   MARK(1)
@@ -575,7 +583,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMERS + 32, 1) persistent_step(
   write_tables(args);
 #endif
   __syncthreads();
-  Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, clock64(), sums, sums + SUM_ROWS * WARPS, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS)};
+  Block block{args, (int)blockIdx.x, warp, (int)threadIdx.x % 32, (int)threadIdx.x, clock64(), sums, sums + SUM_ROWS * WARPS, squares, scratch, full, full + SLOTS, (volatile int*)(full + 2 * SLOTS), (Layer*)(full + 2 * SLOTS + 1)};
   if (warp == WARPS) {
     if (block.lane == 0) produce(block);
   } else {

@@ -105,6 +105,7 @@ def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, mon
     """A block with an odd number of them has the last one alone."""
     for stage in ("_STAGE_OF_PACKED", "_STAGE_OF_BYTES"):
         monkeypatch.setattr(persistent_macros, stage, 2048 if name == "four bits" else 3072)
+    monkeypatch.setattr(persistent_macros, "_rows_of_chunk", lambda *sizes: 2)
     plan = plan_of(name, I=width)
     before = copied(plan)
     step = Step(plan, folder)
@@ -136,8 +137,8 @@ FAULTS = {
         "if (C == 4 && row != 8) tell8(",
     ),
     "a cycle": (
-        "b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2",
-        "b, own + AT_DOWN, args.layers[l - 1].post2",
+        "b, own - LAYER_BYTES + AT_DOWN",
+        "b, own + AT_DOWN",
     ),
     "a slot that is never free": (
         "begin(full + SLOTS + i, WARPS);",
@@ -158,8 +159,8 @@ def test_a_wait_in_vain_ends_with_an_error(name, folder):
 
 RACES = {
     "weights that are not there yet": (
-        "  b.wait(b.full + slot, (t / SLOTS) & 1);\n  const uint4* w",
-        "  const uint4* w",
+        "    b.wait(b.full + slot, parity);\n    const",
+        "    const",
     ),
     "sums of warps that are not there yet": (
         "*b.flight = FLIGHT_WAIT;\n  b.all_consumers();",
@@ -173,13 +174,17 @@ RACES = {
         "begin(full + SLOTS + i, WARPS);",
         "begin(full + SLOTS + i, 1);",
     ),
+    "a layer that others still read": (
+        "    const u64 word = b.word_of_layer(l + 1);\n",
+        "    const u64 word = b.word_of_layer(l + 1);\n    b.write_layer(l + 1, word);\n",
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RACES)
 def test_a_race_changes_logits(name, folder):
     # Four warps have inputs of the last phase of a layer, and one has inputs of the next.
-    plan = plan_of("plain", I=1024)
+    plan = plan_of("plain", I=1024) if "sums" in name else plan_of("gemma", I=1024, L=3)
     right = Step(plan, folder)(seed=0)[2]
     step = Step(plan, folder, RACES[name])
     ends = (step(seed) for seed in range(8))
