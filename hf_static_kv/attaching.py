@@ -102,6 +102,7 @@ def attach(
     speculate: str | None = None,
     assistant: Any = None,
     kv_dtype: str | None = None,
+    persistent: bool = True,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
@@ -124,6 +125,8 @@ def attach(
         assistant: a smaller model that drafts tokens of every call, as `assistant_model`.
         kv_dtype: "int8" stores keys and values in 8 bits: about half the memory, and other tokens.
             Inside `exact` they are stored as they are.
+        persistent: as for `GraphDecoder`: False keeps to the captured graph, so that equal calls
+            have equal bits from the first one on.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -139,7 +142,8 @@ def attach(
     inner = _generating(model)
     helper = _helper(inner, assistant)
     sizes = max_cache_len, max_bytes
-    settings = Settings(*sizes, reuse_prefix, exact, max_rows, speculate, helper, kv_dtype)
+    drafts = speculate, helper
+    settings = Settings(*sizes, reuse_prefix, exact, max_rows, *drafts, kv_dtype, persistent)
     if exact:
         with exact_context(inner):  # raises for a model that cannot be exact
             pass

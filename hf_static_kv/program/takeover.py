@@ -5,12 +5,14 @@
     taken over  the kernel serves
     given up    the list serves for good, and `reason` says why
 
-The graph of the list is kept: it takes over again if a launch of the kernel fails.
+The graph of the list is kept: it takes over again if a launch of the kernel fails. Nothing here makes
+a step fail that its list could serve.
 """
 
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_static_kv.cache import debug
@@ -28,10 +30,15 @@ _FASTER = {(2048, 8192, 64), (2048, 6144, 128), (576, 1536, 64)}
 # With bitsandbytes' weights of four bits, through `generate`: Llama-3.1-8B 470 tokens/s instead of 376,
 # Llama-3.2-1B 1,830 instead of 1,466. With weights of eight bits no graph was measured beside it.
 _FASTER_PACKED = {(4096, 14336, 128), (2048, 8192, 64)}
+# Of the H200. An H100 SXM has as many; on an H100 PCIe, an H20 or a part of a GPU (MIG) a block has
+# other shares of the weights, and nobody has measured it.
+_MULTIPROCESSORS = 132
 
 
 def is_faster(plan: Plan) -> bool:
-    """Whether the kernel takes less time than the graph of the list."""
+    """Whether the kernel was measured to take less time than the graph of the list."""
+    if _multiprocessors(plan.token.device) != _MULTIPROCESSORS:
+        return False
     packed = plan.packed
     if packed is not None and packed.layout == "bytes":
         return False
@@ -39,22 +46,58 @@ def is_faster(plan: Plan) -> bool:
     return tuple(plan.sizes[name] for name in ("H", "I", "D")) in measured
 
 
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class Takeover:
     """What became of the kernel of one step."""
 
-    def __init__(self, program: Program) -> None:
-        self.reason = ""  # why the list serves; "": it does not, or not much longer
+    def __init__(self, reason: str = "") -> None:
+        self.reason = reason  # why the list serves; "": it does not, or not much longer
         self.build: Build | None = None  # until the kernel is tried
         self.kernel: PersistentStep | None = None  # that serves
         self.list: Runs | None = None  # that has served
+
+    def compile(self, program: Program) -> None:
+        """Begin to compile the kernel of a list, or keep the reason why it has none."""
         try:
             plan = plan_of(program)
+            self.reason = refusal(plan) or (
+                "" if is_faster(plan) else "it was not measured to be faster"
+            )
+            if not self.reason:
+                self.build = Build(plan)
         except Unplanned as unplanned:
             self.reason = str(unplanned)
+        except Exception as error:  # the list would serve
+            self._give_up(error)
+
+    def try_kernel(self, step: DecodeStep, trial: Callable[[], None]) -> None:
+        assert self.build is not None
+        try:
+            kernel = self.build.step()
+            before = step.exchange(Runs(kernel, None, None, kernel.buffers))
+            try:
+                trial()
+                if kernel.has_failed():
+                    raise RuntimeError("a block has waited in vain")
+            except BaseException:
+                step.exchange(before)
+                raise
+        except Exception as error:
+            self._give_up(error)
             return
-        self.reason = refusal(plan) or ("" if is_faster(plan) else "the list is faster")
-        if not self.reason:
-            self.build = Build(plan)
+        # Not after an interrupt: then a later call tries it again.
+        self.build = None
+        self.kernel = kernel
+        self.list = before
+
+    def _give_up(self, error: Exception) -> None:
+        debug.logger.debug("A kernel for the whole step is not used.", exc_info=True)
+        first_line = next(iter(str(error).splitlines()), "")
+        self.reason = f"{type(error).__name__}: {first_line}"
+        self.build = None
 
 
 # Of the steps of each model: a plan holds its weights, and a step may outlive the model.
@@ -65,14 +108,40 @@ _TAKEOVERS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[DecodeStep, Tak
 
 def begin(step: DecodeStep, program: Program) -> None:
     """Compile the kernel of a step that has been recorded as this list, if there is one."""
-    takeover = Takeover(program)
-    _TAKEOVERS.setdefault(step.model, WeakKeyDictionary())[step] = takeover
+    takeover = _note(step, Takeover())
+    takeover.compile(program)
     debug.logger.debug("a kernel for the whole step: %s", takeover.reason or "is compiled")
+
+
+def refuse(step: DecodeStep, reason: str) -> None:
+    """The step has no kernel."""
+    _note(step, Takeover(reason))
+
+
+def _note(step: DecodeStep, takeover: Takeover) -> Takeover:
+    _TAKEOVERS.setdefault(step.model, WeakKeyDictionary())[step] = takeover
+    return takeover
 
 
 def takeover_of(step: DecodeStep) -> Takeover | None:
     steps = _TAKEOVERS.get(step.model) if step.model is not None else None
     return None if steps is None else steps.get(step)
+
+
+def has_kernel(step: DecodeStep) -> bool:
+    """Whether a kernel serves."""
+    takeover = takeover_of(step)
+    return takeover is not None and takeover.kernel is not None
+
+
+def why_no_kernel(step: DecodeStep) -> str | None:
+    """Why the list of a step serves; None: a kernel does."""
+    takeover = takeover_of(step)
+    if takeover is None:
+        return "the step has no list"
+    if takeover.kernel is not None:
+        return None
+    return takeover.reason or "it is compiled meanwhile, and begins in a later call"
 
 
 def is_ready(step: DecodeStep) -> bool:
@@ -81,32 +150,20 @@ def is_ready(step: DecodeStep) -> bool:
     return takeover is not None and takeover.build is not None and takeover.build.is_ready
 
 
+def wait_for(step: DecodeStep) -> None:
+    """Until the kernel of a step is compiled, if it has one."""
+    takeover = takeover_of(step)
+    if takeover is not None and takeover.build is not None:
+        takeover.build.wait()
+
+
 def take_over(step: DecodeStep, trial: Callable[[], None]) -> None:
     """Put the kernel in the place of the list. If `trial`, which captures the step and verifies it,
     raises, then the list stays and the reason is kept.
     """
     takeover = takeover_of(step)
     assert takeover is not None
-    assert takeover.build is not None
-    build = takeover.build
-    takeover.build = None
-    try:
-        kernel = build.step()
-        before = step.exchange(Runs(kernel, None, None, kernel.buffers))
-        try:
-            trial()
-            if kernel.has_failed():
-                raise RuntimeError("a block has waited in vain")
-        except BaseException:
-            step.exchange(before)
-            raise
-    except Exception as error:
-        debug.logger.debug("A kernel for the whole step is not used.", exc_info=True)
-        first_line = next(iter(str(error).splitlines()), "")
-        takeover.reason = f"{type(error).__name__}: {first_line}"
-        return
-    takeover.kernel = kernel
-    takeover.list = before
+    takeover.try_kernel(step, trial)
 
 
 def give_up_if_failed(step: DecodeStep) -> bool:
