@@ -143,17 +143,23 @@ def attach(
     helper = _helper(inner, assistant)
     sizes = max_cache_len, max_bytes
     drafts = speculate, helper
-    settings = Settings(*sizes, reuse_prefix, exact, max_rows, *drafts, kv_dtype, persistent)
-    if exact:
-        with exact_context(inner):  # raises for a model that cannot be exact
+    return _attached(
+        inner, Settings(*sizes, reuse_prefix, exact, max_rows, *drafts, kv_dtype, persistent)
+    )
+
+
+def _attached(model: PreTrainedModel, settings: Settings) -> Attachment:
+    """What is kept for the model; that of an earlier `attach` if the settings are the same."""
+    if settings.exact:
+        with exact_context(model):  # raises for a model that cannot be exact
             pass
-    known = ATTACHMENTS.get(inner)
+    known = ATTACHMENTS.get(model)
     if known is not None and known.settings == settings:
         known.why_unserved = None
         return known
-    if (reason := unserved(inner, kv_dtype)) is not None:
+    if (reason := unserved(model, settings.kv_dtype)) is not None:
         logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
-    return _hook(inner, Attachment(settings))
+    return _hook(model, Attachment(settings))
 
 
 def _generating(model: Any) -> PreTrainedModel:

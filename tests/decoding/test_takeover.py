@@ -5,9 +5,12 @@ import logging
 import math
 import time
 import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.nn import Parameter
+from transformers import StoppingCriteriaList
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
@@ -183,6 +186,74 @@ def test_a_kernel_that_writes_elsewhere_spoils_no_call(build, monkeypatch):
     assert talk.decoder.fallback_reason is None
     assert talk.takeover.kernel is None
     assert "writes over other tokens" in talk.takeover.reason
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
+        ImportError("The persistent step needs the package cuda.bindings."),
+    ],
+    ids=str,
+)
+def test_a_launch_that_is_refused_leaves_the_list(error, build, monkeypatch, caplog):
+    """A full GPU, fewer multiprocessors than blocks (MPS, MIG), a library that does not load."""
+    monkeypatch.setattr(FakeStep, "__call__", MagicMock(side_effect=error))
+    caplog.set_level(logging.INFO)
+    talk = Conversation()
+    for _ in range(3):
+        assert torch.equal(talk.call(), talk.expected())
+    assert str(error) in talk.decoder.kernel_reason
+    assert talk.decoder.fallback_reason is None
+    assert not caplog.records
+
+
+def test_an_interrupted_trial_is_made_again(build, monkeypatch):
+    talk = Conversation()
+    expected = talk.call()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeStep, "__call__", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            talk.call()
+    assert talk.takeover.kernel is None
+    assert torch.equal(talk.call(), expected)
+    assert talk.decoder.kernel_reason is None
+
+
+def test_a_streamer_and_a_criterion_of_the_caller_see_the_same_tokens(build):
+    talk = Conversation()
+    expected = talk.expected()
+    for number in range(3):
+        streamer, seen = Collect(), []
+
+        def note(ids, scores, seen=seen, **kwargs):
+            seen.append(ids[0, -1].item())
+            return torch.zeros(1, dtype=torch.bool, device=ids.device)
+
+        made = talk.call(streamer=streamer, stopping_criteria=StoppingCriteriaList([note]))
+        assert torch.equal(made, expected)
+        assert streamer.tokens == expected[0].tolist()
+        assert seen == expected[0, PROMPT.shape[1] :].tolist()
+        assert (talk.decoder.kernel_reason is None) == (number > 0)
+
+
+def test_a_cache_that_grows_has_kernels_of_its_own(build):
+    """Its storage moves: a kernel of the old one would write there."""
+    model = toy_model("llama")
+    decoder = GraphDecoder()
+    mask = torch.ones_like(PROMPT)
+    expected = model.generate(PROMPT, attention_mask=mask, use_cache=False, **COMMON)
+    reasons = []
+    for _ in range(3):
+        cache = StaticContiguousCache.from_model(model, PROMPT.shape[1] + 4)
+        cache.grows = True
+        how = {"past_key_values": cache, "custom_generate": decoder, "attention_mask": mask}
+        for _ in range(2):
+            cache.reset()
+            assert torch.equal(model.generate(PROMPT, **how, **COMMON), expected)
+            reasons.append(decoder.kernel_reason)
+    assert reasons[1] is None
 
 
 class TestAFailedLaunch:
@@ -388,6 +459,37 @@ def test_a_changed_model_is_not_tried_with_an_old_kernel(build):
         talk.model.lm_head.weight.mul_(-1)
     for _ in range(3):
         assert torch.equal(talk.call(), talk.expected())
+
+
+CHANGES = {
+    "in place": lambda model: model.lm_head.weight.data.mul_(-1),
+    "another parameter": lambda model: setattr(
+        model.lm_head, "weight", Parameter(-model.lm_head.weight.detach())
+    ),
+    "other memory": lambda model: setattr(
+        model.lm_head.weight, "data", -model.lm_head.weight.detach()
+    ),
+    "a hook": lambda model: model.lm_head.register_forward_hook(lambda *args: -args[2]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_kernel_serves_no_model_that_has_changed(name, build):
+    """Its step is that of the model as it was."""
+    talk = Conversation()
+    before = talk.expected()
+    for _ in range(3):
+        talk.call()
+    kernel = talk.takeover.kernel
+    launches = kernel.launches
+    CHANGES[name](talk.model)
+    expected = talk.expected()
+    assert not torch.equal(expected, before)
+    for _ in range(3):
+        assert torch.equal(talk.call(), expected)
+    # It reads weights where they are.
+    assert (kernel.launches == launches) == (name != "in place")
+    assert (talk.decoder.kernel_reason is None) == (name != "a hook")
 
 
 def test_neither_model_nor_cache_is_kept_alive(build):
