@@ -7,6 +7,7 @@ warning that says why.
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -51,7 +52,7 @@ from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.selecting import SelectingStep
 from hf_static_kv.program.step import DecodeStep
-from hf_static_kv.program.takeover import has_kernel, why_no_kernel
+from hf_static_kv.program.takeover import choose_by_length, compile_kernel, why_no_kernel
 
 logger = logging.getLogger(__name__)
 # What `generate` does to a model while it decodes.
@@ -340,12 +341,22 @@ class GraphDecoder:
         """
         if step is None:
             return self._run_model(tokens, call)
-        self.kernel_reason = why_no_kernel(step)
-        if not has_kernel(step):
-            return self._run_step(step, tokens, call)
+        while True:
+            end = choose_by_length(step, call.cache.seq_len)
+            self.kernel_reason = why_no_kernel(step)
+            if end is None:
+                is_over = self._run_step(step, tokens, call)
+                compile_kernel(step)
+                return is_over
+            is_over = self._run_kernel(step, tokens, call, end)
+            if is_over or call.cache.seq_len < end:
+                return is_over
+
+    def _run_kernel(self, step: DecodeStep, tokens: Tokens, call: Call, end: int) -> bool:
+        """As `_run_step`, and again by the list if the kernel gives up."""
         before = call.cache.snapshot()
         mark = tokens.mark()
-        is_over = self._run_step(step, tokens, call)
+        is_over = self._run_step(step, tokens, call, end)
         if not self.steps.has_lost_kernel(step):
             return is_over
         self.kernel_reason = why_no_kernel(step)
@@ -359,8 +370,10 @@ class GraphDecoder:
         call.cache.restore(before)
         return tokens.go_back(mark) or self._run_step(step, tokens, call)
 
-    def _run_step(self, step: DecodeStep, tokens: Tokens, call: Call) -> bool:
-        """As `_run`, by a step; if it is a kernel that gives up, the tokens are wrong."""
+    def _run_step(
+        self, step: DecodeStep, tokens: Tokens, call: Call, end: int = sys.maxsize
+    ) -> bool:
+        """As `_run`, but not beyond the length `end`. If a kernel gives up, the tokens are wrong."""
         length = call.cache.seq_len
         step.set_position(length, call.seq_start, call.position_ids(length))
         with ExitStack() as running:
@@ -370,10 +383,10 @@ class GraphDecoder:
             if isinstance(step, LookupStep):
                 return self._run_with_drafts(step, tokens, call)
             if isinstance(step, SelectingStep):
-                return self._run_on_device(step, tokens, call)
-            return self._run_on_host(step, tokens, call)
+                return self._run_on_device(step, tokens, call, end)
+            return self._run_on_host(step, tokens, call, end)
 
-    def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call) -> bool:
+    def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call, end: int) -> bool:
         room = 0
         while True:
             room = _room(step, call, room)
@@ -382,7 +395,7 @@ class GraphDecoder:
             call.confirm()  # while the device computes
             with self._watched(tokens, call):
                 is_over = tokens.append(logits)
-            if is_over or self._is_among_others(call):
+            if is_over or call.cache.seq_len >= end or self._is_among_others(call):
                 return is_over
 
     def _run_model(self, tokens: Tokens, call: Call) -> bool:
@@ -395,7 +408,7 @@ class GraphDecoder:
                 is_over = tokens.append(logits)
         return True
 
-    def _run_on_device(self, step: SelectingStep, tokens: Tokens, call: Call) -> bool:
+    def _run_on_device(self, step: SelectingStep, tokens: Tokens, call: Call, end: int) -> bool:
         """The tokens of a call in which the step itself selects: the host only counts."""
         start = tokens.length  # where the next token goes in `ids`
         position = call.cache.seq_len + 1  # and in `sequences`
@@ -414,7 +427,7 @@ class GraphDecoder:
                 call.confirm()  # while the device computes
             with self._watched(tokens, call):
                 is_over = tokens.count_token(flag, step.token)
-            if not is_over and self._is_among_others(call):
+            if not is_over and (call.cache.seq_len >= end or self._is_among_others(call)):
                 is_left = not tokens.finished.newest()
         selected = step.state.sequences[:, position : call.cache.seq_len + 1]
         tokens.ids[:, start : tokens.length] = selected

@@ -284,7 +284,7 @@ class Steps:
 
     def _try_kernel(self, step: DecodeStep, call: Call) -> None:
         """Let one kernel compute the step, if it is compiled by now."""
-        if not self._persistent or not is_ready(step):
+        if not self._persistent or not is_ready(step, call.cache.seq_len):
             return
         if call.assumed is not None and call.assumed != call.state:
             return

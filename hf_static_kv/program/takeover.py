@@ -1,12 +1,13 @@
 """One kernel in the place of a step's list.
 
-    recorded    the list becomes a plan, and a thread compiles its kernel; the list serves, as a graph
+    recorded    the list becomes a plan; the list serves, as a graph
+    compiled    in a thread, from the end of the first call on
     ready       at the beginning of a later call the step is captured with the kernel and tried
     taken over  the kernel serves
     given up    the list serves for good, and `reason` says why
 
-The graph of the list is kept: it takes over again if a launch of the kernel fails. Nothing here makes
-a step fail that its list could serve.
+The graph of the list is kept: it serves long texts, and takes over again if a launch of the kernel
+fails. Nothing here makes a step fail that its list could serve.
 """
 
 from collections.abc import Callable
@@ -33,6 +34,10 @@ _FASTER_PACKED = {(4096, 14336, 128), (2048, 8192, 64)}
 # Of the H200. An H100 SXM has as many; on an H100 PCIe, an H20 or a part of a GPU (MIG) a block has
 # other shares of the weights, and nobody has measured it.
 _MULTIPROCESSORS = 132
+# From this length on the list serves: its attention is faster. One token of Llama-3.2-1B takes the graph
+# and the kernel 792 and 690 us at 512 tokens, 821 and 786 at 4,096, 929 and 1,014 at 16,384, 1,763 and
+# 2,946 at 130,000 (H200, 2026-11-19).
+MOST_TOKENS = 4096
 
 
 def is_faster(plan: Plan) -> bool:
@@ -55,23 +60,33 @@ class Takeover:
 
     def __init__(self, reason: str = "") -> None:
         self.reason = reason  # why the list serves; "": it does not, or not much longer
+        self.plan: Plan | None = None  # until it is compiled
         self.build: Build | None = None  # until the kernel is tried
-        self.kernel: PersistentStep | None = None  # that serves
-        self.list: Runs | None = None  # that has served
+        self.kernel: PersistentStep | None = None  # that has taken over
+        self.is_used = False  # and serves; else the list, as the text is long
+        self.other: Runs | None = None  # of the two the one that does not serve
 
-    def compile(self, program: Program) -> None:
-        """Begin to compile the kernel of a list, or keep the reason why it has none."""
+    def read(self, program: Program) -> None:
+        """The plan of a list, or the reason why it has no kernel."""
         try:
             plan = plan_of(program)
-            self.reason = refusal(plan) or (
-                "" if is_faster(plan) else "it was not measured to be faster"
-            )
-            if not self.reason:
-                self.build = Build(plan)
+            self.reason = refusal(plan)
+            if not self.reason and not is_faster(plan):
+                self.reason = "it was not measured to be faster"
+            self.plan = None if self.reason else plan
         except Unplanned as unplanned:
             self.reason = str(unplanned)
         except Exception as error:  # the list would serve
             self._give_up(error)
+
+    def compile(self) -> None:
+        if self.plan is None:
+            return
+        try:
+            self.build = Build(self.plan)
+        except Exception as error:
+            self._give_up(error)
+        self.plan = None
 
     def try_kernel(self, step: DecodeStep, trial: Callable[[], None]) -> None:
         assert self.build is not None
@@ -91,7 +106,20 @@ class Takeover:
         # Not after an interrupt: then a later call tries it again.
         self.build = None
         self.kernel = kernel
-        self.list = before
+        self.is_used = True
+        self.other = before._replace(buffers=kernel.buffers)
+
+    def use(self, step: DecodeStep, is_used: bool) -> None:
+        """Let the kernel serve, or the list."""
+        if self.kernel is not None and is_used != self.is_used:
+            assert self.other is not None
+            self.other = step.exchange(self.other)
+            self.is_used = is_used
+
+    def drop_kernel(self, step: DecodeStep) -> None:
+        self.use(step, False)
+        self.kernel = self.other = None
+        self.reason = "a block has waited in vain"
 
     def _give_up(self, error: Exception) -> None:
         debug.logger.debug("A kernel for the whole step is not used.", exc_info=True)
@@ -107,15 +135,23 @@ _TAKEOVERS: WeakKeyDictionary[PreTrainedModel, WeakKeyDictionary[DecodeStep, Tak
 
 
 def begin(step: DecodeStep, program: Program) -> None:
-    """Compile the kernel of a step that has been recorded as this list, if there is one."""
+    """Note the kernel of a step that has been recorded as this list, if there is one."""
     takeover = _note(step, Takeover())
-    takeover.compile(program)
-    debug.logger.debug("a kernel for the whole step: %s", takeover.reason or "is compiled")
+    takeover.read(program)
+    debug.logger.debug("a kernel for the whole step: %s", takeover.reason or "will be compiled")
 
 
 def refuse(step: DecodeStep, reason: str) -> None:
     """The step has no kernel."""
     _note(step, Takeover(reason))
+
+
+def compile_kernel(step: DecodeStep) -> None:
+    """In a thread, if there is one to be compiled. After a call: beside a first call it would take
+    time of the interpreter.
+    """
+    if (takeover := takeover_of(step)) is not None:
+        takeover.compile()
 
 
 def _note(step: DecodeStep, takeover: Takeover) -> Takeover:
@@ -128,10 +164,15 @@ def takeover_of(step: DecodeStep) -> Takeover | None:
     return None if steps is None else steps.get(step)
 
 
-def has_kernel(step: DecodeStep) -> bool:
-    """Whether a kernel serves."""
+def choose_by_length(step: DecodeStep, length: int) -> int | None:
+    """Let a kernel serve if the next token's text is short enough. The length from which on the list is
+    to serve; None: it does.
+    """
     takeover = takeover_of(step)
-    return takeover is not None and takeover.kernel is not None
+    if takeover is None or takeover.kernel is None:
+        return None
+    takeover.use(step, length < MOST_TOKENS)
+    return MOST_TOKENS if takeover.is_used else None
 
 
 def why_no_kernel(step: DecodeStep) -> str | None:
@@ -140,14 +181,16 @@ def why_no_kernel(step: DecodeStep) -> str | None:
     if takeover is None:
         return "the step has no list"
     if takeover.kernel is not None:
-        return None
-    return takeover.reason or "it is compiled meanwhile, and begins in a later call"
+        return None if takeover.is_used else f"the text has {MOST_TOKENS:,} tokens or more"
+    return takeover.reason or "it is compiled, and begins in a later call"
 
 
-def is_ready(step: DecodeStep) -> bool:
-    """Whether a kernel waits to be tried."""
+def is_ready(step: DecodeStep, length: int) -> bool:
+    """Whether a kernel waits to be tried, which would serve a text of this length."""
     takeover = takeover_of(step)
-    return takeover is not None and takeover.build is not None and takeover.build.is_ready
+    if takeover is None or takeover.build is None or length >= MOST_TOKENS:
+        return False
+    return takeover.build.is_ready
 
 
 def wait_for(step: DecodeStep) -> None:
@@ -172,11 +215,9 @@ def give_up_if_failed(step: DecodeStep) -> bool:
     Waits for the device if a kernel serves.
     """
     takeover = takeover_of(step)
-    if takeover is None or takeover.kernel is None or not takeover.kernel.has_failed():
+    if takeover is None or takeover.kernel is None or not takeover.is_used:
         return False
-    assert takeover.list is not None
-    step.exchange(takeover.list)
-    takeover.kernel = None
-    takeover.list = None
-    takeover.reason = "a block has waited in vain"
+    if not takeover.kernel.has_failed():
+        return False
+    takeover.drop_kernel(step)
     return True

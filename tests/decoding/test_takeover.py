@@ -16,7 +16,7 @@ from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, ser
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from hf_static_kv.program import takeover
 from hf_static_kv.testing import dev_config, random_model
-from tests.conftest import COMMON, PROMPT, Collect, toy_model
+from tests.conftest import COMMON, NEW_TOKENS, PROMPT, Collect, toy_model
 from tests.decoding.conftest import CAPACITY
 from tests.kernels.step_plans import random_plan
 from tests.quantised_layers import quantise
@@ -254,6 +254,72 @@ def test_a_cache_that_grows_has_kernels_of_its_own(build):
             assert torch.equal(model.generate(PROMPT, **how, **COMMON), expected)
             reasons.append(decoder.kernel_reason)
     assert reasons[1] is None
+
+
+def test_the_compiler_begins_after_the_first_call(build, monkeypatch):
+    """Beside it, loading the compiler would take time of the interpreter."""
+    begun = []
+    own = build.__init__
+    monkeypatch.setattr(build, "__init__", lambda self, plan: (begun.append(1), own(self, plan))[1])
+
+    class Watch(Collect):
+        def put(self, value):
+            assert not begun
+
+    talk = Conversation()
+    talk.call(streamer=Watch())
+    assert begun == [1]
+    talk.call()
+    assert begun == [1]
+
+
+class TestALongText:
+    """Its last tokens are for the list."""
+
+    @pytest.mark.parametrize("by_kernel", [0, 1, 5])
+    @pytest.mark.parametrize("settings", [{}, SAMPLED, LOGITS, {"streamer": True}], ids=str)
+    def test_the_list_takes_over_and_the_kernel_again(
+        self, settings, by_kernel, build, monkeypatch
+    ):
+        talk = Conversation()
+        streamed = settings == {"streamer": True}
+        settings = {} if streamed else settings
+        expected = talk.expected(**settings)
+        talk.call(**settings), talk.call(**settings)
+        kernel = talk.takeover.kernel
+        for most in (PROMPT.shape[1] + by_kernel, CAPACITY, PROMPT.shape[1] + by_kernel):
+            monkeypatch.setattr(takeover, "MOST_TOKENS", most)
+            launches = kernel.launches
+            streamer = Collect()
+            made = talk.call(**settings, **({"streamer": streamer} if streamed else {}))
+            assert torch.equal(tokens_of(made), tokens_of(expected))
+            assert not streamed or streamer.tokens == expected[0].tolist()
+            if talk.model.device.type == "cpu":
+                passes = NEW_TOKENS - 1
+                assert kernel.launches - launches == (passes if most == CAPACITY else by_kernel)
+            if most == CAPACITY:
+                assert talk.decoder.kernel_reason is None
+            else:
+                assert talk.decoder.kernel_reason == f"the text has {most} tokens or more"
+            assert talk.decoder.memory_bytes >= kernel.buffers[0].nbytes
+
+    def test_it_is_not_tried(self, build, monkeypatch):
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1])
+        talk = Conversation()
+        for _ in range(3):
+            assert torch.equal(talk.call(), talk.expected())
+        assert talk.takeover.kernel is None
+        assert talk.takeover.build is not None
+
+    def test_a_launch_that_gives_up_before(self, build, monkeypatch):
+        talk = Conversation()
+        talk.call(), talk.call()
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1] + 6)
+        talk.takeover.kernel.left = 2
+        for _ in range(2):
+            assert torch.equal(talk.call(), talk.expected())
+        assert talk.takeover.kernel is None
+        assert "waited in vain" in talk.decoder.kernel_reason
 
 
 class TestAFailedLaunch:
@@ -539,10 +605,15 @@ class TestOnAGpu:
             assert talk.call().tolist() == expected[0]
             assert talk.takeover.kernel is None
 
-    def test_sampling(self, talk):
+    def test_sampling(self, talk, monkeypatch):
         expected = talk.call(**SAMPLED).tolist()
         while not talk.takeover.build.is_ready:
             time.sleep(0.1)
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1] + 5)
+        switched = [talk.call(**SAMPLED).tolist() for _ in range(2)]
+        assert switched[0] == switched[1]
+        assert "tokens or more" in talk.decoder.kernel_reason
+        monkeypatch.setattr(takeover, "MOST_TOKENS", CAPACITY)
         made = [talk.call(**SAMPLED).tolist() for _ in range(3)]
         assert talk.takeover.kernel is not None, talk.takeover.reason
         assert made == [made[0]] * 3
