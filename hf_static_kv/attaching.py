@@ -125,8 +125,7 @@ def attach(
         assistant: a smaller model that drafts tokens of every call, as `assistant_model`.
         kv_dtype: "int8" stores keys and values in 8 bits: about half the memory, and other tokens.
             Inside `exact` they are stored as they are.
-        persistent: as for `GraphDecoder`: False keeps to the captured graph, so that equal calls
-            have equal bits from the first one on.
+        persistent: whether one kernel may compute a whole step, as for `GraphDecoder`.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config

@@ -268,7 +268,7 @@ class Steps:
             return
         if reason := self._why_no_kernel(step, call):
             refuse(step, reason)
-        else:  # compiled while the graph serves: the first call does not wait
+        else:
             begin(step, program)
 
     def _why_no_kernel(self, step: DecodeStep, call: Call) -> str:
@@ -313,7 +313,9 @@ class Steps:
         """Whether the kernel of a step has failed since it serves. Then its list serves again."""
         if not give_up_if_failed(step):
             return False
-        self._persistent = False  # other steps keep their graphs, too
+        self._persistent = False
+        for other in self.captured:
+            refuse(other, "a kernel of another step has given up")
         self._warn(
             "a launch of the kernel for a whole step has given up, as other work may have kept it "
             "from running. Captured graphs take over"

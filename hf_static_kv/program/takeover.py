@@ -142,8 +142,10 @@ def begin(step: DecodeStep, program: Program) -> None:
 
 
 def refuse(step: DecodeStep, reason: str) -> None:
-    """The step has no kernel."""
-    _note(step, Takeover(reason))
+    """The step gets no kernel. One that it has stays, as does the reason why it has none."""
+    takeover = takeover_of(step)
+    if takeover is None or not (takeover.kernel or takeover.reason):
+        _note(step, Takeover(reason))
 
 
 def compile_kernel(step: DecodeStep) -> None:

@@ -386,6 +386,7 @@ class TestAFailedLaunch:
         first.kernel.left = 0
         for settings in ({}, SAMPLED, SAMPLED):
             assert torch.equal(talk.call(**settings), talk.expected(**settings))
+        assert talk.decoder.kernel_reason == "a kernel of another step has given up"
         talk.call(output_logits=True, return_dict_in_generate=True)
         states = list(map(takeover.takeover_of, talk.decoder.steps.captured))
         assert len(states) == 3
