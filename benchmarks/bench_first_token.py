@@ -62,7 +62,10 @@ class Side:
         return tokens
 
     def seconds(self, ids: torch.Tensor, new_tokens: int) -> float:
-        return timing.seconds(lambda: self.generate(ids, new_tokens), str(self.model.device))
+        taken = timing.seconds(lambda: self.generate(ids, new_tokens), str(self.model.device))
+        if self.attachment is not None:
+            self.attachment.decoder.steps.wait_for_kernels()
+        return taken
 
 
 def twin(model: PreTrainedModel) -> PreTrainedModel:

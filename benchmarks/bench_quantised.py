@@ -10,7 +10,7 @@ Four ways to generate, in turns:
   eager      transformers' loop with `DynamicCache`: the package's own kernels
   recorded   `GraphDecoder` without our kernel for packed weights: the package's kernels in a graph
   packed     `GraphDecoder` with it; on a CPU its plain twin in a list
-  one kernel `GraphDecoder(persistent=True)`, where one kernel computes the step; else as packed
+  one kernel `GraphDecoder()`, where one kernel computes the step; else as packed
 Figures:
   tokens/s   through `generate`: (TN - T1) / (N - 1) of a call for one token and one for N
   bytes      of the model's weights, and the peak while it generates
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from unittest.mock import patch
 
 import contenders
 import torch
-from bench_one_kernel import SECONDS, is_compiling, steps_of
+from bench_one_kernel import steps_of
 from measure import TimedGenerate, in_turns, spread
 from outputs import at_least, benchmark_parser, names_of, run_benchmark
 from records import Record
@@ -149,7 +148,7 @@ def quantise(model: PreTrainedModel, make: Callable[[Linear], Module]) -> None:
 WAYS = {
     "eager": ("dynamic", None),
     "recorded": ("graph", partial(contenders.graph, without=(RULE,))),
-    "packed": ("graph", contenders.graph),
+    "packed": ("graph", partial(contenders.graph, persistent=False)),
     "one kernel": ("graph", partial(contenders.graph, persistent=True)),
 }
 
@@ -163,13 +162,6 @@ class Forced(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         token = self.text[:, input_ids.shape[1] % self.text.shape[1], None]
         return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
-
-
-def wait_for_kernel(side: TimedGenerate) -> None:
-    """Until a kernel of a whole step is compiled, which the next call uses."""
-    end = time.monotonic() + SECONDS
-    while any(map(is_compiling, steps_of(side))) and time.monotonic() < end:
-        time.sleep(0.05)
 
 
 def reason_for_list(side: TimedGenerate) -> str:
@@ -222,7 +214,6 @@ def measure_format(name: str, workload: Workload, compared_tokens: int) -> Recor
                 generate.seconds(workload.new_tokens)
         one_kernel = sides["one kernel"]
         forced_logits(one_kernel, compared_tokens)
-        wait_for_kernel(one_kernel)
         one_kernel.seconds(workload.new_tokens)
         forced_logits(one_kernel, compared_tokens)
         for generate in sides.values():  # a call for one token, too

@@ -104,7 +104,7 @@ class Side:
     """A decoder of one variant, and the list of its step."""
 
     def __init__(self, model: PreTrainedModel, workload: Workload, variant: Variant) -> None:
-        set_up = partial(contenders.graph, without=variant.without)
+        set_up = partial(contenders.graph, without=variant.without, persistent=False)
         self.generate = TimedGenerate(model, "graph", workload, set_up)
         no_pdl = nullcontext() if variant.has_pdl else patch(SUPPORTS_PDL, lambda device: False)
         with noted_list() as self.list, no_pdl:

@@ -86,7 +86,9 @@ class TimedGenerate:
         self._next_keywords: NextKeywords | None = None
 
     def seconds(self, new_tokens: int, **more: Any) -> float:
-        return seconds(lambda: self._generate(new_tokens, **more), self.workload.device)
+        taken = seconds(lambda: self._generate(new_tokens, **more), self.workload.device)
+        wait_for_kernels(self.keywords)
+        return taken
 
     def step_ms(self) -> float:
         new_tokens = self.workload.new_tokens
@@ -100,6 +102,14 @@ class TimedGenerate:
         self.keywords = self._next_keywords()
         chosen = {"do_sample": False, **more}
         self.model.generate(**self.prompt, **self.keywords, **chosen, max_new_tokens=new_tokens)
+
+
+def wait_for_kernels(keywords: Keywords) -> None:
+    """After a call with these: the next one tries the kernels of its steps, and the one after it is
+    like all later ones.
+    """
+    if (decoder := keywords.get("custom_generate")) is not None:
+        decoder.steps.wait_for_kernels()
 
 
 # --- turns
@@ -136,9 +146,9 @@ def on_both_sides(model: PreTrainedModel, call: Callable[[], T]) -> dict[str, T]
 def cost_of_exact(
     model: PreTrainedModel, trial: Callable[[], dict[str, float]], trials: int
 ) -> dict[str, dict[str, Spread]]:
-    """The figures of `trial` on both sides in turns, after one trial of each for warming up."""
-    bar = tqdm(range(trials + 1), disable=None, leave=False)
-    _, *found = [on_both_sides(model, trial) for _ in bar]
+    """The figures of `trial` on both sides in turns, after two trials of each for warming up."""
+    bar = tqdm(range(trials + 2), disable=None, leave=False)
+    _, _, *found = [on_both_sides(model, trial) for _ in bar]
     return {
         side: {name: spread([both[side][name] for both in found]) for name in found[0][side]}
         for side in SIDES

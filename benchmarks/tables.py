@@ -70,8 +70,8 @@ FORMATS = {
 WAYS = {
     "eager": "`DynamicCache`",
     "recorded": "`GraphDecoder`, the package's kernels",
-    "packed": "**`GraphDecoder()`**",
-    "one kernel": "**`persistent=True`**",
+    "packed": "`persistent=False`",
+    "one kernel": "**`GraphDecoder()`**",
 }
 _CODED = ("graph", "graph-int8")
 

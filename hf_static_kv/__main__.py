@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from hf_static_kv import __version__, attached, exact
+from hf_static_kv import Attachment, __version__, attached, exact
 from hf_static_kv.attaching import attaching_loaded_models
 from hf_static_kv.testing import dev_config, load_model, random_model
 
@@ -67,9 +67,10 @@ def check(arguments: list[str]) -> int:
     expected, plain_speed = _measure(model, ids, options.new_tokens)
     _note("generate with attach ...")
     with attached(model) as info:
-        tokens, speed = _measure(model, ids, options.new_tokens)
+        tokens, speed = _measure(model, ids, options.new_tokens, info)
         memory = f"{info.memory_bytes / 2**20:,.1f} MiB" if info.caches else None
         reason = info.fallback_reason
+        kernel_reason = reason or info.kernel_reason
     if memory is None and reason is None:  # a call that attach does not touch
         reason = "the model's generation_config asks for a cache of its own"
     weights = "random weights, " if options.random else ""
@@ -77,6 +78,7 @@ def check(arguments: list[str]) -> int:
     print(f"model: {options.model}, {weights}{options.dtype} on {options.device}; {sizes}")
     print("served:", "yes" if memory else f"no: {reason}")
     print("captured:", f"no: {reason}" if reason else "yes")
+    print("one kernel:", f"no: {kernel_reason}" if kernel_reason else "yes, after the first call")
     print("exact:", _exact(model))
     print("tokens:", _agreement(expected, tokens, options.dtype))
     print("without attach:", plain_speed)
@@ -117,7 +119,9 @@ def _prompt(model: Any, options: argparse.Namespace) -> Tensor:
     return torch.randint(1, config.vocab_size, (1, options.prompt_len)).to(model.device)
 
 
-def _measure(model: Any, ids: Tensor, new_tokens: int) -> tuple[list[int], str]:
+def _measure(
+    model: Any, ids: Tensor, new_tokens: int, info: Attachment | None = None
+) -> tuple[list[int], str]:
     """The new tokens, and a line about their speed."""
     no_end = {"eos_token_id": model.config.get_text_config().vocab_size, "pad_token_id": 0}
 
@@ -128,6 +132,9 @@ def _measure(model: Any, ids: Tensor, new_tokens: int) -> tuple[list[int], str]:
         return time.perf_counter() - start, tokens
 
     warm_up, tokens = generate(new_tokens)
+    if info is not None:
+        info.decoder.steps.wait_for_kernels()
+        generate(new_tokens)  # a kernel takes over
     trials = [(generate(1)[0], generate(new_tokens)[0]) for _ in range(_TRIALS)]
     first = median(first for first, _ in trials)
     steps = median(whole - first for first, whole in trials)

@@ -102,6 +102,7 @@ def attach(
     speculate: str | None = None,
     assistant: Any = None,
     kv_dtype: str | None = None,
+    persistent: bool = True,
 ) -> Attachment:
     """Make every later `model.generate(...)` use a cache from a pool and, on a GPU, `GraphDecoder`.
 
@@ -124,6 +125,7 @@ def attach(
         assistant: a smaller model that drafts tokens of every call, as `assistant_model`.
         kv_dtype: "int8" stores keys and values in 8 bits: about half the memory, and other tokens.
             Inside `exact` they are stored as they are.
+        persistent: whether one kernel may compute a whole step, as for `GraphDecoder`.
 
     >>> import torch
     >>> from hf_static_kv.testing import random_model, tiny_config
@@ -139,17 +141,24 @@ def attach(
     inner = _generating(model)
     helper = _helper(inner, assistant)
     sizes = max_cache_len, max_bytes
-    settings = Settings(*sizes, reuse_prefix, exact, max_rows, speculate, helper, kv_dtype)
-    if exact:
-        with exact_context(inner):  # raises for a model that cannot be exact
+    drafts = speculate, helper
+    return _attached(
+        inner, Settings(*sizes, reuse_prefix, exact, max_rows, *drafts, kv_dtype, persistent)
+    )
+
+
+def _attached(model: PreTrainedModel, settings: Settings) -> Attachment:
+    """What is kept for the model; that of an earlier `attach` if the settings are the same."""
+    if settings.exact:
+        with exact_context(model):  # raises for a model that cannot be exact
             pass
-    known = ATTACHMENTS.get(inner)
+    known = ATTACHMENTS.get(model)
     if known is not None and known.settings == settings:
         known.why_unserved = None
         return known
-    if (reason := unserved(inner, kv_dtype)) is not None:
+    if (reason := unserved(model, settings.kv_dtype)) is not None:
         logger.warning("attach: calls of this model run with transformers' own cache. %s", reason)
-    return _hook(inner, Attachment(settings))
+    return _hook(model, Attachment(settings))
 
 
 def _generating(model: Any) -> PreTrainedModel:

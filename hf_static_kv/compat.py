@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cache, partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
@@ -544,6 +545,13 @@ def triton_cache_dir() -> Path:
 
 
 # --- CUDA. A CUDA build of torch brings the package, and does not promise it.
+
+
+def has_cuda_bindings() -> bool:
+    """Whether there is that package; to load it takes a tenth of a second."""
+    with suppress(ImportError, ValueError):
+        return find_spec("cuda.bindings.nvrtc") is not None
+    return False
 
 
 def cuda_bindings() -> tuple[Any, Any] | None:

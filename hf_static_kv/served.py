@@ -96,6 +96,7 @@ class Settings:
     speculate: str | None = None
     assistant: PreTrainedModel | None = None
     kv_dtype: str | None = None
+    persistent: bool = True
 
     @property
     def drafts(self) -> Drafts | None:
@@ -165,7 +166,7 @@ class Attachment:
         self._counting = Lock()  # calls of several threads
         self.fallback_reason: str | None = None
         self.fallbacks: Counter[str] = Counter()
-        self.decoder = GraphDecoder()
+        self.decoder = GraphDecoder(persistent=settings.persistent)
         self.decoder.max_rows = settings.max_rows
         self.decoder.drafts = settings.drafts
         self.decoder.assistant = settings.assistant
@@ -234,6 +235,11 @@ class Attachment:
     def draft_reason(self) -> str | None:
         """Why no tokens were drafted in the last call that should have them; None: they were."""
         return self.decoder.draft_reason
+
+    @property
+    def kernel_reason(self) -> str | None:
+        """Why no single kernel computed the steps of the last call; None: one did."""
+        return self.decoder.kernel_reason
 
     @property
     def drafted_passes(self) -> int:

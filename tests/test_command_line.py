@@ -47,6 +47,7 @@ class TestCheck:
         assert found["model"] == "llama, float32 on cpu; prompt 16, 4 new tokens, greedy, batch 1"
         assert found["served"] == "yes"
         assert found["captured"] == "no: there are no graphs on cpu"
+        assert found["one kernel"] == "no: there are no graphs on cpu"
         assert found["exact"] == "yes, inside exact(model)"
         assert found["tokens"] == "the same"
         assert found["cache"] == "0.8 MiB"  # 6 layers, 2 heads of 32, 256 tokens, float32, twice
@@ -54,6 +55,14 @@ class TestCheck:
             assert found[way].startswith("first token ")
             assert "tokens/s (medians of 3; warm-up: one call, " in found[way]
         assert "loading llama ..." in printed.err
+
+    @pytest.mark.usefixtures("_prompts_of_any_length")
+    def test_a_step_without_a_kernel(self, capsys, monkeypatch):
+        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu",))
+        assert main(["check", "llama", *SMALL]) == 0
+        found = facts(capsys.readouterr().out)
+        assert found["captured"] == "yes"
+        assert found["one kernel"] == "no: the device is no GPU of NVIDIA"
 
     def test_random_weights_and_a_call_that_is_not_served(self, capsys, monkeypatch):
         monkeypatch.setattr(command_line, "dev_config", lambda name: tiny_config("llama"))

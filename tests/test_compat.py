@@ -196,6 +196,17 @@ class TestCuda:
         monkeypatch.setitem(sys.modules, "cuda", None)
         monkeypatch.setitem(sys.modules, "cuda.bindings", None)
         assert compat.cuda_bindings() is None
+        assert not compat.has_cuda_bindings()
+
+    def test_to_look_for_its_bindings_loads_none(self, monkeypatch, tmp_path):
+        (tmp_path / "cuda" / "bindings").mkdir(parents=True)
+        for name in ("__init__", "nvrtc"):
+            (tmp_path / "cuda" / "bindings" / f"{name}.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("cuda", "cuda.bindings", "cuda.bindings.nvrtc"):
+            monkeypatch.delitem(sys.modules, name, raising=False)
+        assert compat.has_cuda_bindings()
+        assert "cuda.bindings.nvrtc" not in sys.modules
 
     def test_kernels_are_kept_beside_those_of_triton(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "triton.knobs", None)

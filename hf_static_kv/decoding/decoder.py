@@ -7,6 +7,7 @@ warning that says why.
 """
 
 import logging
+import sys
 import weakref
 from collections.abc import Collection
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -51,6 +52,7 @@ from hf_static_kv.program.preload import TRITON, load
 from hf_static_kv.program.rules import RULES
 from hf_static_kv.program.selecting import SelectingStep
 from hf_static_kv.program.step import DecodeStep
+from hf_static_kv.program.takeover import choose_by_length, compile_kernel, why_no_kernel
 
 logger = logging.getLogger(__name__)
 # What `generate` does to a model while it decodes.
@@ -75,14 +77,15 @@ class GraphDecoder:
     """Decodes by replaying one captured CUDA graph.
 
     It keeps its graphs from call to call, and frees them with the cache. `fallback_reason` says why
-    the last call ran in transformers' loop; None: it did not.
+    the last call ran in transformers' loop; None: it did not. `kernel_reason` says why no single
+    kernel computed its steps; None: one did.
 
     Args:
         streamer: for calls that bring none.
         without: rewrite rules of the step to leave out (`program.rules`).
         persistent: whether one kernel may compute a whole step, on the GPUs and models where that
-            is faster. It is compiled while the captured graph serves, and takes over in a later call.
-            Experimental: it has served for minutes, not for days.
+            was measured to be faster. It is compiled while the captured graph serves, and takes over
+            in a later call, which rounds differently. Without any `without` only.
 
     `generate` finds no tokenizer for `stop_strings` beside a custom loop: pass
     `stopping_criteria=[StopStringCriteria(tokenizer, strings)]`.
@@ -102,7 +105,7 @@ class GraphDecoder:
         streamer: BaseStreamer | None = None,
         *,
         without: Collection[str] = (),
-        persistent: bool = False,
+        persistent: bool = True,
     ) -> None:
         if unknown := sorted(set(without) - set(RULES)):
             raise ValueError(
@@ -116,6 +119,7 @@ class GraphDecoder:
         self.prompts = Prompts(self.without)
         self._warn = Warnings()
         self.fallback_reason: str | None = None
+        self.kernel_reason: str | None = "nothing was decoded"
         self.steps = Steps(self.without, self._warn, self.persistent)
         self.max_rows = MAX_ROWS  # calls that decode together
         self.drafts: Drafts | None = None  # of calls that do not ask for any
@@ -200,6 +204,7 @@ class GraphDecoder:
 
     def _note(self, call: Call, fallback: Fallback, consequence: str) -> None:
         call.fallback_reason = fallback.reason
+        self.kernel_reason = fallback.reason
         if call.drafts is not None:
             self.draft_reason = fallback.reason
         self._warn(f"{fallback.reason}. {consequence}")
@@ -314,6 +319,7 @@ class GraphDecoder:
         """The rest of the call in a row; None: it stays alone."""
         call.confirm()
         seat = Seat(call, tokens, selection_of(call))
+        self.kernel_reason = "it decodes together with other calls"
         if call.drafts is not None:
             self.draft_reason = "it decodes together with other calls"
         if not self.loop_of(call.model).run(seat, logits):
@@ -335,6 +341,39 @@ class GraphDecoder:
         """
         if step is None:
             return self._run_model(tokens, call)
+        while True:
+            end = choose_by_length(step, call.cache.seq_len)
+            self.kernel_reason = why_no_kernel(step)
+            if end is None:
+                is_over = self._run_step(step, tokens, call)
+                compile_kernel(step)
+                return is_over
+            is_over = self._run_kernel(step, tokens, call, end)
+            if is_over or call.cache.seq_len < end:
+                return is_over
+
+    def _run_kernel(self, step: DecodeStep, tokens: Tokens, call: Call, end: int) -> bool:
+        """As `_run_step`, and again by the list if the kernel gives up."""
+        before = call.cache.snapshot()
+        mark = tokens.mark()
+        is_over = self._run_step(step, tokens, call, end)
+        if not self.steps.has_lost_kernel(step):
+            return is_over
+        self.kernel_reason = why_no_kernel(step)
+        if tokens.is_watched:
+            if call.start is not None:
+                call.cache.restore(call.start)
+            raise RuntimeError(
+                "The kernel of a decode step has given up, so these tokens are wrong. Call again: "
+                "the captured graph computes them."
+            )
+        call.cache.restore(before)
+        return tokens.go_back(mark) or self._run_step(step, tokens, call)
+
+    def _run_step(
+        self, step: DecodeStep, tokens: Tokens, call: Call, end: int = sys.maxsize
+    ) -> bool:
+        """As `_run`, but not beyond the length `end`. If a kernel gives up, the tokens are wrong."""
         length = call.cache.seq_len
         step.set_position(length, call.seq_start, call.position_ids(length))
         with ExitStack() as running:
@@ -344,22 +383,10 @@ class GraphDecoder:
             if isinstance(step, LookupStep):
                 return self._run_with_drafts(step, tokens, call)
             if isinstance(step, SelectingStep):
-                is_over = self._run_on_device(step, tokens, call)
-            else:
-                is_over = self._run_on_host(step, tokens, call)
-        self._check_kernel(step, call)
-        return is_over
+                return self._run_on_device(step, tokens, call, end)
+            return self._run_on_host(step, tokens, call, end)
 
-    def _check_kernel(self, step: DecodeStep, call: Call) -> None:
-        """Raise if tokens are wrong because a kernel gave up. Leaves the cache as it was found."""
-        try:
-            self.steps.check_kernel(step)
-        except RuntimeError:
-            if call.start is not None:
-                call.cache.restore(call.start)
-            raise
-
-    def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call) -> bool:
+    def _run_on_host(self, step: DecodeStep, tokens: Tokens, call: Call, end: int) -> bool:
         room = 0
         while True:
             room = _room(step, call, room)
@@ -368,7 +395,7 @@ class GraphDecoder:
             call.confirm()  # while the device computes
             with self._watched(tokens, call):
                 is_over = tokens.append(logits)
-            if is_over or self._is_among_others(call):
+            if is_over or call.cache.seq_len >= end or self._is_among_others(call):
                 return is_over
 
     def _run_model(self, tokens: Tokens, call: Call) -> bool:
@@ -381,7 +408,7 @@ class GraphDecoder:
                 is_over = tokens.append(logits)
         return True
 
-    def _run_on_device(self, step: SelectingStep, tokens: Tokens, call: Call) -> bool:
+    def _run_on_device(self, step: SelectingStep, tokens: Tokens, call: Call, end: int) -> bool:
         """The tokens of a call in which the step itself selects: the host only counts."""
         start = tokens.length  # where the next token goes in `ids`
         position = call.cache.seq_len + 1  # and in `sequences`
@@ -400,7 +427,7 @@ class GraphDecoder:
                 call.confirm()  # while the device computes
             with self._watched(tokens, call):
                 is_over = tokens.count_token(flag, step.token)
-            if not is_over and self._is_among_others(call):
+            if not is_over and (call.cache.seq_len >= end or self._is_among_others(call)):
                 is_left = not tokens.finished.newest()
         selected = step.state.sequences[:, position : call.cache.seq_len + 1]
         tokens.ids[:, start : tokens.length] = selected

@@ -27,7 +27,14 @@ from hf_static_kv.patching import EXACT_ATTENTION_NAME, TRACED_ATTENTION_NAME, S
 from hf_static_kv.program.drafting import AssistantStep, LookupStep
 from hf_static_kv.program.selecting import RowsStep, SelectingStep
 from hf_static_kv.program.step import DecodeStep
-from hf_static_kv.program.takeover import begin, give_up_if_failed, is_ready, take_over
+from hf_static_kv.program.takeover import (
+    begin,
+    give_up_if_failed,
+    is_ready,
+    refuse,
+    take_over,
+    wait_for,
+)
 
 _MAX_STEPS = 8  # captured for one cache
 _MAX_STEPS_OF_ROWS = 16  # greedy and sampling ones for 1, 2, 4, ... 64 rows
@@ -67,7 +74,8 @@ class Steps:
     Args:
         without: rewrite rules to leave out.
         warn: is told what a user should know, once.
-        persistent: whether one kernel may compute a whole step.
+        persistent: whether one kernel may compute a whole step. With `without` none does: it computes
+            all of the list, whatever its rules.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class Steps:
     ) -> None:
         self._without = frozenset(without)
         self._warn = warn
-        self._persistent = persistent
+        self._persistent = persistent and not self._without
         self.by_cache: WeakKeyDictionary[StaticContiguousCache, dict[Any, DecodeStep | _Failed]] = (
             WeakKeyDictionary()
         )
@@ -256,13 +264,27 @@ class Steps:
                 call.cache.restore(before)
             with without_side_effects(shadow):
                 verify(step, call)
-        # Compiled while the graph serves: the first call does not wait.
-        if program is not None and self._persistent and _may_be_one_kernel(step, call):
+        if program is None:
+            return
+        if reason := self._why_no_kernel(step, call):
+            refuse(step, reason)
+        else:
             begin(step, program)
+
+    def _why_no_kernel(self, step: DecodeStep, call: Call) -> str:
+        if self._without:
+            return "rules are left out"
+        if not self._persistent:
+            return "it is turned off"
+        if call.own_attention == EXACT_ATTENTION_NAME:
+            return "the step is exact"
+        if call.is_in_rows or len(call.seq_start) > 1:
+            return "it has several rows"
+        return "" if type(step) in (DecodeStep, SelectingStep) else "a pass has several tokens"
 
     def _try_kernel(self, step: DecodeStep, call: Call) -> None:
         """Let one kernel compute the step, if it is compiled by now."""
-        if not self._persistent or not is_ready(step):
+        if not self._persistent or not is_ready(step, call.cache.seq_len):
             return
         if call.assumed is not None and call.assumed != call.state:
             return
@@ -287,18 +309,23 @@ class Steps:
         if _sums(call.cache) != sums:
             raise RuntimeError("it writes over other tokens")
 
-    def check_kernel(self, step: DecodeStep) -> None:
-        """Raise if the kernel of a step has failed since it serves. Then its list serves again."""
-        if give_up_if_failed(step):
-            self._persistent = False  # other steps keep their graphs, too
-            self._warn(
-                "a launch of the kernel for a whole step has given up, as other work may have "
-                "kept it from running. Captured graphs take over"
-            )
-            raise RuntimeError(
-                "The kernel of a decode step has given up, so these tokens are wrong. Call again: "
-                "the captured graph computes them."
-            )
+    def has_lost_kernel(self, step: DecodeStep) -> bool:
+        """Whether the kernel of a step has failed since it serves. Then its list serves again."""
+        if not give_up_if_failed(step):
+            return False
+        self._persistent = False
+        for other in self.captured:
+            refuse(other, "a kernel of another step has given up")
+        self._warn(
+            "a launch of the kernel for a whole step has given up, as other work may have kept it "
+            "from running. Captured graphs take over"
+        )
+        return True
+
+    def wait_for_kernels(self) -> None:
+        """Until all kernels are compiled: a next call tries those of its step."""
+        for step in self.captured:
+            wait_for(step)
 
     def _evict(self, steps: dict[Any, DecodeStep | _Failed], most: int) -> None:
         """Drop steps whose model or storage is gone, and the oldest where there are too many:
@@ -351,12 +378,6 @@ def _next_position(call: Call) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Where a new step is tried: length, beginning and position ids."""
     length = call.cache.seq_len
     return length, call.seq_start.to(call.device), call.position_ids(length)
-
-
-def _may_be_one_kernel(step: DecodeStep, call: Call) -> bool:
-    """Whether the step always has one token of one batch row, and need not be exact."""
-    is_plain = type(step) in (DecodeStep, SelectingStep)
-    return is_plain and len(call.seq_start) == 1 and call.own_attention != EXACT_ATTENTION_NAME
 
 
 def _forget_prompt(call: Call) -> None:

@@ -5,7 +5,7 @@ over.
 import math
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +18,21 @@ from hf_static_kv import compat
 from hf_static_kv.cache import storage
 from hf_static_kv.cache.cache import StaticContiguousCache
 from hf_static_kv.cache.request import cache_is_full
-from hf_static_kv.decoding.call import Call, random_state
+from hf_static_kv.decoding.call import Call, random_state, set_random_state
 from hf_static_kv.patching import TRACED_ATTENTION_NAME
 
 MAX_AHEAD = 8  # tokens that a step may select before the host looks at them
+
+
+class Mark(NamedTuple):
+    """Where a call stands: what it needs to go on from there a second time."""
+
+    length: int
+    unfinished: Tensor
+    num_scores: int
+    num_logits: int
+    drawn: Any  # of torch's generators
+    drawn_by_own: Tensor | None
 
 
 class Tokens:
@@ -177,6 +188,26 @@ class Tokens:
         """Give up the tokens from `length` on, which a step has selected on the device."""
         self.length = length
         self.finished.forget_all_but_first()
+
+    def mark(self) -> Mark:
+        own = self._own_generator
+        drawn = random_state(self.ids.device), None if own is None else own.get_state()
+        kept = len(self.scores), len(self.logits)
+        return Mark(self.length, self.unfinished, *kept, *drawn)
+
+    def go_back(self, mark: Mark) -> bool:
+        """Give up all tokens since the mark, which nobody has watched; whether there need no others."""
+        self.length = mark.length
+        self.unfinished = mark.unfinished
+        del self.scores[mark.num_scores :], self.logits[mark.num_logits :]
+        set_random_state(self.ids.device, mark.drawn)
+        if self._own_generator is not None and mark.drawn_by_own is not None:
+            self._own_generator.set_state(mark.drawn_by_own)
+        self.overrun = 0
+        self.drawn.clear()
+        self.finished = StopFlags(self.finished.is_deferred)
+        self.finished.is_set = not bool(self.unfinished.any())
+        return self.finished.is_set
 
     def count_token(self, all_ended: Tensor, token: Tensor) -> bool:
         """Count one more token [B, 1], selected on the device; whether the call is over."""

@@ -27,6 +27,7 @@ from hf_static_kv.kernels.persistent_step import Plan, check_plan
 
 _SOURCE = Path(__file__).with_name("persistent_step.cu")
 _NAME = b"persistent_step"
+COMPILER = "hf_static_kv compiler"  # the name of its threads
 _THREADS = 288  # of a block: eight warps that compute, and one that reads
 _CAPABILITY = (9, 0)  # the only one where the kernel was measured
 _OPTIONS = ("--gpu-architecture=sm_90a", "--std=c++17", "-default-device")
@@ -39,7 +40,7 @@ def refusal(plan: Plan) -> str:
         return "the device is no GPU of NVIDIA"
     if torch.cuda.get_device_capability(device) != _CAPABILITY:
         return "the compute capability is not 9.0"
-    if compat.cuda_bindings() is None:
+    if not compat.has_cuda_bindings():
         return "there is no package cuda.bindings"
     try:
         check_plan(plan)
@@ -60,6 +61,9 @@ class Build:
     @property
     def is_ready(self) -> bool:
         return self._compilation.is_ready
+
+    def wait(self) -> None:
+        self._compilation.wait()
 
     def step(self) -> "PersistentStep":
         """The kernel, loaded. Raises what the compiler has raised."""
@@ -203,15 +207,19 @@ class _Compilation:
         self._defines = defines
         self._cubin = b""
         self._error: Exception | None = None
-        self._thread = Thread(target=self._run, name="hf_static_kv compiler", daemon=True)
+        # No daemon: inside the compiler at the end of the interpreter it would abort the process.
+        self._thread = Thread(target=self._run, name=COMPILER, daemon=False)
         self._thread.start()
 
     @property
     def is_ready(self) -> bool:
         return not self._thread.is_alive()
 
-    def result(self) -> bytes:
+    def wait(self) -> None:
         self._thread.join()
+
+    def result(self) -> bytes:
+        self.wait()
         if self._error is not None:
             raise self._error
         return self._cubin

@@ -24,6 +24,7 @@ from hf_static_kv.decoding import call as call_module
 from hf_static_kv.decoding import steps as steps_module
 from hf_static_kv.decoding.call import Call
 from hf_static_kv.decoding.eligibility import type_without_address
+from hf_static_kv.kernels.persistent_step_cuda import COMPILER
 from hf_static_kv.program import quantised
 from tests.conftest import COMMON, PROMPT, Collect, toy_model
 from tests.decoding.mutations import COUNTERS, MUTATIONS, read_by_forward
@@ -306,6 +307,20 @@ def test_a_pass_that_draws_from_python_is_not_captured(decoding, monkeypatch):
         decoding.cache.reset()
         tokens.append(decoding.tokens(past_key_values=decoding.cache, **how))
     assert torch.equal(*tokens)
+    assert "random" in decoding.decoder.fallback_reason
+
+
+def test_the_compiler_of_a_kernel_is_no_other_thread(decoding):
+    """It draws nothing, so what is drawn meanwhile is the model's."""
+    is_over = threading.Event()
+    compiler = threading.Thread(target=is_over.wait, name=COMPILER)
+    before = threading.active_count()
+    compiler.start()
+    read_by_forward(decoding.model, lambda mlp: 1.0 + 0 * random.random())
+    decoding.tokens(past_key_values=decoding.cache, custom_generate=decoding.decoder)
+    is_over.set()
+    compiler.join()
+    assert before == 1
     assert "random" in decoding.decoder.fallback_reason
 
 

@@ -2,18 +2,23 @@
 
 import gc
 import logging
+import math
 import time
 import weakref
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.nn import Parameter
+from transformers import StoppingCriteriaList
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from hf_static_kv.program import takeover
 from hf_static_kv.testing import dev_config, random_model
-from tests.conftest import COMMON, PROMPT, toy_model
+from tests.conftest import COMMON, NEW_TOKENS, PROMPT, Collect, toy_model
 from tests.decoding.conftest import CAPACITY
+from tests.kernels.step_plans import random_plan
 from tests.quantised_layers import quantise
 
 HAS_KERNEL = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -27,15 +32,17 @@ class FakeStep:
         self.plan = plan
         self.factor = factor
         self.launches = 0
-        self.fails = False
+        self.left = math.inf  # launches before one that gives up, and all after it
         self.buffers = [torch.zeros(8)]
 
     def __call__(self):
         self.launches += 1
-        return persistent_step_plain(self.plan) * self.factor
+        self.left -= 1
+        logits = persistent_step_plain(self.plan) * self.factor
+        return logits if self.left >= 0 else -logits
 
     def has_failed(self):
-        return self.fails
+        return self.left < 0
 
 
 class FakeBuild:
@@ -49,6 +56,9 @@ class FakeBuild:
 
     def step(self):
         return FakeStep(self.plan, self.factor)
+
+    def wait(self):
+        pass
 
 
 @pytest.fixture
@@ -64,10 +74,10 @@ def build(monkeypatch):
 class Conversation:
     """Calls on one cache with one decoder."""
 
-    def __init__(self, model="llama", persistent=True):
+    def __init__(self, model="llama", sliding="full", **how):
         self.model = toy_model(model) if isinstance(model, str) else model
-        self.decoder = GraphDecoder(persistent=persistent)
-        self.cache = StaticContiguousCache.from_model(self.model, CAPACITY)
+        self.decoder = GraphDecoder(**how)
+        self.cache = StaticContiguousCache.from_model(self.model, CAPACITY, sliding=sliding)
 
     def call(self, **settings):
         self.cache.reset()
@@ -87,6 +97,24 @@ class Conversation:
     def takeover(self):
         (step,) = self.decoder.steps.captured
         return takeover.takeover_of(step)
+
+
+LOGITS = {"output_logits": True, "return_dict_in_generate": True}
+ENDS = {"eos_token_id": "a token of the answer"}
+
+
+@pytest.fixture
+def attached_on_cpu(monkeypatch):
+    """A model whose decoder serves on a CPU, too; what `attach` gives; and a call."""
+    monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
+    monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
+    model = toy_model("llama")
+    mask = torch.ones_like(PROMPT)
+    return model, attach(model), lambda: model.generate(PROMPT, attention_mask=mask, **COMMON)
+
+
+def tokens_of(output):
+    return output if isinstance(output, torch.Tensor) else output.sequences
 
 
 def has_none(state):
@@ -160,23 +188,194 @@ def test_a_kernel_that_writes_elsewhere_spoils_no_call(build, monkeypatch):
     assert "writes over other tokens" in talk.takeover.reason
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("CUDA: CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE"),
+        ImportError("The persistent step needs the package cuda.bindings."),
+    ],
+    ids=str,
+)
+def test_a_launch_that_is_refused_leaves_the_list(error, build, monkeypatch, caplog):
+    """A full GPU, fewer multiprocessors than blocks (MPS, MIG), a library that does not load."""
+    monkeypatch.setattr(FakeStep, "__call__", MagicMock(side_effect=error))
+    caplog.set_level(logging.INFO)
+    talk = Conversation()
+    for _ in range(3):
+        assert torch.equal(talk.call(), talk.expected())
+    assert str(error) in talk.decoder.kernel_reason
+    assert talk.decoder.fallback_reason is None
+    assert not caplog.records
+
+
+def test_an_interrupted_trial_is_made_again(build, monkeypatch):
+    talk = Conversation()
+    expected = talk.call()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeStep, "__call__", MagicMock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            talk.call()
+    assert talk.takeover.kernel is None
+    assert torch.equal(talk.call(), expected)
+    assert talk.decoder.kernel_reason is None
+
+
+def test_a_streamer_and_a_criterion_of_the_caller_see_the_same_tokens(build):
+    talk = Conversation()
+    expected = talk.expected()
+    for number in range(3):
+        streamer, seen = Collect(), []
+
+        def note(ids, scores, seen=seen, **kwargs):
+            seen.append(ids[0, -1].item())
+            return torch.zeros(1, dtype=torch.bool, device=ids.device)
+
+        made = talk.call(streamer=streamer, stopping_criteria=StoppingCriteriaList([note]))
+        assert torch.equal(made, expected)
+        assert streamer.tokens == expected[0].tolist()
+        assert seen == expected[0, PROMPT.shape[1] :].tolist()
+        assert (talk.decoder.kernel_reason is None) == (number > 0)
+
+
+def test_a_cache_that_grows_has_kernels_of_its_own(build):
+    """Its storage moves: a kernel of the old one would write there."""
+    model = toy_model("llama")
+    decoder = GraphDecoder()
+    mask = torch.ones_like(PROMPT)
+    expected = model.generate(PROMPT, attention_mask=mask, use_cache=False, **COMMON)
+    reasons = []
+    for _ in range(3):
+        cache = StaticContiguousCache.from_model(model, PROMPT.shape[1] + 4)
+        cache.grows = True
+        how = {"past_key_values": cache, "custom_generate": decoder, "attention_mask": mask}
+        for _ in range(2):
+            cache.reset()
+            assert torch.equal(model.generate(PROMPT, **how, **COMMON), expected)
+            reasons.append(decoder.kernel_reason)
+    assert reasons[1] is None
+
+
+def test_the_compiler_begins_after_the_first_call(build, monkeypatch):
+    """Beside it, loading the compiler would take time of the interpreter."""
+    begun = []
+    own = build.__init__
+    monkeypatch.setattr(build, "__init__", lambda self, plan: (begun.append(1), own(self, plan))[1])
+
+    class Watch(Collect):
+        def put(self, value):
+            assert not begun
+
+    talk = Conversation()
+    talk.call(streamer=Watch())
+    assert begun == [1]
+    talk.call()
+    assert begun == [1]
+
+
+class TestALongText:
+    """Its last tokens are for the list."""
+
+    @pytest.mark.parametrize("by_kernel", [0, 1, 5])
+    @pytest.mark.parametrize("settings", [{}, SAMPLED, LOGITS, {"streamer": True}], ids=str)
+    def test_the_list_takes_over_and_the_kernel_again(
+        self, settings, by_kernel, build, monkeypatch
+    ):
+        talk = Conversation()
+        streamed = settings == {"streamer": True}
+        settings = {} if streamed else settings
+        expected = talk.expected(**settings)
+        talk.call(**settings), talk.call(**settings)
+        kernel = talk.takeover.kernel
+        for most in (PROMPT.shape[1] + by_kernel, CAPACITY, PROMPT.shape[1] + by_kernel):
+            monkeypatch.setattr(takeover, "MOST_TOKENS", most)
+            launches = kernel.launches
+            streamer = Collect()
+            made = talk.call(**settings, **({"streamer": streamer} if streamed else {}))
+            assert torch.equal(tokens_of(made), tokens_of(expected))
+            assert not streamed or streamer.tokens == expected[0].tolist()
+            if talk.model.device.type == "cpu":
+                passes = NEW_TOKENS - 1
+                assert kernel.launches - launches == (passes if most == CAPACITY else by_kernel)
+            if most == CAPACITY:
+                assert talk.decoder.kernel_reason is None
+            else:
+                assert talk.decoder.kernel_reason == f"the text has {most} tokens or more"
+            assert talk.decoder.memory_bytes >= kernel.buffers[0].nbytes
+
+    def test_it_is_not_tried(self, build, monkeypatch):
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1])
+        talk = Conversation()
+        for _ in range(3):
+            assert torch.equal(talk.call(), talk.expected())
+        assert talk.takeover.kernel is None
+        assert talk.takeover.build is not None
+
+    def test_a_launch_that_gives_up_before(self, build, monkeypatch):
+        talk = Conversation()
+        talk.call(), talk.call()
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1] + 6)
+        talk.takeover.kernel.left = 2
+        for _ in range(2):
+            assert torch.equal(talk.call(), talk.expected())
+        assert talk.takeover.kernel is None
+        assert "waited in vain" in talk.decoder.kernel_reason
+
+
 class TestAFailedLaunch:
-    def test_the_call_raises_and_the_list_takes_over_for_good(self, build, caplog):
+    @pytest.mark.parametrize("left", [0, 3, 8])
+    @pytest.mark.parametrize("settings", [{}, SAMPLED, LOGITS, ENDS], ids=str)
+    @pytest.mark.parametrize("name", ["llama", "gemma3"])
+    def test_the_call_goes_on_with_the_list(self, name, settings, left, build, caplog):
+        """From the first token of the kernel on: it is not known which were wrong."""
+        talk = Conversation(name)
+        if settings is ENDS:
+            settings = {"eos_token_id": int(talk.expected()[0, -4]), "pad_token_id": 0}
+        expected = talk.expected(**settings)
+        states = []
+        for number in range(4):
+            if number == 2:
+                talk.takeover.kernel.left = left
+                caplog.set_level(logging.WARNING)
+            made = talk.call(**settings)
+            states.append(torch.get_rng_state())
+            assert torch.equal(tokens_of(made), tokens_of(expected))
+            if settings is LOGITS:
+                torch.testing.assert_close(made.logits, expected.logits, rtol=1e-3, atol=1e-4)
+            assert (talk.takeover.kernel is None) == (number in (0, 2, 3))
+            assert (talk.decoder.kernel_reason is None) == (number == 1)
+        assert "waited in vain" in talk.decoder.kernel_reason
+        (record,) = caplog.records
+        assert "Captured graphs take over" in record.getMessage()
+        if talk.model.device.type == "cpu":
+            assert torch.equal(states[1], states[2])
+
+    @pytest.mark.usefixtures("small_spare")
+    def test_a_cache_that_has_been_compacted(self, build):
+        talk = Conversation("gemma3", sliding="compact")
+        expected = talk.expected(max_new_tokens=40)
+        for number in range(3):
+            if number == 2:
+                talk.takeover.kernel.left = 30
+            assert torch.equal(talk.call(max_new_tokens=40), expected)
+        assert talk.takeover.kernel is None
+
+    def test_a_watched_call_raises(self, build, caplog):
+        """Its tokens cannot be taken back."""
         talk = Conversation()
         expected = talk.expected()
         talk.call()
         talk.call()
-        talk.takeover.kernel.fails = True
+        talk.takeover.kernel.left = 3
         with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="Call again"):
-            talk.call()
+            talk.call(streamer=Collect())
         assert len(caplog.records) == 1
-        assert "Captured graphs take over" in caplog.text
         assert talk.cache.seq_len == 0
+        streamer = Collect()
         for _ in range(2):
-            assert torch.equal(talk.call(), expected)
+            assert torch.equal(talk.call(streamer=streamer), expected)
         assert len(caplog.records) == 1
-        assert talk.takeover.kernel is None
-        assert "waited in vain" in talk.takeover.reason
+        assert streamer.tokens == 2 * expected[0].tolist()
 
     def test_no_other_step_gets_a_kernel(self, build):
         talk = Conversation()
@@ -184,15 +383,15 @@ class TestAFailedLaunch:
             talk.call(**settings)
         talk.call()
         first, _ = sorted(map(takeover.takeover_of, talk.decoder.steps.captured), key=has_none)
-        first.kernel.fails = True
-        with pytest.raises(RuntimeError, match="Call again"):
-            talk.call()
-        for _ in range(2):
-            assert torch.equal(talk.call(**SAMPLED), talk.expected(**SAMPLED))
+        first.kernel.left = 0
+        for settings in ({}, SAMPLED, SAMPLED):
+            assert torch.equal(talk.call(**settings), talk.expected(**settings))
+        assert talk.decoder.kernel_reason == "a kernel of another step has given up"
         talk.call(output_logits=True, return_dict_in_generate=True)
         states = list(map(takeover.takeover_of, talk.decoder.steps.captured))
         assert len(states) == 3
-        assert all(state is None or state.kernel is None for state in states)
+        assert all(state.kernel is None for state in states)
+        assert talk.decoder.kernel_reason == "it is turned off"
 
     def test_in_the_trial(self, build, monkeypatch):
         monkeypatch.setattr(FakeStep, "has_failed", lambda self: True)
@@ -209,61 +408,86 @@ class TestAFailedLaunch:
         more = torch.cat([ids, torch.full((1, 3), 9)], dim=1)
         how = {"past_key_values": talk.cache, "custom_generate": talk.decoder}
         settings = {**COMMON, "max_new_tokens": 4, "attention_mask": torch.ones_like(more)}
-        talk.takeover.kernel.fails = True
+        talk.takeover.kernel.left = 0
         with pytest.raises(RuntimeError, match="Call again"):
-            talk.model.generate(more, **how, **settings)
+            talk.model.generate(more, streamer=Collect(), **how, **settings)
         assert talk.cache.seq_len == length
         again = talk.model.generate(more, **how, **settings)
         assert again.shape == (1, more.shape[1] + 4)
 
-    def test_of_an_attached_model(self, build, monkeypatch):
-        monkeypatch.setattr(served, "_MIN_PROMPT_ON_CPU", 0)
-        monkeypatch.setattr(served, "_DECODER_DEVICES", ("cpu", "cuda"))
-        model = toy_model("llama")
-        info = attach(model)
-        info.decoder.steps._persistent = True
-        mask = torch.ones_like(PROMPT)
-        expected = model.generate(PROMPT, attention_mask=mask, **COMMON)
-        model.generate(PROMPT, attention_mask=mask, **COMMON)
+    def test_of_an_attached_model(self, attached_on_cpu, build, caplog):
+        _, info, generate = attached_on_cpu
+        expected = generate()
+        generate()
+        assert info.kernel_reason is None
         (step,) = info.decoder.steps.captured
-        takeover.takeover_of(step).kernel.fails = True
-        with pytest.raises(RuntimeError, match="Call again"):
-            model.generate(PROMPT, attention_mask=mask, **COMMON)
-        for _ in range(2):
-            assert torch.equal(model.generate(PROMPT, attention_mask=mask, **COMMON), expected)
+        takeover.takeover_of(step).kernel.left = 2
+        with caplog.at_level(logging.INFO):
+            for _ in range(2):
+                assert torch.equal(generate(), expected)
+        assert info.fallback_reason is None
+        assert "waited in vain" in info.kernel_reason
+        assert not caplog.records  # `attach` warns of nothing that nobody has asked for
 
 
 class TestWhatHasNoKernel:
-    def test_nobody_asked_for_it(self, build):
-        assert not GraphDecoder().persistent
+    def test_who_turns_it_off(self, build):
+        assert GraphDecoder().persistent
         talk = Conversation(persistent=False)
         for _ in range(2):
             talk.call()
-        assert talk.takeover is None
+        assert talk.decoder.kernel_reason == "it is turned off"
+
+    def test_an_attached_model_that_turns_it_off(self, attached_on_cpu, build):
+        model, _, generate = attached_on_cpu
+        generate()
+        info = attach(model, persistent=False)
+        for _ in range(2):
+            generate()
+        assert info.kernel_reason == "it is turned off"
+
+    def test_a_decoder_that_leaves_rules_out(self, build):
+        """The kernel would compute what they leave alone."""
+        talk = Conversation(without=("few_tokens",))
+        for _ in range(2):
+            talk.call()
+        assert talk.decoder.kernel_reason == "rules are left out"
 
     def test_a_list_without_a_plan(self, build):
         talk = Conversation("gpt2")
         talk.call()
         assert "the kernel has no" in talk.takeover.reason
 
-    def test_where_the_list_is_faster(self, build, monkeypatch):
+    def test_where_nobody_measured_it_to_be_faster(self, build, monkeypatch):
         monkeypatch.setattr(takeover, "is_faster", lambda plan: False)
         talk = Conversation()
         for _ in range(2):
             talk.call()
-        assert talk.takeover.reason == "the list is faster"
+        assert talk.decoder.kernel_reason == "it was not measured to be faster"
 
     def test_a_device_without_one(self):
         talk = Conversation()
         talk.call()
         if talk.cache.storage_groups[0].keys.device.type == "cpu":
-            assert talk.takeover.reason == "the device is no GPU of NVIDIA"
+            assert talk.decoder.kernel_reason == "the device is no GPU of NVIDIA"
+
+    def test_a_fault_of_its_own_keeps_no_list_from_serving(self, build, monkeypatch):
+        def fail(program):
+            raise IndexError("nobody thought of it")
+
+        monkeypatch.setattr(takeover, "plan_of", fail)
+        talk = Conversation()
+        for _ in range(2):
+            assert torch.equal(talk.call(), talk.expected())
+        assert talk.decoder.kernel_reason == "IndexError: nobody thought of it"
+        (step,) = talk.decoder.steps.captured
+        assert step.is_recorded
 
     def test_inside_exact(self, build):
         talk = Conversation()
         with exact(talk.model):
             talk.call()
-        assert talk.takeover is None
+        assert talk.decoder.kernel_reason == "the step is exact"
 
     def test_several_rows(self, build):
         talk = Conversation()
@@ -271,7 +495,27 @@ class TestWhatHasNoKernel:
         ids = PROMPT.expand(2, -1)
         how = {"past_key_values": talk.cache, "custom_generate": talk.decoder}
         talk.model.generate(ids, attention_mask=torch.ones_like(ids), **how, **COMMON)
-        assert talk.takeover is None
+        assert talk.decoder.kernel_reason == "it has several rows"
+
+    def test_drafts(self, build):
+        talk = Conversation()
+        for _ in range(2):
+            talk.call(prompt_lookup_num_tokens=3)
+        assert talk.decoder.kernel_reason == "a pass has several tokens"
+
+    def test_a_call_that_falls_back(self, build):
+        talk = Conversation()
+        talk.call(), talk.call()
+        assert talk.decoder.kernel_reason is None
+        talk.generate(custom_generate=talk.decoder, cache_implementation="static")
+        assert talk.decoder.kernel_reason == talk.decoder.fallback_reason
+
+
+@pytest.mark.parametrize("multiprocessors", [114, 132])
+def test_a_gpu_with_other_multiprocessors_was_not_measured(multiprocessors, monkeypatch):
+    sizes = {"L": 1, "H": 2048, "I": 8192, "NQ": 32, "NKV": 8, "D": 64, "V": 64}
+    monkeypatch.setattr(takeover, "_multiprocessors", lambda device: multiprocessors)
+    assert takeover.is_faster(random_plan(sizes, device="meta")) == (multiprocessors == 132)
 
 
 def test_a_changed_model_is_not_tried_with_an_old_kernel(build):
@@ -282,6 +526,37 @@ def test_a_changed_model_is_not_tried_with_an_old_kernel(build):
         talk.model.lm_head.weight.mul_(-1)
     for _ in range(3):
         assert torch.equal(talk.call(), talk.expected())
+
+
+CHANGES = {
+    "in place": lambda model: model.lm_head.weight.data.mul_(-1),
+    "another parameter": lambda model: setattr(
+        model.lm_head, "weight", Parameter(-model.lm_head.weight.detach())
+    ),
+    "other memory": lambda model: setattr(
+        model.lm_head.weight, "data", -model.lm_head.weight.detach()
+    ),
+    "a hook": lambda model: model.lm_head.register_forward_hook(lambda *args: -args[2]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_kernel_serves_no_model_that_has_changed(name, build):
+    """Its step is that of the model as it was."""
+    talk = Conversation()
+    before = talk.expected()
+    for _ in range(3):
+        talk.call()
+    kernel = talk.takeover.kernel
+    launches = kernel.launches
+    CHANGES[name](talk.model)
+    expected = talk.expected()
+    assert not torch.equal(expected, before)
+    for _ in range(3):
+        assert torch.equal(talk.call(), expected)
+    # It reads weights where they are.
+    assert (kernel.launches == launches) == (name != "in place")
+    assert (talk.decoder.kernel_reason is None) == (name != "a hook")
 
 
 def test_neither_model_nor_cache_is_kept_alive(build):
@@ -327,15 +602,21 @@ class TestOnAGpu:
         assert kernel is not None
         assert made == [made[0]] * 4
         kernel.error.fill_(1)
-        with pytest.raises(RuntimeError, match="Call again"):
-            talk.call()
-        assert talk.call().tolist() == expected[0]
-        assert talk.takeover.kernel is None
+        for _ in range(2):
+            assert talk.call().tolist() == expected[0]
+            assert talk.takeover.kernel is None
 
-    def test_sampling(self, talk):
-        talk.call(**SAMPLED)
+    def test_sampling(self, talk, monkeypatch):
+        expected = talk.call(**SAMPLED).tolist()
         while not talk.takeover.build.is_ready:
             time.sleep(0.1)
+        monkeypatch.setattr(takeover, "MOST_TOKENS", PROMPT.shape[1] + 5)
+        switched = [talk.call(**SAMPLED).tolist() for _ in range(2)]
+        assert switched[0] == switched[1]
+        assert "tokens or more" in talk.decoder.kernel_reason
+        monkeypatch.setattr(takeover, "MOST_TOKENS", CAPACITY)
         made = [talk.call(**SAMPLED).tolist() for _ in range(3)]
         assert talk.takeover.kernel is not None, talk.takeover.reason
         assert made == [made[0]] * 3
+        talk.takeover.kernel.error.fill_(1)
+        assert talk.call(**SAMPLED).tolist() == expected

@@ -3,6 +3,7 @@
 import math
 import shutil
 import subprocess
+import sys
 from functools import cache
 from types import SimpleNamespace
 
@@ -347,6 +348,16 @@ def test_a_disk_that_is_not_writable(compiled, monkeypatch, tmp_path):
     assert len(compiled) == 2
 
 
+def test_without_a_place_on_disk_the_error_is_kept(compiled, monkeypatch):
+    def fail():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(compat, "triton_cache_dir", fail)
+    compilation = persistent_step_cuda._Compilation("")
+    with pytest.raises(RuntimeError, match="home directory"):
+        compilation.result()
+
+
 def test_a_thread_compiles_and_keeps_its_error(compiled):
     right = persistent_step_cuda._Compilation("#define X 1\n")
     wrong = persistent_step_cuda._Compilation("wrong")
@@ -355,6 +366,28 @@ def test_a_thread_compiles_and_keeps_its_error(compiled):
     assert compiled[0].startswith(b"#define X 1\n//") or compiled[1].startswith(b"#define X 1\n//")
     with pytest.raises(RuntimeError, match="NVRTC"):
         wrong.result()
+
+
+# A process that ends while the compiler runs.
+ENDS_EARLY = """
+import ctypes, time
+from hf_static_kv.kernels import persistent_step_cuda
+
+def compile(source):
+    ctypes.CDLL(None).usleep(300_000)  # without the interpreter, as NVRTC
+    print("compiled")
+
+persistent_step_cuda.kept_or_compiled = compile
+persistent_step_cuda._compilation("")
+print("the end of the program")
+"""
+
+
+def test_the_end_of_the_interpreter_waits_for_the_compiler():
+    """Code that runs beside the end of a process may abort it: one of 40 did with NVRTC (CUDA 13.5)."""
+    result = subprocess.run([sys.executable, "-c", ENDS_EARLY], capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.split("\n") == ["the end of the program", "compiled", ""]
 
 
 def test_a_status_is_an_error():
