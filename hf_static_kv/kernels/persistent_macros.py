@@ -21,7 +21,10 @@ _SPLITS = 16  # of a head's keys
 _STAGE = 16384  # bytes, unless a row is longer
 _STAGE_OF_PACKED = 18432  # of weights of four bits, with scales
 _STAGE_OF_BYTES = 32768
+_STAGE_OF_TILES = 16384  # at most; not measured
 _MOST_ROWS = 12  # of short weights in a stage
+_ROWS_OF_TILE = 8
+_GROUPS_OF_SPAN = 8  # whose inputs a warp holds
 _MAX_BARRIERS = 16  # stages of the ring
 # Stages of a block that are under way while it waits for values, and while it multiplies: more slow
 # the exchange of values, fewer the reading. The fastest of six pairs with Llama-3.2-1B in bfloat16, and
@@ -52,7 +55,9 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     if slots <= _FLIGHT_WAIT or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
     found |= {"BLOCKS": blocks, "PROFILE": 0, "STAGE": stage, "SLOTS": slots}
-    found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(_FLIGHT_STREAM, slots)}
+    # Of smaller stages more.
+    streamed = _FLIGHT_STREAM * max(1, _STAGE // stage)
+    found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(streamed, slots)}
     found |= {"SPLITS": splits, "SUM_ROWS": _SUM_ROWS, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
 
@@ -61,6 +66,10 @@ def _stage_bytes(sizes: dict[str, int], packed: Packed | None) -> int:
     if packed is None:
         return max(_STAGE, 2 * max(sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"]))
     # Rows of the head are bfloat16.
+    if packed.layout == "tiles":  # a unit of the hidden size fits, or most of it
+        unit = _ROWS_OF_TILE * sizes["H"] // 2
+        span = _ROWS_OF_TILE * _GROUPS_OF_SPAN * _group_of_tiles(packed) // 2
+        return _rounded_up(max(min(unit, _STAGE_OF_TILES), 2 * sizes["H"]), span)
     least = _STAGE_OF_BYTES if packed.layout == "bytes" else _STAGE_OF_PACKED
     return max(least, 2 * sizes["H"])
 
@@ -105,11 +114,19 @@ def _float_literal(number: float) -> str:
 def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     """The macros of packed weights, and where the ring begins."""
     if packed is None:
-        return {"IS_PACKED": 0, "RING_AT": 0}
+        return {"IS_PACKED": 0, "IS_TILED": 0, "RING_AT": 0}
+    if packed.layout == "tiles":
+        return {
+            "IS_PACKED": 1,
+            "IS_TILED": 1,
+            "RING_AT": _rounded_up(_inputs_of_tiles(widest, _group_of_tiles(packed)), 128),
+            "QUANT_GROUP": packed.group,
+        }
     has_bytes = packed.layout == "bytes"
     ring_at = 2 * _rounded_up(widest, 8 * GROUP) if has_bytes else _rounded_up(_TABLES, 128)
     return {
         "IS_PACKED": 1,
+        "IS_TILED": 0,
         "IS_BYTES": int(has_bytes),
         "RING_AT": ring_at,
         "QUANT_GROUP": GROUP,
@@ -118,6 +135,17 @@ def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),
     }
+
+
+def _group_of_tiles(packed: Packed) -> int:
+    """What the kernel takes for a group: the inputs of a larger one are too many for registers."""
+    return min(packed.group, 128)
+
+
+def _inputs_of_tiles(width: int, group: int) -> int:
+    """The bytes of a phase's inputs: groups lie 16 bytes apart, and spans are whole."""
+    groups = _rounded_up(width // group, _GROUPS_OF_SPAN)
+    return groups * (2 * group + 16)
 
 
 def _row_bytes(packed: Packed | None, width: int) -> int:
@@ -151,11 +179,15 @@ def _cuts(
     found: dict[str, int | str] = {}
     for name, (rows, width, weights) in phases.items():
         own = None if name == "HEAD" else packed
-        chunk = _rows_of_chunk(rows, blocks, 1 if own is None else 2)  # packed rows have pairs
+        is_tiled = own is not None and own.layout == "tiles"
+        least = 1 if own is None else 2  # packed rows have pairs
+        chunk = _ROWS_OF_TILE if is_tiled else _rows_of_chunk(rows, blocks, least)
         if name != "HEAD" and _busiest(rows, chunk, blocks) * weights > _SUM_ROWS - _SPARE_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
         found[f"C_{name}"] = chunk
-        if own is None:
+        if is_tiled:  # four rows are published at once
+            found |= {f"C_{name}": _ROWS_OF_TILE // 2, f"RS_{name}": _ROWS_OF_TILE}
+        elif own is None:
             chunks = _SUM_ROWS // 4 if name == "HEAD" else math.ceil(rows / chunk / blocks)
             found[f"RS_{name}"] = _rows_of_stage(chunk * weights, 2 * width, stage, chunks)
         else:

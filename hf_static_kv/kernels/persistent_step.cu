@@ -130,7 +130,9 @@ struct Block {
 };
 
 #include "persistent_cuts.cuh"
-#if IS_PACKED
+#if IS_TILED
+#include "persistent_tiles.cuh"
+#elif IS_PACKED
 #include "persistent_packed.cuh"
 #endif
 
@@ -458,7 +460,7 @@ __device__ void consume(Block& b) {
     unsigned char* own = words + (u64)l * LAYER_BYTES;
     MARK(0)
 #if IS_PACKED
-    fetch_offsets(b, args.layers + l);
+    begin_layer(b, args.layers + l, turn);
 #endif
     fetch(b, y.norm1, weight);
     if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);

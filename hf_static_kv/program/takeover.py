@@ -26,14 +26,15 @@ from hf_static_kv.program.step import DecodeStep, Runs
 # 1,264 instead of 872.
 _FASTER = {(2048, 8192, 64), (2048, 6144, 128), (576, 1536, 64)}
 # With bitsandbytes' weights of four bits, through `generate`: Llama-3.1-8B 470 tokens/s instead of 376,
-# Llama-3.2-1B 1,830 instead of 1,466. With weights of eight bits no graph was measured beside it.
+# Llama-3.2-1B 1,830 instead of 1,466. With weights of eight bits, and with torchao's tiles, no graph was
+# measured beside it.
 _FASTER_PACKED = {(4096, 14336, 128), (2048, 8192, 64)}
 
 
 def is_faster(plan: Plan) -> bool:
     """Whether the kernel takes less time than the graph of the list."""
     packed = plan.packed
-    if packed is not None and packed.layout == "bytes":
+    if packed is not None and packed.layout in ("bytes", "tiles"):
         return False
     measured = _FASTER if packed is None else _FASTER_PACKED
     return tuple(plan.sizes[name] for name in ("H", "I", "D")) in measured
