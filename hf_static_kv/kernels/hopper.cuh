@@ -38,8 +38,6 @@ __device__ __forceinline__ uint4 old16(const u16* p) {
   return x;
 }
 
-__device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // --- barriers
 
 // Of so many threads of the block. Each number is another barrier.

@@ -32,7 +32,7 @@ __device__ void write_tables(const Args& args) {
     for (int i = threadIdx.x; i < NESTED_GROUP; i += CONSUMERS + 32) ((float*)(shared_memory + AT_NESTED))[i] = args.nested[i];
 }
 // The offsets of a layer's scales: read here, and waited for with what the layer begins with.
-__device__ void begin_layer(const Block& b, const Layer* y, int) {
+__device__ void fetch_offsets(const Block& b, const Layer* y) {
   if (IS_NESTED && b.thread < NUM_WEIGHTS) ((float*)(shared_memory + AT_OFFSETS))[b.thread] = *(&y->q)[b.thread].offset;
 }
 __device__ __forceinline__ unsigned char* inputs_at(int vector) { return shared_memory + (IS_BYTES ? vector * 16 : vector / 8 * LINE + HALF_LINE + vector % 8 * 16); }

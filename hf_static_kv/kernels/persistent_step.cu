@@ -460,7 +460,7 @@ __device__ void consume(Block& b) {
     unsigned char* own = words + (u64)l * LAYER_BYTES;
     MARK(0)
 #if IS_PACKED
-    begin_layer(b, args.layers + l, turn);
+    fetch_offsets(b, args.layers + l);
 #endif
     fetch(b, y.norm1, weight);
     if (l) hidden.add<C_DOWN>(b, own - LAYER_BYTES + AT_DOWN, args.layers[l - 1].post2);

@@ -241,8 +241,8 @@ def _conditions_of_tiles(weights: list[Packed]) -> Iterator[tuple[bool, str]]:
     shapes = {tuple(weight.codes.shape[2:]) for weight in weights}
     is_known = shapes == {_TILE} and all(map(_has_whole_tiles, weights))
     yield is_known, f"tiles are {sorted(shapes)}: it takes whole ones of {_TILE}"
-    groups = {weight.group for weight in weights}
-    is_known = len(groups) == 1 and groups <= {*_GROUPS_OF_TILES}
+    groups = sorted({weight.group for weight in weights})
+    is_known = len(groups) == 1 and groups[0] in _GROUPS_OF_TILES
     yield is_known, f"{groups} weights share a scale: it takes one of {_GROUPS_OF_TILES}"
     yield all(w.columns % w.group == 0 for w in weights), "a row is no multiple of its groups"
     yield all(map(_has_pairs, weights)), "scales and zeros are no pairs of torch.bfloat16"
@@ -262,7 +262,9 @@ def _has_pairs(packed: Packed) -> bool:
     if zeros is None or not packed.added or packed.table is not None or packed.nested is not None:
         return False
     lie_together = zeros.data_ptr() == scales.data_ptr() + scales.dtype.itemsize
-    have_strides = scales.stride() == zeros.stride() == (2, 2 * packed.rows)
+    of_row, of_group = scales.stride()
+    is_dense = of_row == 2 and (of_group == 2 * packed.rows or scales.shape[1] == 1)
+    have_strides = is_dense and zeros.stride() == scales.stride()
     dtypes = {scales.dtype, zeros.dtype}
     is_plain = (packed.midpoint, packed.factor) == (8, 1)
     return lie_together and have_strides and is_plain and dtypes == {torch.bfloat16}

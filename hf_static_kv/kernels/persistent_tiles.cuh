@@ -40,6 +40,9 @@ struct Units {
   static constexpr int WARPS_OF_UNIT = SPANS > 4 ? 8 : SPANS > 2 ? 4 : SPANS, SETS = WARPS / WARPS_OF_UNIT;
   static constexpr int TURNS = (SPANS + WARPS_OF_UNIT - 1) / WARPS_OF_UNIT;
   static_assert(P::C == 4 && P::N % 2 == 0, "a unit is two chunks");
+  // A warp does not wait for stages of others. When it waits for the next one of its own, this many stages
+  // later, what the slot had before must be there: a parity tells two phases apart, and no third one.
+  static_assert(SLOTS >= SETS * PARTS + FLIGHT_STREAM, "a stage may be taken for one that is not there yet");
   static_assert(P::K % TILE_COLUMNS == 0 && P::K % QUANT_GROUP == 0, "no whole tiles");
 
   // Row 0 of unit `i` of this block.
@@ -47,6 +50,7 @@ struct Units {
 };
 
 __device__ void write_tables(const Args&) {}
+__device__ void fetch_offsets(const Block&, const Layer*) {}
 
 template <class P, class Next>
 __device__ void produce_rows(Block& b, const Layer& y, int& turn, u64 policy, Next&& next) {
@@ -68,25 +72,8 @@ __device__ void produce_rows(Block& b, const Layer& y, int& turn, u64 policy, Ne
 
 __device__ __forceinline__ const unsigned char* pairs_at(const Row& own, int group) { return own.weight.scales + ((u64)group / SAME * own.rows + own.row) * 4; }
 
-template <class P>
-__device__ void prefetch_scales(const Layer& y, int c, int thread, int& turn) {
-  using U = Units<P>;
-  const Share<U::N> share(c, turn);
-  for (int i = thread; i < share.count * U::WEIGHTS * U::GROUPS; i += CONSUMERS)
-    if (i % SAME == 0) prefetch(pairs_at(U::row_of(y, share, i / U::GROUPS), i % U::GROUPS));
-}
-// The pairs of a unit and a group lie apart from others, in a sector of 32 bytes. All that this block needs
-// in a layer is asked for when it begins with the layer, and read from L2. A call, for what is inlined has
-// its addresses in registers all the time.
-__device__ __noinline__ void prefetch_layer(const Layer* y, int c, int thread, int turn) {
-  prefetch_scales<CutQKV>(*y, c, thread, turn);
-  prefetch_scales<CutO>(*y, c, thread, turn);
-  prefetch_scales<CutGate>(*y, c, thread, turn);
-  prefetch_scales<CutDown>(*y, c, thread, turn);
-}
-__device__ __forceinline__ void begin_layer(const Block& b, const Layer* y, int turn) { prefetch_layer(y, b.c, b.thread, turn); }
-
-// Of this lane, in each of its spans.
+// Of this lane, in each of its spans. Those of the next unit are read while this one is multiplied: to ask L2
+// for all of a layer before, as it begins, changed nothing (H200, 2026-11-19).
 template <class P>
 struct Scales {
   u32 pairs[Units<P>::TURNS][2];

@@ -259,7 +259,6 @@ static u32 look4(const void* p) {
 static void tell8(void* p, u32 x, u32 y) { ((u32*)p)[0] = x, ((u32*)p)[1] = y; }
 static void tell4(void* p, u32 x) { *(u32*)p = x; }
 static void tell2(void* p, u32 x) { *(u16*)p = x; }
-static void prefetch(const void*) {}
 static uint4 old16(const u16* p) { return *(const uint4*)p; }
 template <int THREADS>
 static void barrier(int number) {

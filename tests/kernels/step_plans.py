@@ -209,7 +209,7 @@ CASES = {
         "packed": "tiles", "group": 64, "has_head_norms": True, "has_post_norms": True,
         "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
     },
-    "tiles, groups of 256": {"packed": "tiles", "group": 256, "sizes": {**SMALL, "I": 4352}},
+    "tiles, groups of 256": {"packed": "tiles", "group": 256, "sizes": {**SMALL, "I": 1536}},
     "nested scales": {"packed": "nested", "sizes": {**SMALL, "H": 512, "I": 1536, "NQ": 8}},
 }  # fmt: skip
 
