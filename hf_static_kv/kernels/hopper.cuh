@@ -53,6 +53,7 @@ __device__ __forceinline__ void all_begun() {  // before a copy may use them
   asm volatile("fence.proxy.async;");
 }
 __device__ __forceinline__ void arrive(u64* barrier) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared(barrier)) : "memory"); }
+__device__ __forceinline__ void arrive(u64* barrier, u32 times) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0],%1;" ::"r"(shared(barrier)), "r"(times) : "memory"); }
 __device__ __forceinline__ void arrive_and_expect(u64* barrier, u32 bytes) { asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared(barrier)), "r"(bytes) : "memory"); }
 // Whether a phase of this parity has ended.
 __device__ __forceinline__ bool has_ended(u64* barrier, u32 parity) {
@@ -86,6 +87,13 @@ __device__ __forceinline__ void write_if(bool holds, float* to, float x) {
 __device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {  // of bfloat16
   u32 r;
   asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// x & MASK | BITS, in one instruction.
+template <u32 MASK, u32 BITS>
+__device__ __forceinline__ u32 masked_with(u32 x) {
+  u32 r;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(r) : "r"(x), "n"(MASK), "n"(BITS));
   return r;
 }
 // Where shared memory begins. As an immediate it costs no addition for each lookup.

@@ -22,7 +22,10 @@ _WIDEST_HEAD = 256  # elements: as many as a warp loads at once
 _STAGE = 18432  # bytes at most, unless a row is longer
 _STAGE_OF_PACKED = 18432  # of weights of four bits, with scales
 _STAGE_OF_BYTES = 32768
+_STAGE_OF_TILES = 16384
 _ROWS_AT_ONCE = 8  # that are multiplied at once: of bfloat16 a stage has a part of them
+_ROWS_OF_TILE = 8
+_GROUPS_OF_SPAN = 8  # whose inputs a warp holds
 _MAX_BARRIERS = 16  # stages of the ring
 _LAYER = 384  # bytes of `struct Layer`, at most
 # Stages of a block that are under way while it waits for values, and while it multiplies: more slow
@@ -30,6 +33,9 @@ _LAYER = 384  # bytes of `struct Layer`, at most
 # of eight with Llama-3.1-8B in NF4 (H200, 2026-11-19).
 _FLIGHT_WAIT = 2
 _FLIGHT_STREAM = 10
+_FLIGHT_STREAM_OF_PACKED = 6
+# With Llama-3.1-8B in tiles 1,619 us instead of 1,674 with two (H200, 2026-11-19).
+_FLIGHT_WAIT_OF_TILES = 1
 # What values that are published by 4, 2 or 1 cost, in bytes that a block reads meanwhile.
 _EXCHANGE = {4: 0, 2: 16000, 1: 40000}
 # Bytes of the tables of weights of four bits: of pairs, of nested scales, and the offsets of a layer.
@@ -55,12 +61,25 @@ def macros(plan: Plan, blocks: int, shared_bytes: int) -> dict[str, int | str]:
     rest = shared_bytes - int(found["RING_AT"]) - _fixed_bytes(sums, scratch)
     slots = min(rest // stage, _MAX_BARRIERS)
     splits = min(_SPLITS, blocks * unit_heads // sizes["NQ"])
-    if slots <= _FLIGHT_WAIT or not splits:
+    waiting, streamed = _flights(sizes, packed, stage, slots)
+    if min(slots - 1, streamed) < waiting or not splits:
         raise ValueError(f"{shared_bytes} bytes on {blocks} multiprocessors are too few for it")
     found |= {"BLOCKS": blocks, "PROFILE": 0, "SLOTS": slots}
-    found |= {"FLIGHT_WAIT": _FLIGHT_WAIT, "FLIGHT_STREAM": min(_FLIGHT_STREAM, slots)}
+    found |= {"FLIGHT_WAIT": waiting, "FLIGHT_STREAM": streamed}
     found |= {"SPLITS": splits, "UNIT_HEADS": unit_heads, "SCRATCH": scratch}
     return found | {"EXCHANGED_BYTES": exchanged_bytes(found)}
+
+
+def _flights(
+    sizes: dict[str, int], packed: Packed | None, stage: int, slots: int
+) -> tuple[int, int]:
+    """Stages that may be under way while a block waits, and while it multiplies."""
+    if packed is None:
+        return _FLIGHT_WAIT, min(_FLIGHT_STREAM, slots)
+    if packed.layout != "tiles":
+        return _FLIGHT_WAIT, min(_FLIGHT_STREAM_OF_PACKED, slots)
+    between = _stages_between(sizes, packed, stage)
+    return _FLIGHT_WAIT_OF_TILES, min(_FLIGHT_STREAM_OF_PACKED, slots - between)
 
 
 def used_shared_bytes(macros: dict[str, int | str]) -> int:
@@ -103,11 +122,19 @@ def _float_literal(number: float) -> str:
 def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
     """The macros of packed weights, and where the ring begins."""
     if packed is None:
-        return {"IS_PACKED": 0, "RING_AT": 0}
+        return {"IS_PACKED": 0, "IS_TILED": 0, "RING_AT": 0}
+    if packed.layout == "tiles":
+        return {
+            "IS_PACKED": 1,
+            "IS_TILED": 1,
+            "RING_AT": _rounded_up(_inputs_of_tiles(widest, _group_of_tiles(packed)), 128),
+            "QUANT_GROUP": packed.group,
+        }
     has_bytes = packed.layout == "bytes"
     ring_at = 2 * _rounded_up(widest, 8 * GROUP) if has_bytes else _rounded_up(_TABLES, 128)
     return {
         "IS_PACKED": 1,
+        "IS_TILED": 0,
         "IS_BYTES": int(has_bytes),
         "RING_AT": ring_at,
         "QUANT_GROUP": GROUP,
@@ -116,6 +143,28 @@ def _of_packed(packed: Packed | None, widest: int) -> dict[str, int | str]:
         "IS_NESTED": int(packed.nested is not None),
         "IS_HIGH_FIRST": int(packed.layout == "high_first"),
     }
+
+
+def _group_of_tiles(packed: Packed) -> int:
+    """What the kernel takes for a group: the inputs of a larger one are too many for registers."""
+    return min(packed.group, 128)
+
+
+def _inputs_of_tiles(width: int, group: int) -> int:
+    """The bytes of a phase's inputs: groups lie 16 bytes apart, and spans are whole."""
+    groups = _rounded_up(width // group, _GROUPS_OF_SPAN)
+    return groups * (2 * group + 16)
+
+
+def _stages_between(sizes: dict[str, int], packed: Packed, stage: int) -> int:
+    """How many stages after one of a warp its next one may be: SETS * PARTS of persistent_tiles.cuh."""
+    between = 0
+    for width in (sizes["H"], sizes["I"], sizes["NQ"] * sizes["D"]):
+        spans = math.ceil(width / (_GROUPS_OF_SPAN * _group_of_tiles(packed)))
+        warps = next(n for n in (1, 2, 4, 8) if n >= min(spans, _WARPS))
+        parts = math.ceil(_ROWS_OF_TILE * width / 2 / stage)
+        between = max(between, _WARPS // warps * parts)
+    return between
 
 
 def _row_bytes(packed: Packed | None, width: int) -> int:
@@ -145,25 +194,45 @@ def _cuts(sizes: dict[str, int], blocks: int, packed: Packed | None) -> dict[str
         "HEAD": (sizes["V"], hidden, 1),
     }
     found: dict[str, int | str] = {}
-    stage = sums = 0
+    stage = _least_stage(packed)
+    sums = 0
     for name, (rows, width, weights) in phases.items():
         own = None if name == "HEAD" else packed
         row_bytes = _row_bytes(own, width)
         least = 1 if own is None else 2  # packed rows have pairs
+        is_tiled = own is not None and own.layout == "tiles"
         chunk = _rows_of_chunk(rows, weights * row_bytes, blocks, least)
+        if is_tiled:
+            chunk = _ROWS_OF_TILE
         if name != "HEAD":  # which goes on when its sums have been read
             sums = max(sums, _busiest(rows, chunk, blocks) * weights)
         if sums > _SUM_ROWS:
             raise ValueError(f"{rows} rows are too many for {blocks} multiprocessors")
-        found[f"C_{name}"] = chunk
-        if own is None:
+        if is_tiled:  # four rows are published at once
+            chunk = _ROWS_OF_TILE // 2
+            rows_of_stage = _ROWS_OF_TILE
+        elif own is None:
             rows_of_stage = _rows_of_stage(row_bytes)
             stage = max(stage, rows_of_stage * row_bytes)
         else:
-            stage = max(stage, _STAGE_OF_BYTES if own.layout == "bytes" else _STAGE_OF_PACKED)
             rows_of_stage = _rows_of_packed_stage(own, width, chunk, stage)
-        found[f"RS_{name}"] = rows_of_stage
-    return found | {"STAGE": _rounded_up(stage, 128), "SUM_ROWS": _rounded_up(sums, _ROWS_OF_BATCH)}
+        found |= {f"C_{name}": chunk, f"RS_{name}": rows_of_stage}
+    found["STAGE"] = _rounded_up(stage, _unit_of_stage(packed))
+    return found | {"SUM_ROWS": _rounded_up(sums, _ROWS_OF_BATCH)}
+
+
+def _least_stage(packed: Packed | None) -> int:
+    if packed is None:
+        return 0
+    sizes = {"tiles": _STAGE_OF_TILES, "bytes": _STAGE_OF_BYTES}
+    return sizes.get(packed.layout, _STAGE_OF_PACKED)
+
+
+def _unit_of_stage(packed: Packed | None) -> int:
+    """What the bytes of a stage are a multiple of: with tiles a span."""
+    if packed is None or packed.layout != "tiles":
+        return 128
+    return _ROWS_OF_TILE * _GROUPS_OF_SPAN * _group_of_tiles(packed) // 2
 
 
 def _busiest(rows: int, chunk: int, blocks: int) -> int:

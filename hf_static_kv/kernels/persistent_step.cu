@@ -138,7 +138,9 @@ struct Block {
 };
 
 #include "persistent_cuts.cuh"
-#if IS_PACKED
+#if IS_TILED
+#include "persistent_tiles.cuh"
+#elif IS_PACKED
 #include "persistent_packed.cuh"
 #endif
 

@@ -21,8 +21,8 @@ intermediate one. Norms are RMS norms; biases, norms of heads and norms after a 
 Weights are bfloat16; those of linear layers may have four or eight bits, see packed.py.
 
 `persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu (its shares
-in persistent_cuts.cuh, its attention in persistent_attention.cuh, packed weights in
-persistent_packed.cuh, its PTX in hopper.cuh), its sizes are in persistent_macros.py, and
+in persistent_cuts.cuh, its attention in persistent_attention.cuh, packed weights in persistent_packed.cuh
+and persistent_tiles.cuh, its PTX in hopper.cuh), its sizes are in persistent_macros.py, and
 persistent_step_cuda.py compiles and launches it. A block of threads runs on each multiprocessor for the
 whole step, and reads the weights ahead of the values that they are multiplied with.
 """
@@ -44,6 +44,8 @@ from hf_static_kv.kernels.rotary import rotate_and_write_plain
 # In the order of their numbers in the kernel.
 ACTIVATIONS = ("silu", "gelu_tanh")
 GROUP = 64  # packed weights of four bits that share a scale
+_TILE = (32, 4)  # lanes and words: `inner_k_tiles` is 8
+_GROUPS_OF_TILES = (32, 64, 128, 256)
 _HEAD_DIMS = (64, 128, 256)
 _MAX_GROUP = 8  # query heads of a head of keys
 _MAX_WIDTH = 16384  # a thread holds 1 / 256 of an input in registers
@@ -212,9 +214,10 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     weights = [weight for weight in plan.weights if isinstance(weight, Packed)]
     first = weights[0]
     yield len(weights) == len(plan.weights), "some weights are packed and some are not"
-    is_known = first.layout in ("high_first", "low_first", "bytes")
+    is_tiled = first.layout == "tiles"
+    is_known = is_tiled or first.layout in ("high_first", "low_first", "bytes")
     has_zeros = any(weight.zeros is not None for weight in weights)
-    yield is_known and not has_zeros, f"it has no weights packed as {first.layout}"
+    yield is_known and has_zeros <= is_tiled, f"it has no weights packed as {first.layout}"
     kinds = sorted({str(weight.dtype) for weight in weights})
     yield kinds == ["torch.bfloat16"], f"it takes torch.bfloat16, not {', '.join(kinds)}"
     yield all(weight.kind[:2] == first.kind[:2] for weight in weights), "packed weights differ"
@@ -223,11 +226,48 @@ def _conditions_of_packed(plan: Plan) -> Iterator[tuple[bool, str]]:
     yield all(part.data_ptr() % 16 == 0 for part in parts), "a tensor is not 16-byte aligned"
     devices = {part.device for part in parts}
     yield devices == {plan.token.device}, "the tensors are on several devices"
+    if is_tiled:
+        yield from _conditions_of_tiles(weights)
+        return
     yield all(weight.scales.is_contiguous() for weight in weights), "scales are not contiguous"
     if first.layout == "bytes":
         yield from _conditions_of_bytes(weights)
     else:
         yield from _conditions_of_four_bits(weights)
+
+
+def _conditions_of_tiles(weights: list[Packed]) -> Iterator[tuple[bool, str]]:
+    """See persistent_tiles.cuh."""
+    shapes = {tuple(weight.codes.shape[2:]) for weight in weights}
+    is_known = shapes == {_TILE} and all(map(_has_whole_tiles, weights))
+    yield is_known, f"tiles are {sorted(shapes)}: it takes whole ones of {_TILE}"
+    groups = sorted({weight.group for weight in weights})
+    is_known = len(groups) == 1 and groups[0] in _GROUPS_OF_TILES
+    yield is_known, f"{groups} weights share a scale: it takes one of {_GROUPS_OF_TILES}"
+    yield all(w.columns % w.group == 0 for w in weights), "a row is no multiple of its groups"
+    yield all(map(_has_pairs, weights)), "scales and zeros are no pairs of torch.bfloat16"
+
+
+def _has_whole_tiles(packed: Packed) -> bool:
+    codes = packed.codes
+    is_whole = codes.shape[:2] == (packed.rows // 8, packed.columns // 128)
+    is_dense = codes.dtype == torch.int32 and codes.is_contiguous()
+    return is_whole and is_dense and packed.numel() == 8 * codes.numel()
+
+
+def _has_pairs(packed: Packed) -> bool:
+    """Whether scale and zero of a group lie side by side, [K / G, N, 2], and nothing else is computed."""
+    scales = packed.scales
+    zeros = packed.zeros
+    if zeros is None or not packed.added or packed.table is not None or packed.nested is not None:
+        return False
+    lie_together = zeros.data_ptr() == scales.data_ptr() + scales.dtype.itemsize
+    of_row, of_group = scales.stride()
+    is_dense = of_row == 2 and (of_group == 2 * packed.rows or scales.shape[1] == 1)
+    have_strides = is_dense and zeros.stride() == scales.stride()
+    dtypes = {scales.dtype, zeros.dtype}
+    is_plain = (packed.midpoint, packed.factor) == (8, 1)
+    return lie_together and have_strides and is_plain and dtypes == {torch.bfloat16}
 
 
 def _conditions_of_bytes(weights: list[Packed]) -> Iterator[tuple[bool, str]]:

@@ -29,7 +29,8 @@ from hf_static_kv.program.step import DecodeStep, Runs
 # 1,264 instead of 872.
 _FASTER = {(2048, 8192, 64), (2048, 6144, 128), (576, 1536, 64)}
 # With bitsandbytes' weights of four bits, through `generate`: Llama-3.1-8B 470 tokens/s instead of 376,
-# Llama-3.2-1B 1,830 instead of 1,466. With weights of eight bits no graph was measured beside it.
+# Llama-3.2-1B 1,830 instead of 1,466. With weights of eight bits, and with torchao's tiles, no graph was
+# measured beside it.
 _FASTER_PACKED = {(4096, 14336, 128), (2048, 8192, 64)}
 # Of the H200. An H100 SXM has as many; on an H100 PCIe, an H20 or a part of a GPU (MIG) a block has
 # other shares of the weights, and nobody has measured it.
@@ -45,7 +46,7 @@ def is_faster(plan: Plan) -> bool:
     if _multiprocessors(plan.token.device) != _MULTIPROCESSORS:
         return False
     packed = plan.packed
-    if packed is not None and packed.layout == "bytes":
+    if packed is not None and packed.layout in ("bytes", "tiles"):
         return False
     measured = _FASTER if packed is None else _FASTER_PACKED
     return tuple(plan.sizes[name] for name in ("H", "I", "D")) in measured

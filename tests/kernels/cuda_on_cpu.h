@@ -266,8 +266,8 @@ static void barrier(int number) {
 }
 static void begin(u64* barrier, u32 arrivals) { machine::phases(barrier) = {0, arrivals, arrivals, 0}; }
 static void all_begun() {}
-static void arrive(u64* barrier) {
-  machine::phases(barrier).missing--;
+static void arrive(u64* barrier, u32 times = 1) {
+  machine::phases(barrier).missing -= times;
   machine::end_phase_if_complete(machine::phases(barrier));
 }
 static void arrive_and_expect(u64* barrier, u32 bytes) {
@@ -286,6 +286,8 @@ static u32 add_pairs(u32 a, u32 b) {
   auto high = [](u32 x) { return __uint_as_float(x & 0xffff0000u); };
   return pack(low(a) + low(b), high(a) + high(b));
 }
+template <u32 MASK, u32 BITS>
+static u32 masked_with(u32 x) { return x & MASK | BITS; }
 static u32 looked_up(u32 at) { return *(const u32*)(shared_memory + at); }
 static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   machine::Warp& warp = machine::warp();

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from hf_static_kv.kernels.norm import STYLES
 from hf_static_kv.kernels.packed import NESTED_GROUP, Nested, Packed, unpacked
 from hf_static_kv.kernels.persistent_step import Plan, PlannedLayer
-from tests.quantised_layers import NF4
+from tests.quantised_layers import NF4, pack_tiles
 
 SMALL = {"L": 2, "H": 256, "I": 512, "NQ": 4, "NKV": 2, "D": 64, "V": 1000}
 
@@ -46,9 +46,28 @@ def in_bytes(weight):
     return Packed(*how, factor=1 / 127)
 
 
+def in_tiles(weight, group):
+    """A weight as torchao packs it for tensor cores."""
+    rows, columns = weight.shape
+    groups = weight.float().view(rows, -1, group)
+    least, most = groups.amin(dim=2), groups.amax(dim=2)
+    scales = ((most - least) / 15).clamp(min=1e-6).to(torch.bfloat16)
+    zeros = (least + 8 * scales.float()).to(torch.bfloat16)
+    codes = ((groups - zeros.float()[..., None]) / scales.float()[..., None] + 8).round()
+    codes = codes.clamp(0, 15).to(torch.uint8).view(rows, columns)
+    pairs = torch.stack([scales, zeros], dim=-1).transpose(0, 1).contiguous()
+    scales, zeros = (part.t() for part in pairs.unbind(-1))
+    if weight.device.type == "meta":
+        words = torch.empty(rows // 8, columns // 128, 32, 4, dtype=torch.int32, device="meta")
+    else:
+        words = pack_tiles(codes.cpu()).to(weight.device)
+    how = words, "tiles", rows, columns, weight.dtype, group, scales
+    return Packed(*how, midpoint=8, zeros=zeros, added=True)
+
+
 def random_plan(
     sizes=SMALL, has_biases=False, has_head_norms=False, has_post_norms=False,
-    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, **how,
+    dtype=torch.bfloat16, device="cpu", slots=48, length=20, first=0, packed=None, group=128, **how,
 ):  # fmt: skip
     """A plan with random tensors; with device "meta" it has sizes only."""
     generator = None if device == "meta" else torch.Generator(device).manual_seed(0)
@@ -61,6 +80,8 @@ def random_plan(
         own = weight(*shape)
         if packed is None:
             return own
+        if packed == "tiles":
+            return in_tiles(own, group)
         return in_bytes(own) if packed == "bytes" else in_four_bits(own, packed == "nested")
 
     def norm(width, is_there=True):
@@ -182,6 +203,13 @@ CASES = {
         "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
     },
     "int8": {"packed": "bytes", "has_biases": True, "sizes": {**SMALL, "I": 1088}},
+    "tiles": {"packed": "tiles", "has_biases": True, "sizes": {**SMALL, "I": 1152}},
+    "tiles, groups of 32": {"packed": "tiles", "group": 32, "sizes": {**SMALL, "I": 2304}},
+    "tiles, groups of 64": {
+        "packed": "tiles", "group": 64, "has_head_norms": True, "has_post_norms": True,
+        "style": STYLES[2], "activation": "gelu_tanh", "embedding_scale": 16.0,
+    },
+    "tiles, groups of 256": {"packed": "tiles", "group": 256, "sizes": {**SMALL, "I": 1536}},
     "nested scales": {"packed": "nested", "sizes": {**SMALL, "H": 512, "I": 1536, "NQ": 8}},
 }  # fmt: skip
 

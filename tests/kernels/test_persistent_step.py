@@ -69,6 +69,19 @@ def changed_in_each(plan, changed):
     return plan._replace(layers=layers)
 
 
+@cache
+def in_tiles(group=128):
+    return random_plan(packed="tiles", group=group)
+
+
+def each_tiled(**changed):
+    return changed_in_each(in_tiles(), changed)
+
+
+def one_tiled(**changed):
+    return with_layer(in_tiles(), o=in_tiles().layers[0].o._replace(**changed))
+
+
 def each_layer(**changed):
     plan = random_plan()
     return plan._replace(layers=[layer._replace(**changed) for layer in plan.layers])
@@ -183,6 +196,38 @@ REFUSED = {
         lambda: one_packed(scales=four_bits().layers[0].o.scales.half()),
         "scales are torch.float16, torch.float32",
     ),
+    "tiles of two words": (
+        lambda: one_tiled(codes=in_tiles().layers[0].o.codes.view(32, 4, 32, 2)),
+        r"tiles are \[\(32, 2\), \(32, 4\)\]: it takes whole ones of \(32, 4\)",
+    ),
+    "part of the tiles": (
+        lambda: one_tiled(codes=in_tiles().layers[0].o.codes[:16]),
+        "it takes whole ones",
+    ),
+    "tiles of other groups": (
+        lambda: with_layer(in_tiles(), o=in_tiles(64).layers[0].o),
+        r"\[64, 128\] weights share a scale",
+    ),
+    "tiles with groups of 16": (lambda: each_tiled(group=16), r"\[16\] weights share a scale"),
+    "tiles without zeros": (lambda: one_tiled(zeros=None), "no pairs of torch.bfloat16"),
+    "zeros that are not added": (lambda: one_tiled(added=False), "no pairs of torch.bfloat16"),
+    "another midpoint": (lambda: one_tiled(midpoint=0), "no pairs of torch.bfloat16"),
+    "tiles with a factor": (lambda: one_tiled(factor=2.0), "no pairs of torch.bfloat16"),
+    "zeros elsewhere": (
+        lambda: one_tiled(zeros=in_tiles().layers[0].o.zeros.clone()),
+        "no pairs of torch.bfloat16",
+    ),
+    "scales of rows": (
+        lambda: one_tiled(scales=in_tiles().layers[0].o.scales.contiguous()),
+        "no pairs of torch.bfloat16",
+    ),
+    "half pairs": (
+        lambda: one_tiled(
+            scales=in_tiles().layers[0].o.scales.view(torch.float16),
+            zeros=in_tiles().layers[0].o.zeros.view(torch.float16),
+        ),
+        "no pairs of torch.bfloat16",
+    ),
     "few nested scales": (lambda: random_plan(packed="nested"), "no multiple of 65536"),
 }
 
@@ -200,6 +245,8 @@ def test_what_it_takes(parts):
     check_plan(random_plan({**SMALL, "NQ": 16, "D": 256}))
     check_plan(four_bits())
     check_plan(four_bits("nested"))
+    for group in (32, 64, 128, 256):
+        check_plan(in_tiles(group))
 
 
 # --- what it is compiled with
@@ -229,6 +276,22 @@ def test_every_dev_model_fits(name):
         assert phase == "HEAD" or busiest * weights <= found["SUM_ROWS"]
     assert exchanged_bytes(found) == found["EXCHANGED_BYTES"]
     assert exchanged_bytes(found) < 1 << 25
+
+
+@pytest.mark.parametrize("group", [32, 64, 128, 256])
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-1.7b"])
+def test_tiles_fit(name, group):
+    numbers, parts = SHAPES[name]
+    sizes = dict(zip(SMALL, numbers, strict=True)) | {"L": 1}
+    plan = random_plan(sizes, *parts, device="meta", packed="tiles", group=group)
+    found = macros(plan, BLOCKS, SHARED)
+    assert used_shared_bytes(found) <= SHARED
+    assert found["SLOTS"] >= 8
+    assert (found["FLIGHT_WAIT"], found["FLIGHT_STREAM"], found["STAGE"]) == (1, 6, 16384)
+    assert found["STAGE"] % (32 * min(group, 128)) == 0  # whole spans
+    assert found["STAGE"] >= 2 * sizes["H"]  # a row of the head
+    for phase in ("QKV", "O", "GATE", "DOWN"):
+        assert found[f"C_{phase}"] == 4
 
 
 @pytest.mark.parametrize("scales", ["plain", "nested", "bytes"])
@@ -305,7 +368,7 @@ def fake_bindings(compiled, driver_version=13000):
 
 
 @pytest.mark.skipif(not NVCC, reason="needs nvcc")
-@pytest.mark.parametrize("name", ["biases", "gemma", "qwen", "nested scales", "int8"])
+@pytest.mark.parametrize("name", ["biases", "gemma", "qwen", "nested scales", "int8", "tiles"])
 def test_the_source_compiles(name, tmp_path):
     """For the GPU: what runs on a CPU has no hopper.cuh."""
     case = dict(CASES[name])

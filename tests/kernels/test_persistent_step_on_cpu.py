@@ -21,6 +21,7 @@ from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random
 pytestmark = pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")
 
 SHARED = 200_000
+TILES = persistent_step_cuda._SOURCE.with_name("persistent_tiles.cuh")
 ENDED, ALL_WAIT = 0, 1  # `Outcome` of cuda_on_cpu.h
 SIZES = {**SMALL, "H": 128, "I": 256, "V": 500}  # a block of 132 has fewer rows
 RUN = """
@@ -47,6 +48,8 @@ def compiled(folder, defines, fault):
     source = source.replace('#include "hopper.cuh"', '#include "cuda_on_cpu.h"')
     if fault:
         old, new = fault
+        if old not in source:
+            source = source.replace('#include "persistent_tiles.cuh"', TILES.read_text())
         assert source.count(old) == 1
         source = source.replace(old, new)
     file = folder / f"{abs(hash((defines, fault)))}.cc"
@@ -72,6 +75,12 @@ class Step:
     def __call__(self, seed):
         outcome = self.run(self.memory.args, seed)
         return outcome, int(self.memory.error), self.memory.logits.clone()
+
+
+def use_stages_of(size, monkeypatch):
+    """With tiles, and for the head, which has weights in bfloat16."""
+    monkeypatch.setattr(persistent_macros, "_STAGE_OF_TILES", size)
+    monkeypatch.setattr(persistent_macros, "_STAGE", size)
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +120,20 @@ def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, mon
     step = Step(plan, folder)
     assert step.macros["RS_DOWN"] == step.macros["C_DOWN"] == 2  # a chunk is a stage
     assert plan.sizes["H"] // 2 % step.macros["BLOCKS"]  # so some have one more than others
+    outcome, error, logits = step(seed=0)
+    assert (outcome, error) == (ENDED, 0)
+    assert largest_error(logits, plan, before) <= 12 * 2**-9
+    assert torch.equal(step(seed=1)[2], logits)
+
+
+@pytest.mark.parametrize("spans", [1, 2, 4, 16])
+def test_tiles_in_stages_of_several_spans(spans, folder, monkeypatch):
+    """Eight warps share nine spans: one warp has two of them, in one stage or in two."""
+    use_stages_of(1024 * spans, monkeypatch)
+    plan = plan_of("tiles, groups of 32", I=2304, L=1)
+    before = copied(plan)
+    step = Step(plan, folder)
+    assert step.macros["STAGE"] == 1024 * spans
     outcome, error, logits = step(seed=0)
     assert (outcome, error) == (ENDED, 0)
     assert largest_error(logits, plan, before) <= 12 * 2**-9
@@ -187,8 +210,49 @@ def test_a_race_changes_logits(name, folder):
     plan = plan_of("plain", I=1024) if "sums" in name else plan_of("gemma", I=1024, L=3)
     right = Step(plan, folder)(seed=0)[2]
     step = Step(plan, folder, RACES[name])
+    ends = (step(seed) for seed in range(24))
+    assert any(error or not torch.equal(logits, right) for _, error, logits in ends)
+
+
+RACES_OF_TILES = {
+    "codes that are not there yet": (
+        "    b.wait(b.full + slot, (t / SLOTS) & 1);\n    u32 words",
+        "    u32 words",
+    ),
+    "a stage that is filled too early": ("? WARPS - users + 1 : 1", "? WARPS : 0"),
+    "inputs that are not there yet": (
+        "  b.all_consumers();\n  if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;\n  stream_units",
+        "  stream_units",
+    ),
+    "sums of warps that are not there yet": (
+        "  b.all_consumers();\n  if (b.thread < 2 * share.count)",
+        "  if (b.thread < 2 * share.count)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RACES_OF_TILES)
+def test_a_race_with_tiles_changes_logits(name, folder, monkeypatch):
+    use_stages_of(2048, monkeypatch)
+    monkeypatch.setattr(persistent_macros, "_MAX_BARRIERS", 10)  # so that slots are filled again
+    plan = plan_of("tiles, groups of 32", I=1536, L=1)
+    outcome, error, right = Step(plan, folder)(seed=0)
+    assert (outcome, error) == (ENDED, 0)
+    step = Step(plan, folder, RACES_OF_TILES[name])
     ends = (step(seed) for seed in range(8))
     assert any(error or not torch.equal(logits, right) for _, error, logits in ends)
+
+
+def test_a_stage_that_is_taken_for_the_one_before(folder, monkeypatch):
+    """With four slots, where a warp's next stage is eight later: why the kernel asks for more slots."""
+    use_stages_of(2048, monkeypatch)
+    monkeypatch.setattr(persistent_macros, "_MAX_BARRIERS", 4)
+    plan = plan_of("tiles, groups of 32", I=1536, L=1)
+    with pytest.raises(ValueError, match="too few for it"):
+        Step(plan, folder)
+    monkeypatch.setattr(persistent_macros, "_stages_between", lambda *sizes: 0)
+    unchecked = "static_assert(SLOTS >= SETS", "static_assert(true || SLOTS >= SETS"
+    assert Step(plan, folder, unchecked)(seed=1)[1] == 1
 
 
 def test_barriers_that_nobody_leaves(folder):
