@@ -17,12 +17,13 @@
 //
 // Tensor cores compute both sums of a group in float32. Numbers some 30 times as large cancel, which takes 5
 // bits of its 24; an input has 8.
-constexpr int GROUP = QUANT_GROUP < 128 ? QUANT_GROUP : 128, SAME = QUANT_GROUP / GROUP;  // groups with one scale
-constexpr int ROWS_OF_UNIT = 8, GROUPS_OF_SPAN = 8, HALF_SPAN = 4 * GROUP;                // columns
+// The inputs of larger groups are too many for registers: they count as SAME groups of 128 with one scale.
+constexpr int GROUP = QUANT_GROUP < 128 ? QUANT_GROUP : 128, SAME = QUANT_GROUP / GROUP;
+constexpr int ROWS_OF_UNIT = 8, GROUPS_OF_SPAN = 8, HALF_SPAN = 4 * GROUP;  // columns
 constexpr int SPAN_BYTES = ROWS_OF_UNIT * GROUPS_OF_SPAN * GROUP / 2;
 constexpr int TILE_COLUMNS = 128, WORD_COLUMNS = 32, STEP_COLUMNS = 16;  // of a tile, a word of a lane, an mma
-constexpr int STEPS = GROUP / STEP_COLUMNS;                        // of a group
-constexpr int WORDS_OF_HALF = HALF_SPAN / WORD_COLUMNS;                  // of a lane
+constexpr int STEPS = GROUP / STEP_COLUMNS;              // of a group
+constexpr int WORDS_OF_HALF = HALF_SPAN / WORD_COLUMNS;  // of a lane
 constexpr int GROUP_STRIDE = GROUP * 2 + 16;  // bytes between inputs of groups: lanes meet in no bank
 constexpr float OFFSET = 128 + 8;
 constexpr u32 ONES = 0x3f803f80;  // two bfloat16
@@ -40,8 +41,8 @@ struct Units {
   static constexpr int WARPS_OF_UNIT = SPANS > 4 ? 8 : SPANS > 2 ? 4 : SPANS, SETS = WARPS / WARPS_OF_UNIT;
   static constexpr int TURNS = (SPANS + WARPS_OF_UNIT - 1) / WARPS_OF_UNIT;
   static_assert(P::C == 4 && P::N % 2 == 0, "a unit is two chunks");
-  // A warp does not wait for stages of others. When it waits for the next one of its own, this many stages
-  // later, what the slot had before must be there: a parity tells two phases apart, and no third one.
+  // A warp does not wait for stages of others. Its next stage is up to SETS * PARTS after the last one. When
+  // it waits for that, the stage before in the same slot must be there: else its parity is that of the next.
   static_assert(SLOTS >= SETS * PARTS + FLIGHT_STREAM, "a stage may be taken for one that is not there yet");
   static_assert(P::K % TILE_COLUMNS == 0 && P::K % QUANT_GROUP == 0, "no whole tiles");
 

@@ -252,7 +252,7 @@ def run_packed(dtype: torch.dtype, device: str) -> None:
 
 def run_whole_steps(names: dict[str, None], has_packed: bool) -> None:
     """Two steps, each of which clears the values that the blocks exchange in the other."""
-    packed = ("four bits", "nested scales", "int8") if has_packed else ()
+    packed = ("four bits", "nested scales", "int8", "tiles") if has_packed else ()
     for name in ("biases", "gemma", "window", *packed):
         plan = random_plan(device="cuda", **CASES[name])
         if refusal(plan):
