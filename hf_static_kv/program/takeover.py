@@ -37,8 +37,9 @@ _FASTER_PACKED = {(4096, 14336, 128), (2048, 8192, 64)}
 _MULTIPROCESSORS = 132
 # From this length on the list serves: its attention is faster. One token of Llama-3.2-1B takes the graph
 # and the kernel 792 and 690 us at 512 tokens, 821 and 786 at 4,096, 929 and 1,014 at 16,384, 1,763 and
-# 2,946 at 130,000 (H200, 2026-11-19).
-MOST_TOKENS = 4096
+# 2,946 at 130,000 (H200, 2026-11-19). Other models were measured at 512 tokens only; Qwen3-1.7B reads
+# 3.5 times as many bytes of keys and values, and gains as little at 512.
+MOST_TOKENS = 2048
 
 
 def is_faster(plan: Plan) -> bool:
