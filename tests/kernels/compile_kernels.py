@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
     ban_tokens_triton,
+    coded_attention_triton,
     decode_attention_triton,
     drafts_triton,
     experts_triton,
@@ -169,7 +170,11 @@ def launch_attention(dtype, dim, heads):
     attend(several, keys, keys, torch.zeros(1, 5, 3, dtype=torch.int64), None, 0.1, 400)
     coded = torch.empty(1, 4, 403, dim + 4, dtype=torch.int8)
     attend(query, coded, coded, spans, None, 0.1, 400, spans_ready=True)
-    rows_attention_triton.rows_attention_triton(query, coded, coded, spans, 0.1, None, None)
+    with patch.object(coded_attention_triton, "_runs_ptx", lambda x: True):
+        for is_split in (False, True) if dtype != torch.float32 else ():
+            coded_attention_triton.coded_attention_triton(
+                query, coded, coded, spans, 0.1, 400, None, None, True, is_split
+            )
     prompt_attention_triton.prompt_attention_triton(
         prompt, coded, coded, spans_of_prompt, 0.1, None, None, False
     )
