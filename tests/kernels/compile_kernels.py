@@ -5,7 +5,9 @@ Prints for each the bytes of shared memory that a program of it takes. A script,
 decides at its import whether kernels are compiled or interpreted.
 """
 
+import re
 import sys
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -23,6 +25,8 @@ from hf_static_kv.kernels import (
     joint_linear_triton,
     linear_triton,
     norm_triton,
+    packed_mma_triton,
+    packed_transposed_triton,
     packed_triton,
     positions_triton,
     prompt_attention_triton,
@@ -33,7 +37,7 @@ from hf_static_kv.kernels import (
 )
 from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
-from hf_static_kv.kernels.packed import Nested, Packed
+from hf_static_kv.kernels.packed import TRANSPOSED, Nested, Packed
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
 
@@ -76,7 +80,22 @@ def compile_for(capability, kernel, args, options):
         {"launch_pdl": True} if pdl else {}
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+    if kernel.__name__ == "packed_mma_linear":
+        check_lanes(compiled.asm["ttgir"])
     print(kernel.__name__, compiled.metadata.shared, flush=True)
+
+
+def check_lanes(text):
+    """Lane 4 g + t has row g and column t of [8 spans, 4], as the products of tensor cores need."""
+    used = re.findall(r"mma\.sync.*: tensor<\d+x4xi32, (#\w+)>", text)
+    assert used
+    for name in set(used):
+        layout = re.search(rf"^{name} = (.*)$", text, re.MULTILINE).group(1)
+        lanes = (
+            "sizePerThread = [1, 1], threadsPerWarp = [8, 4], warpsPerCTA = [{}, 1], order = [1, 0]"
+        )
+        spans = re.search(r"warpsPerCTA = \[(\d+),", layout).group(1)
+        assert lanes.format(spans) in layout, layout
 
 
 def launch_linears(dtype):
@@ -122,21 +141,30 @@ def packed_weights(dtype):
     yield Packed(
         codes.view(torch.int32), "tiles", *shape, 128, both[0], None, 8, zeros=both[1], added=True
     )
+    scales, zeros = torch.empty(16, 512, dtype=torch.half).t(), torch.empty(16, 64).int()
+    yield Packed(codes.view(torch.int32).view(256, 512), "gptq", *shape, 128, scales, zeros=zeros)
+    yield Packed(codes.view(torch.int32).view(2048, 64), "awq", *shape, 128, scales, zeros=zeros)
 
 
 def launch_packed(dtype):
     """As on a GPU: entries of a table are in the lanes of a warp."""
     x, bias = torch.empty(1, 2048, dtype=dtype), torch.empty(512, dtype=dtype)
     norm, y = (x[0], 1e-5, (0.0, True, False), None), torch.empty(1, 512, dtype=dtype)
-    with patch.object(packed_triton, "_runs_ptx", lambda x: True):
+    modules = packed_triton, packed_mma_triton, packed_transposed_triton
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(patch.object(module, "runs_ptx", lambda x: True))
         for weight in packed_weights(dtype):
-            packed_triton.packed_linears_triton(x, [weight] * 3, [bias] * 3)
-            packed_triton.packed_linears_triton(x, [weight], [], norm, "relu", False, y)
-            packed_triton.packed_linears_triton(x, [weight] * 2, [], None, "silu", True)
-            packed_triton.packed_linears_triton(x.expand(4, -1), [weight] * 3, [bias] * 3)
-            packed_triton.packed_linears_triton(
-                x.expand(16, -1), [weight] * 2, [], None, "silu", True
-            )
+            for by_tensor_cores in (False, True) if weight.layout in TRANSPOSED else (False,):
+                patches.enter_context(
+                    patch.object(packed_triton, "BY_TENSOR_CORES", by_tensor_cores)
+                )
+                linears = packed_triton.packed_linears_triton
+                linears(x, [weight] * 3, [bias] * 3)
+                linears(x, [weight], [], norm, "relu", False, y)
+                linears(x, [weight] * 2, [], None, "silu", True)
+                linears(x.expand(4, -1), [weight] * 3, [bias] * 3)
+                linears(x.expand(16, -1), [weight] * 2, [], None, "silu", True)
 
 
 def launch_experts(dtype, k):

@@ -15,6 +15,7 @@ from hf_static_kv.kernels.packed import (
     LAYOUTS,
     MAX_TOKENS,
     TILE_STEPS,
+    TRANSPOSED,
     is_readable,
     layout_of,
     unpacked,
@@ -24,7 +25,7 @@ from tests.quantised_layers import FORMATS, Made, pack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hf_static_kv.kernels import packed_codes_triton, packed_triton
+from hf_static_kv.kernels import packed_codes_triton, packed_mma_triton, packed_triton
 from hf_static_kv.kernels.packed_triton import packed_linears_triton
 
 GEMMA = NormStyle(1.0, False)
@@ -60,11 +61,22 @@ def test_unpacked_against_float64(name, dtype):
     assert is_readable(weight.packed)
 
 
+MMA = "tensor cores: "
+WAYS = [*FORMATS, *(MMA + name for name, (layout, *_) in FORMATS.items() if layout in TRANSPOSED)]
+
+
+@pytest.fixture
+def name(request, monkeypatch):
+    """A format, and by which of two kernels it is multiplied."""
+    monkeypatch.setattr(packed_triton, "BY_TENSOR_CORES", request.param.startswith(MMA))
+    return request.param.removeprefix(MMA)
+
+
 class TestOneToken:
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize("columns", [256, 2304])  # whole rows, and tiles that K does not fill
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", WAYS, indirect=True)
     def test_against_float64(self, name, dtype, columns, has_bias):
         weights = [made(name, rows, columns, dtype, rows) for rows in (16, 8, 24)]
         x = normal(1, columns, dtype=dtype)
@@ -83,7 +95,7 @@ class TestOneToken:
         assert is_readable(weight.packed)
         assert ((got.double() - exact).abs() <= bound).all()
 
-    @pytest.mark.parametrize("name", ["blocks", "int8 groups", "wide int4 tiles"])
+    @pytest.mark.parametrize("name", ["blocks", "int8 groups", "wide int4 tiles"], indirect=True)
     def test_inputs_and_codes_that_are_not_aligned(self, name):
         weight = made(name, dtype=torch.float16)
         x = normal(1, 257, dtype=torch.float16)[:, 1:]
@@ -105,7 +117,7 @@ class TestOneToken:
         assert ((got.double() - exact).abs() <= bound).all()
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", WAYS, indirect=True)
     def test_a_norm_before(self, name, dtype):
         weight = made(name, dtype=dtype)
         x = 5 * normal(1, 256, dtype=dtype)
@@ -139,7 +151,7 @@ class TestOneToken:
 class TestFewTokens:
     @pytest.mark.parametrize("tokens", [2, 11, MAX_TOKENS])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", FORMATS)
+    @pytest.mark.parametrize("name", WAYS, indirect=True)
     def test_against_float64(self, name, dtype, tokens):
         weights = [made(name, rows, 384, dtype, rows) for rows in (16, 8, 24)]
         x = normal(tokens, 384, dtype=dtype)
@@ -255,6 +267,32 @@ class TestSumsOfWords:
             assert got == pytest.approx(float(values @ x), rel=1e-5, abs=1e-3)
 
 
+class TestPairsOfCodes:
+    """The numbers that tensor cores multiply. The PTX itself runs on a GPU alone."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "bits", "zeros"),
+        [
+            (torch.bfloat16, 0x43004300, packed_mma_triton._ZEROS_BF16),
+            (torch.float16, 0x64006400, packed_mma_triton._ZEROS_F16),
+        ],
+        ids=str,
+    )
+    def test_a_code_minus_its_zero(self, dtype, bits, zeros):
+        """Of codes 0 to 15 and zeros 0 to 16, as a zero may be stored less one."""
+        for zero in range(17):
+            codes = torch.arange(16, dtype=torch.int32) * 0x10001 | bits
+            negative = torch.full((16,), zero * 0x10001 + zeros.value, dtype=torch.int32)
+            got = codes.view(dtype) + negative.view(dtype)
+            assert got[::2].tolist() == got[1::2].tolist() == [code - zero for code in range(16)]
+
+    def test_a_product_of_bfloat16_has_two_parts(self):
+        x, weight = (torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
+        exact = x.bfloat16().double() * weight.bfloat16().double()
+        rest = exact - exact.bfloat16().double()
+        assert torch.equal(rest.bfloat16().double(), rest)
+
+
 class TestPacked:
     def test_what_no_kernel_reads(self):
         weight = made("blocks").packed
@@ -268,6 +306,18 @@ class TestPacked:
             {"layout": "bytes"},
         ):
             assert not is_readable(weight._replace(**wrong)), wrong
+        words = made("gptq").packed
+        for wrong in (
+            {"group": 16},  # groups of half a span
+            {"scales": words.scales.contiguous()},
+            {"scales": words.scales.float()},
+            {"zeros": None},
+            {"zeros": words.zeros.float()},
+            {"zeros": words.zeros[1:]},
+            {"midpoint": 8},
+            {"layout": "awq"},
+        ):
+            assert not is_readable(words._replace(**wrong)), wrong
         tiles = made("int4 tiles", 24).packed
         assert not is_readable(tiles._replace(group=16))  # a word spans 32 columns
 
