@@ -20,6 +20,8 @@ import shutil
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -89,7 +91,8 @@ def main() -> int:
             "PATH, or set CUDA_HOME."
         )
         return 2
-    runs = [run_tool(sanitizer, tool) for tool in args.tool or TOOLS]
+    with ThreadPoolExecutor() as pool:  # the tools at once: each takes a minute or two
+        runs = list(pool.map(partial(run_tool, sanitizer), args.tool or TOOLS))
     record = {"config": {"defined": sorted(defined_kernels())}, "runs": runs, **provenance("cuda")}
     record["command"] = (
         "python -m tests.kernels.sanitize"  # as a module, `argv` has a path of this machine
