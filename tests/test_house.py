@@ -24,7 +24,7 @@ READING_ORDER = {
         "coded_attention_triton", "decode_attention",
         "norm_triton", "norm",
         "rotary_triton", "rotary", "linear_triton", "invariant_linear_triton", "invariant_linear",
-        "joint_linear_triton", "packed", "packed_codes_triton", "packed_mma_triton",
+        "joint_linear_triton", "packed", "packed_codes_triton",
         "packed_transposed_triton", "packed_triton", "linear",
         "experts_triton", "experts", "persistent_step", "persistent_macros", "persistent_step_cuda",
     ],

@@ -36,11 +36,7 @@ from hf_static_kv.kernels.packed_codes_triton import (
     scaled,
     value_of,
 )
-from hf_static_kv.kernels.packed_mma_triton import packed_mma_triton
 from hf_static_kv.kernels.packed_transposed_triton import packed_transposed_triton
-
-# Of transposed layouts. False until a GPU has run packed_mma_triton.py.
-BY_TENSOR_CORES = False
 
 
 @triton.jit
@@ -180,8 +176,7 @@ def packed_linears_triton(
         raise ValueError("Several tokens have no norm, residual or activation: run these apart.")
     if weights[0].layout in TRANSPOSED:
         layer = weights, biases, norm, activation, is_gated, residual
-        run = packed_mma_triton if BY_TENSOR_CORES else packed_transposed_triton
-        return run(x, *layer)
+        return packed_transposed_triton(x, *layer)
     sizes = output_sizes(weights, is_gated)
     y = x.new_empty(*x.shape[:-1], sum(sizes))
     if x.numel() > dim:

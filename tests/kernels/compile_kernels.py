@@ -5,7 +5,6 @@ Prints for each the bytes of shared memory that a program of it takes. A script,
 decides at its import whether kernels are compiled or interpreted.
 """
 
-import re
 import sys
 from contextlib import ExitStack
 from unittest.mock import patch
@@ -25,7 +24,6 @@ from hf_static_kv.kernels import (
     joint_linear_triton,
     linear_triton,
     norm_triton,
-    packed_mma_triton,
     packed_transposed_triton,
     packed_triton,
     positions_triton,
@@ -37,7 +35,7 @@ from hf_static_kv.kernels import (
 )
 from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
-from hf_static_kv.kernels.packed import TRANSPOSED, Nested, Packed
+from hf_static_kv.kernels.packed import Nested, Packed
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
 
@@ -80,22 +78,7 @@ def compile_for(capability, kernel, args, options):
         {"launch_pdl": True} if pdl else {}
     )
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
-    if kernel.__name__ == "packed_mma_linear":
-        check_lanes(compiled.asm["ttgir"])
     print(kernel.__name__, compiled.metadata.shared, flush=True)
-
-
-def check_lanes(text):
-    """Lane 4 g + t has row g and column t of [8 spans, 4], as the products of tensor cores need."""
-    used = re.findall(r"mma\.sync.*: tensor<\d+x4xi32, (#\w+)>", text)
-    assert used
-    for name in set(used):
-        layout = re.search(rf"^{name} = (.*)$", text, re.MULTILINE).group(1)
-        lanes = (
-            "sizePerThread = [1, 1], threadsPerWarp = [8, 4], warpsPerCTA = [{}, 1], order = [1, 0]"
-        )
-        spans = re.search(r"warpsPerCTA = \[(\d+),", layout).group(1)
-        assert lanes.format(spans) in layout, layout
 
 
 def launch_linears(dtype):
@@ -150,21 +133,17 @@ def launch_packed(dtype):
     """As on a GPU: entries of a table are in the lanes of a warp."""
     x, bias = torch.empty(1, 2048, dtype=dtype), torch.empty(512, dtype=dtype)
     norm, y = (x[0], 1e-5, (0.0, True, False), None), torch.empty(1, 512, dtype=dtype)
-    modules = packed_triton, packed_mma_triton, packed_transposed_triton
+    modules = packed_triton, packed_transposed_triton
     with ExitStack() as patches:
         for module in modules:
             patches.enter_context(patch.object(module, "runs_ptx", lambda x: True))
         for weight in packed_weights(dtype):
-            for by_tensor_cores in (False, True) if weight.layout in TRANSPOSED else (False,):
-                patches.enter_context(
-                    patch.object(packed_triton, "BY_TENSOR_CORES", by_tensor_cores)
-                )
-                linears = packed_triton.packed_linears_triton
-                linears(x, [weight] * 3, [bias] * 3)
-                linears(x, [weight], [], norm, "relu", False, y)
-                linears(x, [weight] * 2, [], None, "silu", True)
-                linears(x.expand(4, -1), [weight] * 3, [bias] * 3)
-                linears(x.expand(16, -1), [weight] * 2, [], None, "silu", True)
+            linears = packed_triton.packed_linears_triton
+            linears(x, [weight] * 3, [bias] * 3)
+            linears(x, [weight], [], norm, "relu", False, y)
+            linears(x, [weight] * 2, [], None, "silu", True)
+            linears(x.expand(4, -1), [weight] * 3, [bias] * 3)
+            linears(x.expand(16, -1), [weight] * 2, [], None, "silu", True)
 
 
 def launch_experts(dtype, k):

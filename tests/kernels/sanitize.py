@@ -41,7 +41,6 @@ from hf_static_kv.kernels import (
     launch_triton,
     linear_triton,
     norm_triton,
-    packed_mma_triton,
     packed_triton,
     positions_triton,
     prompt_attention_triton,
@@ -52,7 +51,6 @@ from hf_static_kv.kernels import (
 )
 from hf_static_kv.kernels.drafts import DraftedPass, DraftState
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm
-from hf_static_kv.kernels.packed import TRANSPOSED
 from hf_static_kv.kernels.persistent_step_cuda import Build, refusal
 from hf_static_kv.kernels.sample import Processors
 from hf_static_kv.kernels.select_greedy import GreedyState
@@ -247,16 +245,13 @@ def run_packed(dtype: torch.dtype, device: str) -> None:
             weights = [Made(name, 24, 384, dtype, device, seed).packed for seed in (0, 1)]
         x, residual = normal(1, 384, dtype=dtype) / 16, normal(1, 24, dtype=dtype)
         norm, bias = (x[0].clone(), 1e-5, (0.0, True, False), None), normal(24, dtype=dtype)
-        ways = [packed_triton.packed_linears_triton]
-        if weights[0].layout in TRANSPOSED:
-            ways.append(packed_mma_triton.packed_mma_triton)
-        for linears in ways:
-            linears(x, weights[:1], [bias], norm, "relu", False, residual)
-            linears(x, weights, [], None, "silu", True)
-            for tokens in (3, 11):
-                some = normal(tokens, 384, dtype=dtype) / 16
-                linears(some, weights, [bias, bias])
-                linears(some, weights, [], None, "silu", True)
+        linears = packed_triton.packed_linears_triton
+        linears(x, weights[:1], [bias], norm, "relu", False, residual)
+        linears(x, weights, [], None, "silu", True)
+        for tokens in (3, 11):
+            some = normal(tokens, 384, dtype=dtype) / 16
+            linears(some, weights, [bias, bias])
+            linears(some, weights, [], None, "silu", True)
 
 
 def run_whole_steps(names: dict[str, None], has_packed: bool) -> None:

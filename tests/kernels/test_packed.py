@@ -15,7 +15,6 @@ from hf_static_kv.kernels.packed import (
     LAYOUTS,
     MAX_TOKENS,
     TILE_STEPS,
-    TRANSPOSED,
     is_readable,
     layout_of,
     unpacked,
@@ -25,7 +24,7 @@ from tests.quantised_layers import FORMATS, Made, pack
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hf_static_kv.kernels import packed_codes_triton, packed_mma_triton, packed_triton
+from hf_static_kv.kernels import packed_codes_triton, packed_triton
 from hf_static_kv.kernels.packed_triton import packed_linears_triton
 
 GEMMA = NormStyle(1.0, False)
@@ -61,22 +60,11 @@ def test_unpacked_against_float64(name, dtype):
     assert is_readable(weight.packed)
 
 
-MMA = "tensor cores: "
-WAYS = [*FORMATS, *(MMA + name for name, (layout, *_) in FORMATS.items() if layout in TRANSPOSED)]
-
-
-@pytest.fixture
-def name(request, monkeypatch):
-    """A format, and by which of two kernels it is multiplied."""
-    monkeypatch.setattr(packed_triton, "BY_TENSOR_CORES", request.param.startswith(MMA))
-    return request.param.removeprefix(MMA)
-
-
 class TestOneToken:
     @pytest.mark.parametrize("has_bias", [False, True])
     @pytest.mark.parametrize("columns", [256, 2304])  # whole rows, and tiles that K does not fill
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", WAYS, indirect=True)
+    @pytest.mark.parametrize("name", FORMATS)
     def test_against_float64(self, name, dtype, columns, has_bias):
         weights = [made(name, rows, columns, dtype, rows) for rows in (16, 8, 24)]
         x = normal(1, columns, dtype=dtype)
@@ -95,7 +83,7 @@ class TestOneToken:
         assert is_readable(weight.packed)
         assert ((got.double() - exact).abs() <= bound).all()
 
-    @pytest.mark.parametrize("name", ["blocks", "int8 groups", "wide int4 tiles"], indirect=True)
+    @pytest.mark.parametrize("name", ["blocks", "int8 groups", "wide int4 tiles"])
     def test_inputs_and_codes_that_are_not_aligned(self, name):
         weight = made(name, dtype=torch.float16)
         x = normal(1, 257, dtype=torch.float16)[:, 1:]
@@ -117,7 +105,7 @@ class TestOneToken:
         assert ((got.double() - exact).abs() <= bound).all()
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", WAYS, indirect=True)
+    @pytest.mark.parametrize("name", FORMATS)
     def test_a_norm_before(self, name, dtype):
         weight = made(name, dtype=dtype)
         x = 5 * normal(1, 256, dtype=dtype)
@@ -151,7 +139,7 @@ class TestOneToken:
 class TestFewTokens:
     @pytest.mark.parametrize("tokens", [2, 11, MAX_TOKENS])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-    @pytest.mark.parametrize("name", WAYS, indirect=True)
+    @pytest.mark.parametrize("name", FORMATS)
     def test_against_float64(self, name, dtype, tokens):
         weights = [made(name, rows, 384, dtype, rows) for rows in (16, 8, 24)]
         x = normal(tokens, 384, dtype=dtype)
@@ -265,32 +253,6 @@ class TestSumsOfWords:
             got = result_of(packed_codes_triton._SUM_OF_BYTES.value, [word, zero, *x])
             values = codes.astype(np.uint8).view(np.int8).astype(float) - midpoint
             assert got == pytest.approx(float(values @ x), rel=1e-5, abs=1e-3)
-
-
-class TestPairsOfCodes:
-    """The numbers that tensor cores multiply. The PTX itself runs on a GPU alone."""
-
-    @pytest.mark.parametrize(
-        ("dtype", "bits", "zeros"),
-        [
-            (torch.bfloat16, 0x43004300, packed_mma_triton._ZEROS_BF16),
-            (torch.float16, 0x64006400, packed_mma_triton._ZEROS_F16),
-        ],
-        ids=str,
-    )
-    def test_a_code_minus_its_zero(self, dtype, bits, zeros):
-        """Of codes 0 to 15 and zeros 0 to 16, as a zero may be stored less one."""
-        for zero in range(17):
-            codes = torch.arange(16, dtype=torch.int32) * 0x10001 | bits
-            negative = torch.full((16,), zero * 0x10001 + zeros.value, dtype=torch.int32)
-            got = codes.view(dtype) + negative.view(dtype)
-            assert got[::2].tolist() == got[1::2].tolist() == [code - zero for code in range(16)]
-
-    def test_a_product_of_bfloat16_has_two_parts(self):
-        x, weight = (torch.randn(1000, generator=torch.Generator().manual_seed(i)) for i in (0, 1))
-        exact = x.bfloat16().double() * weight.bfloat16().double()
-        rest = exact - exact.bfloat16().double()
-        assert torch.equal(rest.bfloat16().double(), rest)
 
 
 class TestPacked:
