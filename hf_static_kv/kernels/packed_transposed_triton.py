@@ -80,43 +80,24 @@ def packed_transposed_one_token(
     N = own[2]
     part = tl.program_id(1)
     n = n_start + tl.arange(0, TILE_N)
-    lane = tl.minimum(n_start // CELLS.outputs + tl.arange(0, LANES), N // CELLS.outputs - 1)[
-        None, :
-    ]
+    lane = n_start // CELLS.outputs + tl.arange(0, LANES)[None, :]
+    lane = tl.minimum(lane, N // CELLS.outputs - 1)
     run = part * runs_of_part + tl.arange(0, RUNS)[:, None]
     end = tl.minimum((part + 1) * runs_of_part, K // (8 * CELLS.run))
-    dtype = y.dtype.element_ty
     cell = _load_cell(own, lane, tl.minimum(run, end - 1), N, CELLS)
+    up_cell = cell
     if IS_GATED:  # the first weight is the gate and the second is up
         up_cell = _load_cell(second, lane, tl.minimum(run, end - 1), N, CELLS)
     bias = tl.load(own[1] + n, mask=n < N, other=0.0) if HAS_BIAS else 0.0
     up_bias = tl.load(b1 + n, mask=n < N, other=0.0) if HAS_BIAS and IS_GATED else 0.0
     pdl_sync(PDL)
     residual_tile = tl.load(residual + y_start + n, mask=n < N, other=0.0) if HAS_RESIDUAL else 0.0
-    total = _no_sums(RUNS, LANES, CELLS.outputs)
-    up = _no_sums(RUNS, LANES, CELLS.outputs)
-    squares = tl.zeros((RUNS, 1), tl.float32)
-    for start in tl.range(part * runs_of_part, end, RUNS):
-        at = start + tl.arange(0, RUNS)[:, None]
-        following = tl.minimum(
-            at + RUNS, end - 1
-        )  # behind the end the last again, which is not added
-        next_cell = _load_cell(own, lane, following, N, CELLS)
-        if IS_GATED:
-            next_up_cell = _load_cell(second, lane, following, N, CELLS)
-        is_inside = CELLS.is_even | (at < end)
-        inside = at if CELLS.is_even else tl.minimum(at, end - 1)
-        xs, new = _load_x(x, norm_weight, offset, inside, HAS_NORM, CELLS)
-        squares += tl.where(is_inside, new, 0.0)
-        total = _added(total, _products(cell, xs, s0.dtype.element_ty, CELLS), is_inside, CELLS)
-        cell = next_cell
-        if IS_GATED:
-            up = _added(up, _products(up_cell, xs, s0.dtype.element_ty, CELLS), is_inside, CELLS)
-            up_cell = next_up_cell
+    total, up, squares = _sums_of_runs(
+        x, norm_weight, offset, own, second, cell, up_cell, lane, part * runs_of_part, end,
+        RUNS, LANES, CELLS, HAS_NORM, IS_GATED,
+    )  # fmt: skip
     result = tl.sum(_side_by_side(total, CELLS), 0)
-    up_result = result
-    if IS_GATED:
-        up_result = tl.sum(_side_by_side(up, CELLS), 0)
+    up_result = tl.sum(_side_by_side(up, CELLS), 0) if IS_GATED else result
     square = tl.sum(tl.sum(squares, 1), 0)
     is_last = True
     if PARTS > 1:
@@ -130,12 +111,9 @@ def packed_transposed_one_token(
         squares_of_parts = sums + PARTS * width + block * PARTS + tl.arange(0, PARTS)
         if HAS_NORM:
             tl.store(sums + PARTS * width + block * PARTS + part, square)
-        # The sums of all threads are stored before one thread counts the instance.
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters + block, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+        is_last = _is_last(counters + block, PARTS)
     if is_last:
         if PARTS > 1:
-            tl.store(counters + block, 0)  # for the next launch
             result = add_parts(sums + y_start, n, N, width, PARTS, TILE_N, PARTS)
             if IS_GATED:
                 up_result = add_parts(sums + size + y_start, n, N, width, PARTS, TILE_N, PARTS)
@@ -143,11 +121,53 @@ def packed_transposed_one_token(
                 square = tl.sum(tl.load(squares_of_parts, cache_modifier=".cg"), 0)
         scale = tl.rsqrt(square / K + eps) if HAS_NORM else 1.0
         result = finish_sum(result, scale, bias, HAS_NORM, HAS_BIAS)
-        by = 1.0
-        if IS_GATED:
-            by = finish_sum(up_result, scale, up_bias, HAS_NORM, HAS_BIAS)
+        by = finish_sum(up_result, scale, up_bias, HAS_NORM, HAS_BIAS) if IS_GATED else 1.0
+        dtype: tl.constexpr = y.dtype.element_ty
         result = epilogue(result, by, residual_tile, dtype, ACTIVATION, IS_GATED, HAS_RESIDUAL)
         tl.store(y + y_start + n, result.to(dtype), mask=n < N)
+
+
+@triton.jit
+def _is_last(counter, PARTS: tl.constexpr):
+    """Whether the other parts of these sums are stored; the counter is 0 for the next launch then."""
+    # The sums of all threads are stored before one thread counts the instance.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == PARTS - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _sums_of_runs(
+    x, norm_weight, offset, own, second, cell, up_cell, lane, begin, end,
+    RUNS: tl.constexpr, LANES: tl.constexpr, CELLS: tl.constexpr, HAS_NORM: tl.constexpr,
+    IS_GATED: tl.constexpr,
+):  # fmt: skip
+    """The sums of both weights over a part of K, before threads are added; and those of x^2."""
+    SCALE: tl.constexpr = own[3].dtype.element_ty
+    N = own[2]
+    total = _no_sums(RUNS, LANES, CELLS.outputs)
+    up = _no_sums(RUNS, LANES, CELLS.outputs)
+    squares = tl.zeros((RUNS, 1), tl.float32)
+    for start in tl.range(begin, end, RUNS):
+        at = start + tl.arange(0, RUNS)[:, None]
+        following = tl.minimum(
+            at + RUNS, end - 1
+        )  # behind the end the last again, which is not added
+        next_cell = _load_cell(own, lane, following, N, CELLS)
+        if IS_GATED:
+            next_up_cell = _load_cell(second, lane, following, N, CELLS)
+        is_inside = CELLS.is_even | (at < end)
+        inside = at if CELLS.is_even else tl.minimum(at, end - 1)
+        xs, new = _load_x(x, norm_weight, offset, inside, HAS_NORM, CELLS)
+        squares += tl.where(is_inside, new, 0.0)
+        total = _added(total, _products(cell, xs, SCALE, CELLS), is_inside, CELLS)
+        cell = next_cell
+        if IS_GATED:
+            up = _added(up, _products(up_cell, xs, SCALE, CELLS), is_inside, CELLS)
+            up_cell = next_up_cell
+    return total, up, squares
 
 
 @triton.jit
