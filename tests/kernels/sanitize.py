@@ -89,9 +89,10 @@ def main() -> int:
             "PATH, or set CUDA_HOME."
         )
         return 2
+    defined = defined_kernels()
     with ThreadPoolExecutor() as pool:  # the tools at once: each takes a minute or two
-        runs = list(pool.map(partial(run_tool, sanitizer), args.tool or TOOLS))
-    record = {"config": {"defined": sorted(defined_kernels())}, "runs": runs, **provenance("cuda")}
+        runs = list(pool.map(partial(run_tool, sanitizer, defined), args.tool or TOOLS))
+    record = {"config": {"defined": sorted(defined)}, "runs": runs, **provenance("cuda")}
     record["command"] = (
         "python -m tests.kernels.sanitize"  # as a module, `argv` has a path of this machine
     )
@@ -111,7 +112,7 @@ def find_sanitizer() -> str | None:
     )
 
 
-def run_tool(sanitizer: str, tool: str) -> dict[str, Any]:
+def run_tool(sanitizer: str, defined: set[str], tool: str) -> dict[str, Any]:
     """The kernels under one tool: what it found, None for errors if it said nothing."""
     # cuda.bindings asks the driver for functions that it may not have: no error of a kernel.
     options = ["--report-api-errors", "no"] if tool == "memcheck" else []
@@ -135,7 +136,7 @@ def run_tool(sanitizer: str, tool: str) -> dict[str, Any]:
         "version": version_of(sanitizer),
         "command": " ".join(["compute-sanitizer", "--tool", tool, *options, "python", *python[1:]]),
         "kernels": kernels,
-        "missing": sorted(defined_kernels() - set(kernels)),
+        "missing": sorted(defined - set(kernels)),
         "errors": sum(found) if found else None,
         "exit_code": result.returncode,
         "seconds": round(time.monotonic() - started, 1),
