@@ -268,18 +268,6 @@ class TestPacked:
             {"layout": "bytes"},
         ):
             assert not is_readable(weight._replace(**wrong)), wrong
-        words = made("gptq").packed
-        for wrong in (
-            {"group": 16},  # groups of half a span
-            {"scales": words.scales.contiguous()},
-            {"scales": words.scales.float()},
-            {"zeros": None},
-            {"zeros": words.zeros.float()},
-            {"zeros": words.zeros[1:]},
-            {"midpoint": 8},
-            {"layout": "awq"},
-        ):
-            assert not is_readable(words._replace(**wrong)), wrong
         tiles = made("int4 tiles", 24).packed
         assert not is_readable(tiles._replace(group=16))  # a word spans 32 columns
 
