@@ -30,7 +30,8 @@ def pack(codes, layout):
 def pack_tiles(codes):
     """As torch packs them for tensor cores: two tiles of 16 columns in a word, 32 lanes of 4 words."""
     rows, columns = codes.shape
-    words = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64)
+    # Another device may be the default one.
+    words = torch.zeros(rows // 8, columns // 128, 32, 4, dtype=torch.int64, device=codes.device)
     for lane in range(32):
         for word in range(4):
             first = 32 * word + lane % 4 * 2
