@@ -1,8 +1,8 @@
 """Decode attention over codes in Triton. Formula in decode_attention.py, codes in cache/codes.py.
 
 An instance has a share of the span of a batch row and KV head. Each of its warps has positions of
-its own of a tile, and sums of its own. The instance merges them at the end, and the combine kernel
-of decode_attention_triton.py merges the shares.
+its own of a tile, and sums of its own, a part. The combine kernel of decode_attention_triton.py
+merges the parts of a span.
 
     memory     [ 0 1 2 3 ... D-1 | scale ]      a row of bytes: one position
     loaded     [ 01  23  ... ]                  as pairs of codes, 16 bits each
@@ -27,17 +27,14 @@ from hf_static_kv.kernels.decode_attention_triton import (
     factors,
     launch_combine,
     processors,
+    share_of_span,
 )
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.rows_attention_triton import or_zero, sum_of_warps
 
 # Warps, positions of a warp, loads in flight, by head dim; of split spans also the kernel instances
-# per multiprocessor. On an H200, of one row of 8 heads and its combine kernel, beside decode_attention_split
-# with bfloat16 (2026-11-19): of 64 dims 5.8 us at 512 positions (4.8), 8.3 at 8k (9.5), 16 at 32k (21), 46 at
-# 130k (65); of 128 dims 7.6 (4.9), 14 (13), 29 (37) and 82 (123). Of 256 dims none is measured.
+# per multiprocessor.
 _SPLIT = {64: (1, 64, 3, 8), 128: (2, 32, 3, 4), 256: (2, 16, 3, 4)}
-# At 640 and 2048 positions: 64 rows of 8 heads of 64 dims 19 and 49 us (rows_attention with bfloat16 23 and
-# 64), 12 rows 8 and 16 us (8 and 18); of 128 dims 31 and 80 (44 and 127), 11 and 24 (12 and 28).
 _WHOLE_OF_MANY = {64: (2, 32, 3), 128: (2, 32, 3), 256: (2, 16, 3)}
 _WHOLE_OF_FEW = {64: (4, 32, 3), 128: (4, 16, 4), 256: (4, 16, 2)}
 _FEW_PER_PROCESSOR = 1.5
@@ -67,7 +64,7 @@ _UNPACK_FLOAT16 = tl.constexpr(_unpacking("fma.rn.f16x2", 0x78007800, 0xB400B400
 @triton.jit
 def coded_attention(
     query, keys, values, spans, sinks, output, outputs, maxima, sums, scale, softcap,
-    most_parts, query_b, query_h, query_t, keys_b, keys_h, values_b, values_h,
+    query_b, query_h, query_t, keys_at, keys_b, keys_h, values_at, values_b, values_h,
     spans_b, spans_t,
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, KEY_ROW: tl.constexpr,
@@ -91,33 +88,32 @@ def coded_attention(
     own_end = tl.load(span + m // G * spans_t + 2, mask=is_query, other=0)
     if SPANS_READY:
         pdl_sync(PDL)
+    share = share_of_span(first, end, tl.num_programs(1), TILE)
+    begin = first + tl.program_id(1) * share
+    if HAS_PARTS and begin >= end:
+        return  # the combine kernel reads no part of it
     q_at = query + b * query_b + g[None, :] * query_h + m[None, :] // G * query_t
     even, odd = _load_queries(q_at, is_query, D, TILE_D, TILE_M, WARPS)
-    length = tl.maximum(end - first, 0).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(length, TILE), most_parts) * TILE
-    begin = tl.program_id(1) * share
-    stop = tl.minimum(begin + share, length)
     at = (
-        keys + aligned(b * keys_b + h * keys_h),
-        values + aligned(b * values_b + h * values_h),
+        keys + aligned(keys_at + b * keys_b + h * keys_h),
+        values + aligned(values_at + b * values_b + h * values_h),
     )
     seen = end, own_first, own_end
     state = _no_sums(WARPS, POSITIONS, TILE_M, TILE_DV)
     maximum, weights, even, odd = _add_tiles(
-        state, even, odd, at, first + begin, first + stop, seen, scale, softcap, Q, D, DV,
+        state, even, odd, at, begin, tl.minimum(begin + share, end), seen, scale, softcap, Q, D, DV,
         TILE_DV, KEY_ROW, VALUE_ROW, UNIT, POSITIONS, STAGES, HAS_SOFTCAP, IS_SHORT, IN_PTX,
     )  # fmt: skip
     total = tl.sum(weights, 1)
     dv = 2 * tl.arange(0, TILE_DV // 2)
     if HAS_PARTS:
-        highest = tl.max(maximum, 0)
-        factor = tl.exp2(maximum - or_zero(highest)[None, :])
-        row = (tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)) * (G * Q) + m
-        tl.store(maxima + row, highest, mask=is_query)
-        tl.store(sums + row, tl.sum(total * factor, 0), mask=is_query)
-        even = UNIT * tl.sum(even * factor[:, None, :], 0)
-        odd = UNIT * tl.sum(odd * factor[:, None, :], 0)
-        _store_dims(outputs + row[None, :] * TILE_DV + dv[:, None], even, odd, is_query[None, :])
+        part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        part = part * WARPS + tl.arange(0, WARPS)
+        row = part[:, None] * (G * Q) + m[None, :]
+        tl.store(maxima + row, maximum, mask=is_query[None, :])
+        tl.store(sums + row, total, mask=is_query[None, :])
+        to = outputs + row[:, None, :] * TILE_DV + dv[None, :, None]
+        _store_dims(to, UNIT * even, UNIT * odd, is_query[None, None, :])
     else:
         sees = own_end > own_first
         sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
@@ -279,7 +275,7 @@ def coded_attention_triton(
     output = query.new_empty(batch, num_tokens, query_heads, value_dim)
     parts = (output, output, output)  # a kernel takes a pointer for an absent tensor too
     if is_split:
-        shape = pairs, per_span, rows
+        shape = pairs, per_span * warps, rows
         outputs = query.new_empty(*shape, tile_dv, dtype=torch.float32)
         maxima = query.new_empty(shape, dtype=torch.float32)
         parts = (outputs, maxima, torch.empty_like(maxima))
@@ -287,11 +283,13 @@ def coded_attention_triton(
         "H": heads, "G": groups, "Q": num_tokens, "DV": value_dim, "TILE_DV": tile_dv,
         "SPANS_READY": spans_ready,
     }  # fmt: skip
+    key_memory, value_memory = _memory(keys), _memory(values)
     launch(
-        coded_attention, (pairs, per_span), query, keys, values, spans,
+        coded_attention, (pairs, per_span), query, key_memory, value_memory, spans,
         query if sinks is None else sinks, output, *parts, scale, softcap or 0.0,
-        most_parts, *query.stride()[:3], *keys.stride()[:2], *values.stride()[:2],
-        *spans.stride()[:2],
+        *query.stride()[:3],
+        keys.data_ptr() - key_memory.data_ptr(), *keys.stride()[:2],
+        values.data_ptr() - value_memory.data_ptr(), *values.stride()[:2], *spans.stride()[:2],
         TILE_M=8 if rows <= 8 else triton.next_power_of_2(rows), D=dim, TILE_D=tile_d,
         KEY_ROW=keys.stride(2), VALUE_ROW=values.stride(2), UNIT=_UNITS[query.dtype], WARPS=warps,
         POSITIONS=positions, STAGES=stages, IS_SHORT=keys.shape[2] < warps * positions,
@@ -300,8 +298,8 @@ def coded_attention_triton(
     )  # fmt: skip
     if is_split:
         launch_combine(
-            parts, spans, sinks, output, most_parts, query, 0, **both,
-            SPLIT_SIZE=warps * positions, HAS_WEIGHTS=False, IN_ORDER=False,
+            parts, spans, sinks, output, most_parts * warps, query, 0, **both,
+            SPLIT_SIZE=warps * positions, HAS_WEIGHTS=False, IN_ORDER=False, warps=warps,
         )  # fmt: skip
     return output
 
@@ -316,6 +314,12 @@ def _shape(dim: int, pairs: int, query: Tensor, is_split: bool) -> tuple[int, in
     is_few = pairs <= _FEW_PER_PROCESSOR * processors(query)
     warps, positions, stages = (_WHOLE_OF_FEW if is_few else _WHOLE_OF_MANY)[size]
     return warps, positions, stages, 1
+
+
+def _memory(codes: Tensor) -> Tensor:
+    """The memory of the codes from an address that 16 divides: then Triton loads four codes at once."""
+    offset = codes.storage_offset() - codes.data_ptr() % 16
+    return codes.as_strided((1,), (1,), max(0, offset))
 
 
 def _runs_ptx(query: Tensor) -> bool:

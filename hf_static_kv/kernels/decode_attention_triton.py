@@ -193,6 +193,26 @@ def _count_splits(seq_start, first, end, num_splits, SPLIT_SIZE: tl.constexpr):
 
 
 @triton.jit
+def share_of_span(first, end, most_parts, TILE: tl.constexpr):
+    """The positions of each part of a span: whole tiles."""
+    return tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), TILE), most_parts) * TILE
+
+
+@triton.jit
+def _count_parts(
+    span, first, end, parts, SPLIT_SIZE: tl.constexpr, IN_ORDER: tl.constexpr, WARPS: tl.constexpr
+):
+    """The parts that were written, from the first one on."""
+    if IN_ORDER:
+        return _count_splits(tl.load(span), first, end, parts, SPLIT_SIZE)
+    elif WARPS > 0:  # by coded_attention_triton.py: one for each warp
+        share = share_of_span(first, end, parts // WARPS, SPLIT_SIZE)
+        return tl.cdiv(tl.maximum(end - first, 0), tl.maximum(share, 1)) * WARPS
+    else:
+        return parts
+
+
+@triton.jit
 def _normalize_scores(scores, first, end, maximum, total, TILE: tl.constexpr):
     """Turn the scores of one query into weights, in the first of its instances."""
     if tl.program_id(2) == 0:
@@ -208,7 +228,7 @@ def decode_attention_combine(
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr,
     SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr, DIMS: tl.constexpr, UNROLL: tl.constexpr,
     HAS_SINKS: tl.constexpr, HAS_WEIGHTS: tl.constexpr, SPANS_READY: tl.constexpr,
-    IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    IN_ORDER: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)  # of a batch row and a KV head
     m = tl.program_id(1)  # its query, as in `decode_attention_split`
@@ -219,7 +239,7 @@ def decode_attention_combine(
     span = spans + b * spans_b
     first = tl.load(span + 1)
     end = tl.load(span + (Q - 1) * spans_t + 2)
-    count = _count_splits(tl.load(span), first, end, parts, SPLIT_SIZE) if IN_ORDER else parts
+    count = _count_parts(span, first, end, parts, SPLIT_SIZE, IN_ORDER, WARPS)
     if SPANS_READY:
         pdl_sync(PDL)
     n = tl.arange(0, TILE)
@@ -317,9 +337,12 @@ def decode_attention_triton(
 
 def launch_combine(
     parts: tuple[Tensor, Tensor, Tensor], spans: Tensor, sinks: Tensor | None, output: Tensor,
-    most_parts: int, scores: Tensor, weights_h: int, **constants: int | bool,
+    most_parts: int, scores: Tensor, weights_h: int, warps: int = 0, **constants: int | bool,
 ) -> None:  # fmt: skip
-    """Merge outputs [pairs, parts, rows, TILE_DV], maxima and sums into `output`."""
+    """Merge outputs [pairs, parts, rows, TILE_DV], maxima and sums into `output`.
+
+    With `warps` each instance of a span has so many parts, and wrote those of positions that are there.
+    """
     pairs, count, rows, tile_dv = parts[0].shape
     launch(
         decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), *parts, spans,
@@ -327,7 +350,8 @@ def launch_combine(
         count, TILE=min(_COMBINE_TILE, triton.next_power_of_2(most_parts)), DIMS=_COMBINE_DIMS,
         HAS_SINKS=sinks is not None,
         # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.
-        UNROLL=8 if constants["SPLIT_SIZE"] == 32 else 4, num_warps=4, **constants,
+        UNROLL=8 if constants["SPLIT_SIZE"] == 32 else 4, WARPS=warps, num_warps=4,
+        **constants,
     )  # fmt: skip
 
 
