@@ -29,14 +29,16 @@ _GROUPS_OF_SPAN = 8  # whose inputs a warp holds
 _MAX_BARRIERS = 16  # stages of the ring
 _LAYER = 384  # bytes of `struct Layer`, at most
 # Stages of a block that are under way while it waits for values, and while it multiplies: more slow
-# the exchange of values, fewer the reading. The fastest of six pairs with Llama-3.2-1B in bfloat16, and
-# of eight with Llama-3.1-8B in NF4 (H200, 2026-11-19).
+# the exchange of values, fewer the reading. In bfloat16 ten take Llama-3.2-1B 674 us instead of 689 with
+# six, Qwen3-1.7B 1,025 instead of 1,052 and Gemma 3 1B 866 instead of 905; 13 take Llama 682 and Gemma
+# 815 where ten took 675 and 805. Of eight pairs the fastest with Llama-3.1-8B in NF4 (H200, 2026-11-19).
 _FLIGHT_WAIT = 2
 _FLIGHT_STREAM = 10
 _FLIGHT_STREAM_OF_PACKED = 6
 # With Llama-3.1-8B in tiles 1,619 us instead of 1,674 with two (H200, 2026-11-19).
 _FLIGHT_WAIT_OF_TILES = 1
-# What values that are published by 4, 2 or 1 cost, in bytes that a block reads meanwhile.
+# What values that are published by 4, 2 or 1 cost, in bytes that a block reads meanwhile. Gemma 3 1B
+# takes 925 us, with half of these numbers 980, with twice of them 923 (H200, 2026-11-19).
 _EXCHANGE = {4: 0, 2: 16000, 1: 40000}
 # Bytes of the tables of weights of four bits: of pairs, of nested scales, and the offsets of a layer.
 _TABLES = 65536 + 4 * NESTED_GROUP + 32
