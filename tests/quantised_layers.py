@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn import Linear, Module, Parameter
 
-from hf_static_kv.kernels.packed import LAYOUTS, NESTED_GROUP, Nested, Packed
+from hf_static_kv.kernels.packed import LAYOUTS, NESTED_GROUP, TRANSPOSED, Nested, Packed
 
 BLOCK = 64
 
@@ -24,7 +24,22 @@ def pack(codes, layout):
     if layout == "halves":
         first, second = codes.chunk(2)
         return first << 4 | second
+    if layout == "gptq":
+        return words_of(codes).t().contiguous()
+    if layout == "awq":
+        return words_of(codes.t(), AWQ_ORDER)
     return pack_tiles(codes)
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+def words_of(codes, order=range(8)):
+    """Eight codes along the last dimension in an int32; `order` names them from the lowest bits on."""
+    words = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
+    for position, i in enumerate(order):
+        words |= codes.long()[..., i::8] << 4 * position
+    return words.to(torch.int32)  # the upper half as negative numbers
 
 
 def pack_tiles(codes):
@@ -78,10 +93,19 @@ class Made:
             scales, made["zeros"] = (part.t() for part in pairs.to(device).unbind(-1))
             made |= {"added": True, "midpoint": 8}
             values = values - 8
+        if layout in TRANSPOSED:
+            scales = scales.to(torch.float16)
+            scale = scales.double()
+            scales = scales.t().contiguous().t()
+            integers = torch.randint(0, 16, groups, generator=generator)
+            integers[0, 0] = 15
+            made["zeros"] = words_of(integers.t(), AWQ_ORDER if layout == "awq" else range(8))
+            made["midpoint"] = int(kind == "less one")
+            zero = (integers + made["midpoint"]).double()
         if "zeros" in made:
             made["zeros"] = made["zeros"].to(device)
         packed = pack(codes, layout).to(device), layout, rows, columns, dtype, group
-        self.packed = Packed(*packed, scales.to(device), **made)
+        self.packed = Packed(*packed, scales.to(device), **made)  # keeps strides
         grouped = values.view(*groups, group)
         zero, scale = zero[..., None], scale[..., None]
         exact = grouped * scale + zero if kind == "added" else (grouped - zero) * scale
@@ -107,6 +131,11 @@ FORMATS = {
     "int4 halves": ("halves", 32, "subtracted"),
     "int4 tiles": ("tiles", 32, "added"),
     "wide int4 tiles": ("tiles", 128, "added"),
+    "gptq": ("gptq", 128, "packed"),
+    "gptq, zeros less one": ("gptq", 32, "less one"),
+    "gptq rows": ("gptq", 0, "packed"),
+    "awq": ("awq", 128, "packed"),
+    "small awq": ("awq", 32, "packed"),
 }
 
 
@@ -155,6 +184,82 @@ class Linear8bit(Linear):
     def forward(self, x):
         scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-8) / 127
         return F.linear((x / scale).round() * scale, self.unpacked().to(x.dtype), self.bias)
+
+
+class TorchLinear(Module):
+    """As the layer of GPTQModel for GPTQ: buffers alone, and inputs of a group by `g_idx`."""
+
+    REQUIRES_FORMAT_V2 = True  # else zeros are stored less one
+    order = range(8)  # of zeros
+    group_size = 32
+    computes_in = torch.float16  # weights: in the dtype of the scales
+
+    def __init__(self, linear):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bits, self.adapter = 4, None
+        groups = linear.weight.detach().t().unflatten(0, (-1, self.group_size))  # [groups, G, N]
+        least = groups.amin(1).clamp(max=0.0)
+        scales = ((groups.amax(1).clamp(min=0.0) - least) / 15).half()
+        zeros = (-least / scales.float()).round().clamp(1, 15)
+        codes = groups / scales.float()[:, None] + zeros[:, None]
+        stored = zeros.long() - (0 if self.REQUIRES_FORMAT_V2 else 1)
+        self.register_buffer(
+            "qweight", self.packed(codes.round().clamp(0, 15).long().flatten(0, 1))
+        )
+        self.register_buffer("qzeros", words_of(stored, self.order))
+        self.register_buffer("scales", scales)
+        g_idx = torch.arange(self.in_features, dtype=torch.int32) // self.group_size
+        self.register_buffer("g_idx", g_idx)
+        self.register_buffer("shifts", torch.arange(0, 32, 4)[:, None])
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.detach().clone())
+
+    def packed(self, codes):
+        """Codes [K, N] in words."""
+        return words_of(codes.t()).t().contiguous()
+
+    def codes(self):
+        return (self.qweight[:, None] >> self.shifts & 15).flatten(0, 1)
+
+    def zeros(self):
+        zeros = (self.qzeros[..., None] >> self.shifts[:, 0] & 15).flatten(1)
+        return zeros if self.REQUIRES_FORMAT_V2 else zeros + 1
+
+    def unpacked(self):
+        group = self.g_idx.long()
+        return self.scales[group].to(self.computes_in) * (self.codes() - self.zeros()[group])
+
+    def forward(self, x):
+        y = x @ self.unpacked().to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+class TorchLinearV1(TorchLinear):
+    REQUIRES_FORMAT_V2 = False
+
+
+class AwqTorchLinear(TorchLinear):
+    """As the layer of GPTQModel for AWQ; it has no `g_idx`."""
+
+    order = AWQ_ORDER
+
+    def __init__(self, linear):
+        super().__init__(linear)
+        self.of_place = [AWQ_ORDER.index(i) for i in range(8)]
+        del self.g_idx
+
+    def packed(self, codes):
+        return words_of(codes, AWQ_ORDER)
+
+    def in_order(self, words):
+        return (words[..., None] >> self.shifts[:, 0] & 15)[..., self.of_place].flatten(1)
+
+    def unpacked(self):
+        codes, zeros = self.in_order(self.qweight), self.in_order(self.qzeros)
+        scales, zeros = (
+            part.repeat_interleave(self.group_size, 0) for part in (self.scales, zeros)
+        )
+        return (codes - zeros) * scales.to(self.computes_in)
 
 
 NF4 = [

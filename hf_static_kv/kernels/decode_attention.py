@@ -26,6 +26,7 @@ from hf_static_kv.cache.codes import coded_dim, holds_codes, states_of
 MAX_TOKENS = 16  # of a batch row, in `decode_attention`
 _SPLIT_SIZE = 64  # of `invariant_attention_plain`
 _SHORT_SPAN = 2048
+_LARGEST_DIM = 256  # of the kernel for codes
 
 
 def decode_attention(
@@ -53,9 +54,16 @@ def decode_attention(
         return decode_attention_plain(
             query, keys, values, spans, seen, scale, softcap, sinks, weights
         )
+    span = min(max_span or keys.shape[2], keys.shape[2])
+    is_plain = seen is None and weights is None and not in_order
+    if is_plain and _reads_codes(query, keys, values):
+        from hf_static_kv.kernels.coded_attention_triton import coded_attention_triton
+
+        return coded_attention_triton(
+            query, keys, values, spans, scale, span, softcap, sinks, spans_ready
+        )
     from hf_static_kv.kernels.decode_attention_triton import decode_attention_triton
 
-    span = min(max_span or keys.shape[2], keys.shape[2])
     how = seen, scale, span, softcap, sinks, weights, spans_ready, in_order
     return decode_attention_triton(query, keys, values, spans, *how)
 
@@ -83,9 +91,17 @@ def attend(
         return invariant_attention_plain(query, keys, values, *how)
     if query.is_cuda and not in_order and _fills_device(query, keys, max_span):
         _check(query, keys, values, spans)
-        from hf_static_kv.kernels.rows_attention_triton import rows_attention_triton
+        if not holds_codes(keys, query):
+            from hf_static_kv.kernels.rows_attention_triton import rows_attention_triton
 
-        return rows_attention_triton(query, keys, values, *how)
+            return rows_attention_triton(query, keys, values, *how)
+        if _reads_codes(query, keys, values):
+            from hf_static_kv.kernels.coded_attention_triton import coded_attention_triton
+
+            states = query, keys, values, spans
+            return coded_attention_triton(
+                *states, scale, max_span, softcap, sinks, spans_ready=True, is_split=False
+            )
     return decode_attention(
         query, keys, values, spans, scale=scale, max_span=max_span, softcap=softcap, sinks=sinks,
         spans_ready=True,
@@ -93,9 +109,24 @@ def attend(
     )  # fmt: skip
 
 
+def _fits_a_tile(query: Tensor, keys: Tensor) -> bool:
+    """Whether a warp can have all queries of a KV head, in half precision."""
+    return query.element_size() == 2 and query.shape[2] * query.shape[1] <= 16 * keys.shape[1]
+
+
+def _reads_codes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
+    """Whether the kernel for codes takes them."""
+    largest = max(keys.shape[-1], values.shape[-1])
+    return (
+        holds_codes(keys, query)
+        and _fits_a_tile(query, keys)
+        and largest <= coded_dim(_LARGEST_DIM)
+    )
+
+
 def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
     """Whether there are so many batch rows that spans need not be split to keep a GPU busy."""
-    if query.element_size() != 2 or query.shape[2] * query.shape[1] > 16 * keys.shape[1]:
+    if not _fits_a_tile(query, keys):
         return False
     pairs = len(keys) * keys.shape[1]  # of a batch row and a KV head
     processors = torch.cuda.get_device_properties(query.device).multi_processor_count

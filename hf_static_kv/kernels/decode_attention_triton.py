@@ -284,7 +284,7 @@ def decode_attention_triton(
     # may begin inside a split.
     num_splits = triton.cdiv(max_span + num_tokens - 1, split_size) + 1
     # By batch and heads: the share of an instance and the order of sums do not depend on the capacity.
-    most_parts = max(1, _PROGRAMS_PER_PROCESSOR * _processors(query) // pairs)
+    most_parts = max(1, _PROGRAMS_PER_PROCESSOR * processors(query) // pairs)
     per_span = min(num_splits, most_parts)
     parts = num_splits if in_order else per_span
     outputs = query.new_empty(pairs, parts, rows, tile_dv, dtype=torch.float32)
@@ -309,18 +309,29 @@ def decode_attention_triton(
         STAGES=_STAGES if query.element_size() == 2 else 1,
         num_warps=4 if tile_m <= 64 else 8, **both,
     )  # fmt: skip
-    launch(
-        decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), outputs, maxima, sums, spans,
-        query if sinks is None else sinks, output, scores, *spans.stride()[:2], weights_h,
-        parts, TILE=min(_COMBINE_TILE, triton.next_power_of_2(most_parts)), DIMS=_COMBINE_DIMS,
-        HAS_SINKS=sinks is not None,
-        # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.
-        UNROLL=8 if split_size == 32 else 4, num_warps=4, **both,
-    )  # fmt: skip
+    launch_combine(
+        (outputs, maxima, sums), spans, sinks, output, most_parts, scores, weights_h, **both
+    )
     return output
 
 
-def _processors(tensor: Tensor) -> int:
+def launch_combine(
+    parts: tuple[Tensor, Tensor, Tensor], spans: Tensor, sinks: Tensor | None, output: Tensor,
+    most_parts: int, scores: Tensor, weights_h: int, **constants: int | bool,
+) -> None:  # fmt: skip
+    """Merge outputs [pairs, parts, rows, TILE_DV], maxima and sums into `output`."""
+    pairs, count, rows, tile_dv = parts[0].shape
+    launch(
+        decode_attention_combine, (pairs, rows, tile_dv // _COMBINE_DIMS), *parts, spans,
+        scores if sinks is None else sinks, output, scores, *spans.stride()[:2], weights_h,
+        count, TILE=min(_COMBINE_TILE, triton.next_power_of_2(most_parts)), DIMS=_COMBINE_DIMS,
+        HAS_SINKS=sinks is not None,
+        # Small splits are many: 26 layers of 256 dims take 6 to 10 us less.
+        UNROLL=8 if constants["SPLIT_SIZE"] == 32 else 4, num_warps=4, **constants,
+    )  # fmt: skip
+
+
+def processors(tensor: Tensor) -> int:
     """The multiprocessors of the GPU."""
     if not tensor.is_cuda:
         return 1

@@ -151,7 +151,7 @@ def linear_transposed(
     if is_last:
         if IS_SPLIT:
             tl.store(counters + block, 0)  # for the next launch
-            result = _add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
+            result = add_parts(sums + y_start, n, N, size, parts, TILE_N, TILE_PARTS)
         result = finish_sum(result, 1.0, bias, False, HAS_BIAS)
         result = epilogue(result, 1.0, residual_tile, dtype, ACTIVATION, False, HAS_RESIDUAL)
         tl.store(y + y_start + n, result.to(dtype), mask=n < N)
@@ -219,7 +219,7 @@ def _unpack(tile, dtype: tl.constexpr, IS_PAIRED: tl.constexpr):
 
 
 @triton.jit
-def _add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.constexpr):
+def add_parts(sums, n, N, size, parts, TILE_N: tl.constexpr, TILE_PARTS: tl.constexpr):
     """The sum of [parts, n], in an order that does not depend on which part came when."""
     part = tl.arange(0, TILE_PARTS)
     total = _load_parts(sums, part, n, N, size, parts)
@@ -347,7 +347,7 @@ def _transposed_linears(
     counters = x
     if parts > 1:
         sums = x.new_empty(parts, sum(sizes), dtype=torch.float32)
-        counters = _counters(x, blocks)
+        counters = counters_of(x, blocks)
     launch(
         linear_transposed, (blocks, parts), x, y, x if residual is None else residual.contiguous(),
         *padded(x, weights), *padded(x, biases), *padded(0, sizes), dim, sums, counters, parts,
@@ -387,7 +387,7 @@ class _Pool:
 _POOLS: dict[torch.device, _Pool] = {}
 
 
-def _counters(x: Tensor, number: int) -> Tensor:
+def counters_of(x: Tensor, number: int) -> Tensor:
     """Zeros on the device of x, which a launch leaves as zeros.
 
     Zeroing them in a graph would cost a launch at each replay. So a captured launch takes them from

@@ -13,10 +13,16 @@
     low_first   the same, the first in its lower half
     halves      [N / 2, K] bytes: row n in the upper half of a byte, row n + N / 2 in the lower
     tiles       torch's `_convert_weight_to_int4pack`: [N / 8, K / 128, 32, 4] int32
+    gptq        [K / 8, N] int32: a word has 8 inputs of one row, the first in its lowest bits
+    awq         [K, N / 8] int32: a word has one input of 8 rows, in the order of `AWQ_ROWS`
+
+The last two are transposed: outputs lie side by side. Their zeros have four bits, too: words of eight
+rows, [K / G, N / 8] int32, in the order of rows (gptq) or of `AWQ_ROWS`.
 
 `fused_linears` (linear.py) takes such weights for 1 to 16 tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +45,13 @@ LAYOUTS = {
     "low_first": Layout(4, 8, 8),
     "halves": Layout(4, 4, 4),
     "tiles": Layout(4, 8, 32),
+    "gptq": Layout(4, 8, 32),
+    "awq": Layout(4, 1, 32),
 }
+TRANSPOSED = ("gptq", "awq")
+# Of the eight codes of a word in "awq", from its lowest bits on: the row behind the first.
+AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)
+_ZEROS_OF_WORD = 8  # of a transposed layout
 _TILE_ROWS = 8  # of the layout "tiles"
 _TILE_COLUMNS = 128
 NESTED_GROUP = 256  # scales that share an absmax
@@ -67,7 +79,7 @@ class Packed(NamedTuple):
     midpoint: int = 0
     factor: float = 1.0
     nested: Nested | None = None
-    zeros: Tensor | None = None  # as the scales, in the same strides
+    zeros: Tensor | None = None  # as the scales, in the same strides; packed if it is transposed
     added: bool = False
 
     @property
@@ -103,6 +115,8 @@ def layout_of(weight: Weight) -> Any:
 def is_readable(packed: Packed) -> bool:
     """Whether the kernels read it: rows of whole words, groups of a power of two of words."""
     bits, in_word, span = LAYOUTS[packed.layout]
+    if packed.layout in TRANSPOSED and not _is_readable_transposed(packed):
+        return False
     groups_fit = packed.group == packed.columns or (
         packed.columns % packed.group == 0
         and packed.group % span == 0
@@ -119,7 +133,35 @@ def is_readable(packed: Packed) -> bool:
         and packed.codes.data_ptr() % 4 == 0
         and packed.scales.shape == (packed.rows, packed.columns // packed.group)
         and (packed.nested is None or packed.scales.is_contiguous())
-        and (packed.zeros is None or packed.zeros.stride() == packed.scales.stride())
+        and (packed.zeros is None or _zeros_fit(packed))
+    )
+
+
+def _zeros_fit(packed: Packed) -> bool:
+    assert packed.zeros is not None
+    if packed.layout in TRANSPOSED:
+        groups, rows = packed.columns // packed.group, packed.rows // _ZEROS_OF_WORD
+        return packed.zeros.shape == (groups, rows) and packed.zeros.is_contiguous()
+    return packed.zeros.stride() == packed.scales.stride()
+
+
+def _is_readable_transposed(packed: Packed) -> bool:
+    """Whole words of zeros and of inputs, packed zeros, scales of 16 bits; read in 16 bytes."""
+    zeros = packed.zeros
+    parts = packed.codes, packed.scales, zeros
+    rows, columns = packed.shape
+    shape = (columns // 8, rows) if packed.layout == "gptq" else (columns, rows // 8)
+    return (
+        zeros is not None
+        and packed.rows % _ZEROS_OF_WORD == 0
+        and packed.columns % LAYOUTS[packed.layout].span == 0
+        and packed.codes.shape == shape
+        and packed.codes.dtype == zeros.dtype == torch.int32
+        and packed.scales.dtype in (torch.float16, torch.bfloat16)
+        and packed.scales.t().is_contiguous()
+        and all(part.data_ptr() % 16 == 0 for part in parts if part is not None)
+        and packed.midpoint in (0, 1)
+        and (packed.factor, packed.table, packed.nested, packed.added) == (1.0, None, None, False)
     )
 
 
@@ -128,7 +170,7 @@ def unpacked(packed: Packed) -> Tensor:
     values = _values(packed)
     grouped = values.view(packed.rows, -1, packed.group)
     scale = _scales(packed)[:, :, None]
-    zero = None if packed.zeros is None else packed.zeros.float()[:, :, None]
+    zero = None if packed.zeros is None else _zeros(packed)[:, :, None]
     if zero is not None and not packed.added:
         grouped -= zero
     grouped *= scale
@@ -143,7 +185,10 @@ def _values(packed: Packed) -> Tensor:
     stored = packed.codes.detach().as_subclass(Tensor).reshape(-1).view(torch.uint8)
     if packed.layout == "bytes":
         return stored.view(torch.int8).view(packed.shape).float() - packed.midpoint
-    codes = _CODES[packed.layout](stored, packed)
+    if packed.layout in TRANSPOSED:
+        codes = _transposed(packed)
+    else:
+        codes = _CODES[packed.layout](stored, packed)
     if packed.table is not None:
         return packed.table[codes.int()]
     return codes.float() - packed.midpoint
@@ -177,6 +222,30 @@ def _tiles(stored: Tensor, packed: Packed) -> Tensor:
     codes[:, :, column.flatten()] = both.flatten(2)
     tiles = codes.view(packed.rows // _TILE_ROWS, -1, _TILE_ROWS, _TILE_COLUMNS)
     return tiles.transpose(1, 2).reshape(packed.shape)
+
+
+def _transposed(packed: Packed) -> Tensor:
+    words = packed.codes.detach().as_subclass(Tensor)
+    if packed.layout == "awq":
+        return _of_words(words, AWQ_ROWS).t()
+    return _of_words(words.t()).view(packed.shape)
+
+
+def _of_words(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """The codes of words side by side, [..., n] int32 to [..., 8 n]: `order` names their places."""
+    codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
+    for position, place in enumerate(order):
+        codes[..., place] = words >> 4 * position & 15
+    return codes.flatten(-2)
+
+
+def _zeros(packed: Packed) -> Tensor:
+    """The zeros [N, K / G] in float32."""
+    assert packed.zeros is not None
+    if packed.layout not in TRANSPOSED:
+        return packed.zeros.float()
+    order = AWQ_ROWS if packed.layout == "awq" else range(_ZEROS_OF_WORD)
+    return _of_words(packed.zeros, order).t().float()
 
 
 # Of the eight codes of a word in "tiles", from its lowest bits on: the column behind the first.

@@ -13,8 +13,10 @@ i % 16.
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from hf_static_kv.kernels.packed import NESTED_GROUP
 
@@ -91,6 +93,10 @@ class Format(NamedTuple):
     has_pairs: bool  # inputs of 16 bits may be loaded as pairs, 16 bytes at once
 
 
+def runs_ptx(x: Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None
+
+
 # --- a weight: words, bias, N, scales, zeros, table of scales, absmax, offset, strides of scales
 
 
@@ -128,9 +134,9 @@ def load_tile(weight, row, run, N, K, FORMAT: tl.constexpr):
         at = row * words_of_row + word
     at += weight[0]
     if FORMAT.in_ptx and FORMAT.run == 4:
-        words = _load_four(at, _LOAD_WORDS)
+        words = load_four(at, _LOAD_WORDS)
     elif FORMAT.in_ptx:
-        words = (_load_bits(at, _LOAD_32),)
+        words = (load_word(at, _LOAD_32),)
     elif FORMAT.run == 1:  # lanes along a row; of unknown alignment, so one word at a time
         words = (tl.load(tl.max_contiguous(tl.multiple_of(at, [1, 1]), [1, 2])),)
     else:
@@ -161,12 +167,12 @@ def _load_scale(weight, row, k, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _load_bits(at, ptx: tl.constexpr):
+def load_word(at, ptx: tl.constexpr):
     return tl.inline_asm_elementwise(ptx, "=r,l", [at], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def _load_four(at, ptx: tl.constexpr):
+def load_four(at, ptx: tl.constexpr):
     return tl.inline_asm_elementwise(
         ptx, "=&r,=&r,=&r,=&r,l", [at], dtype=(tl.int32,) * 4, is_pure=False, pack=1
     )
@@ -179,15 +185,15 @@ def _load_number(at, FORMAT: tl.constexpr):
     if not FORMAT.in_ptx:
         return tl.load(at).to(tl.float32)
     elif dtype == tl.float32:
-        return _load_bits(at, _LOAD_32).to(tl.float32, bitcast=True)
+        return load_word(at, _LOAD_32).to(tl.float32, bitcast=True)
     elif dtype == tl.uint8:
-        return _load_bits(at, _LOAD_8).to(tl.float32)
+        return load_word(at, _LOAD_8).to(tl.float32)
     else:
-        return _pair(_load_bits(at, _LOAD_16), dtype)[0]
+        return pair_of(load_word(at, _LOAD_16), dtype)[0]
 
 
 @triton.jit
-def _pair(bits, dtype: tl.constexpr):
+def pair_of(bits, dtype: tl.constexpr):
     """The two numbers of 16 bits in each int32, in float32."""
     if dtype == tl.bfloat16:  # the upper half of a float32
         first = (bits << 16).to(tl.float32, bitcast=True)
@@ -207,9 +213,9 @@ def load_x(x, norm_weight, offset, run, HAS_NORM: tl.constexpr, FORMAT: tl.const
     x_sum = tl.zeros(run.shape, tl.float32)
     squares = tl.zeros(run.shape, tl.float32)
     for j in tl.static_range(RUN):
-        xs = _load_inputs(x, run * RUN + j, FORMAT)
+        xs = load_inputs(x, run * RUN + j, FORMAT)
         if HAS_NORM:
-            weights = _load_inputs(norm_weight, run * RUN + j, FORMAT)
+            weights = load_inputs(norm_weight, run * RUN + j, FORMAT)
         finished = ()
         for i in tl.static_range(IN_WORD):
             value = xs[i]
@@ -226,7 +232,7 @@ def load_x(x, norm_weight, offset, run, HAS_NORM: tl.constexpr, FORMAT: tl.const
 
 
 @triton.jit
-def _load_inputs(x, word, FORMAT: tl.constexpr):
+def load_inputs(x, word, FORMAT: tl.constexpr):
     """The inputs of a word by position, in float32."""
     IN_WORD: tl.constexpr = FORMAT.in_word
     dtype: tl.constexpr = x.dtype.element_ty
@@ -241,14 +247,14 @@ def _load_inputs(x, word, FORMAT: tl.constexpr):
             "ld.global.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.int32, tl.int32),
             is_pure=False, pack=1,
         )  # fmt: skip
-        return _pair(a, dtype) + _pair(b, dtype)
+        return pair_of(a, dtype) + pair_of(b, dtype)
     elif FORMAT.layout == "tiles":
-        a, b, c, d = _load_four(at, _LOAD_PAIRS_OF_TILES)
-        a, b, c, d = _pair(a, dtype), _pair(b, dtype), _pair(c, dtype), _pair(d, dtype)
+        a, b, c, d = load_four(at, _LOAD_PAIRS_OF_TILES)
+        a, b, c, d = pair_of(a, dtype), pair_of(b, dtype), pair_of(c, dtype), pair_of(d, dtype)
         return a[0], b[0], c[0], d[0], a[1], b[1], c[1], d[1]
     else:
-        a, b, c, d = _load_four(at, _LOAD_PAIRS)
-        return _pair(a, dtype) + _pair(b, dtype) + _pair(c, dtype) + _pair(d, dtype)
+        a, b, c, d = load_four(at, _LOAD_PAIRS)
+        return pair_of(a, dtype) + pair_of(b, dtype) + pair_of(c, dtype) + pair_of(d, dtype)
 
 
 @triton.jit

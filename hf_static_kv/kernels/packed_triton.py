@@ -22,7 +22,7 @@ from torch import Tensor
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 from hf_static_kv.kernels.linear_triton import epilogue, finish_sum, output_sizes, padded
 from hf_static_kv.kernels.norm_triton import TritonNorm, norm_arguments
-from hf_static_kv.kernels.packed import LAYOUTS, Packed
+from hf_static_kv.kernels.packed import LAYOUTS, TRANSPOSED, Packed
 from hf_static_kv.kernels.packed_codes_triton import (
     Format,
     columns_of,
@@ -32,9 +32,11 @@ from hf_static_kv.kernels.packed_codes_triton import (
     pick_packed,
     products,
     row_scale,
+    runs_ptx,
     scaled,
     value_of,
 )
+from hf_static_kv.kernels.packed_transposed_triton import packed_transposed_triton
 
 
 @triton.jit
@@ -168,14 +170,16 @@ def packed_linears_triton(
     Several tokens have no norm, no residual, and an activation only with a gate.
     """
     x = x.contiguous()
+    dim = x.shape[-1]
+    has_more = norm is not None or residual is not None or (activation and not is_gated)
+    if x.numel() > dim and has_more:
+        raise ValueError("Several tokens have no norm, residual or activation: run these apart.")
+    if weights[0].layout in TRANSPOSED:
+        layer = weights, biases, norm, activation, is_gated, residual
+        return packed_transposed_triton(x, *layer)
     sizes = output_sizes(weights, is_gated)
     y = x.new_empty(*x.shape[:-1], sum(sizes))
-    dim = x.shape[-1]
     if x.numel() > dim:
-        if norm is not None or residual is not None or (activation and not is_gated):
-            raise ValueError(
-                "Several tokens have no norm, residual or activation: run these apart."
-            )
         _launch_few(x, y, weights, biases, activation, is_gated)
         return y
     (norm_weight, _), numbers, _ = norm_arguments(norm, x)
@@ -187,7 +191,7 @@ def packed_linears_triton(
         *_arguments(x, weights, biases, sizes), dim, *_numbers(weights[0]), *numbers,
         TILE_N=tile_n, WORDS=words,
         FORMAT=_format(
-            x, weights[0], words, _run(weights), _runs_ptx(x), _is_aligned(x, norm_weight)
+            x, weights[0], words, _run(weights), runs_ptx(x), _is_aligned(x, norm_weight)
         ),
         IS_WHOLE=_words_of_row(weights[0]) <= words, HAS_NORM=norm is not None, HAS_BIAS=bool(biases),
         ACTIVATION=activation, IS_GATED=is_gated, HAS_RESIDUAL=residual is not None, num_warps=warps,
@@ -261,17 +265,13 @@ def _format(
         run=run,
         group=0 if has_row_scale else packed.group,
         has_table=packed.table is not None,
-        is_shuffled=packed.table is not None and _runs_ptx(x),
+        is_shuffled=packed.table is not None and runs_ptx(x),
         is_nested=packed.nested is not None,
         zeros="" if packed.zeros is None else "added" if packed.added else "subtracted",
         is_even=_words_of_row(packed) % words == 0,
         in_ptx=in_ptx,
         has_pairs=in_ptx and has_pairs,
     )
-
-
-def _runs_ptx(x: Tensor) -> bool:
-    return x.is_cuda and torch.version.hip is None
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

@@ -11,8 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.cache.codes import holds_codes, states_dim
-from hf_static_kv.kernels.codes_triton import load_codes, load_scales
 from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, readable
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
@@ -36,7 +34,7 @@ def rows_attention(
     H: tl.constexpr, G: tl.constexpr, Q: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr,
     TILE_D: tl.constexpr, DV: tl.constexpr, TILE_DV: tl.constexpr, WARPS: tl.constexpr,
     POSITIONS: tl.constexpr, STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, IS_CODED: tl.constexpr, PDL: tl.constexpr,
+    HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     b = (tl.program_id(0) // H).to(tl.int64)
     h = (tl.program_id(0) % H).to(tl.int64)
@@ -70,66 +68,41 @@ def rows_attention(
             k_mask = k_mask & (d[None, None, :] < D)
         if DV < TILE_DV:
             v_mask = v_mask & (dv[None, :, None] < DV)
-        if IS_CODED:
-            k_row = b * keys_b + h * keys_h + position * keys_s
-            v_row = b * values_b + h * values_h + position * values_s
-            at = keys, values, k_row, v_row, d, dv, position < highest
-            k, v, k_scale, v_scale = _load_coded_tile(*at, scale, D, DV, q.dtype)
-        else:
-            k_scale, v_scale = scale, 1.0
-            k = tl.load(k_at + position[:, :, None] * keys_s, mask=k_mask, other=0.0)
-            v = tl.load(v_at + position[:, None, :] * values_s, mask=v_mask, other=0.0)
+        k = tl.load(k_at + position[:, :, None] * keys_s, mask=k_mask, other=0.0)
+        v = tl.load(v_at + position[:, None, :] * values_s, mask=v_mask, other=0.0)
         if Q > 1:
             place_of = position[:, :, None]
             is_seen = (place_of >= first[None, None, :]) & (place_of < end[None, None, :])
         maximum, total, merged = _add_tile(
-            q, k, v, is_seen, maximum, total, merged, k_scale, v_scale, softcap, HAS_SOFTCAP, IS_CODED
+            q, k, v, is_seen, maximum, total, merged, scale, softcap, HAS_SOFTCAP
         )  # fmt: skip
     sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
-    result = _sum_of_warps(maximum, total, merged, sink * LOG2_E, sees, HAS_SINKS)
+    result = sum_of_warps(maximum, total, merged, sink * LOG2_E, sees, HAS_SINKS)
     out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
     tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
 
 
 @triton.jit
-def _load_coded_tile(
-    keys, values, k_row, v_row, d, dv, mask, scale,
-    D: tl.constexpr, DV: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Codes of keys [W, N, D] and values [W, DV, N], and the factors [W, N, 1] of scores and weights."""
-    k_at, v_at = k_row[:, :, None], v_row[:, None, :]
-    k = load_codes(keys, k_at, d[None, None, :], mask[:, :, None], D, dtype)
-    v = load_codes(values, v_at, dv[None, :, None], mask[:, None, :], DV, dtype)
-    k_scale = scale * load_scales(keys, k_row, mask, D)[:, :, None]
-    return k, v, k_scale, load_scales(values, v_row, mask, DV)[:, :, None]
-
-
-@triton.jit
-def _add_tile(
-    q, k, v, is_seen, maximum, total, merged, scale, v_scale, softcap, HAS_SOFTCAP: tl.constexpr,
-    IS_CODED: tl.constexpr,
-):  # fmt: skip
+def _add_tile(q, k, v, is_seen, maximum, total, merged, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Maxima and sums of weights [W, M], and outputs [W, DV, M], of each warp with one more tile."""
     score = tl.dot(k, q, input_precision="ieee") * scale  # [W, N, M]
     if HAS_SOFTCAP:  # softcap * tanh(score / softcap)
         score = softcap * (1 - 2 / (tl.exp2(score / softcap * 2 * LOG2_E) + 1))
     score = tl.where(is_seen, score * LOG2_E, -float("inf"))
     maximum, rescale, _ = factors(maximum, tl.max(score, 1))
-    p = tl.exp2(score - _or_zero(maximum)[:, None, :])
+    p = tl.exp2(score - or_zero(maximum)[:, None, :])
     total = total * rescale + tl.sum(p, 1)
-    if IS_CODED:
-        p = p * v_scale
     merged = tl.dot(v, p.to(v.dtype), merged * rescale[:, None, :], input_precision="ieee")
     return maximum, total, merged
 
 
 @triton.jit
-def _sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
+def sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
     """The output [DV, M]; zeros for an empty span."""
     highest = tl.max(maximum, 0)
     if HAS_SINKS:
         highest = tl.maximum(highest, sink)
-    factor = tl.exp2(maximum - _or_zero(highest)[None, :])
+    factor = tl.exp2(maximum - or_zero(highest)[None, :])
     weight = tl.sum(total * factor, 0)
     if HAS_SINKS:
         weight = tl.where(sees, weight + tl.exp2(sink - highest), 0.0)
@@ -138,7 +111,7 @@ def _sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
 
 
 @triton.jit
-def _or_zero(maximum):
+def or_zero(maximum):
     """Without this a sum of nothing would be of -inf - -inf = nan."""
     return tl.where(maximum == -float("inf"), 0.0, maximum)
 
@@ -150,8 +123,7 @@ def rows_attention_triton(
     """Attention of queries [B, Hq, q, D] with spans [B, q, 3]; output [B, q, Hq, Dv]."""
     query, keys, values = readable(query, keys, values)
     batch, query_heads, length, dim = query.shape
-    is_coded = holds_codes(keys, query)
-    heads, value_dim = values.shape[1], states_dim(values, is_coded)
+    heads, value_dim = values.shape[1], values.shape[3]
     groups = query_heads // heads
     tile_d, tile_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
     warps, stages = _tile(query, batch * heads, tile_d + tile_dv)
@@ -163,7 +135,7 @@ def rows_attention_triton(
         H=heads, G=groups, Q=length, TILE_M=8 if groups * length <= 8 else MAX_QUERIES, D=dim,
         TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, WARPS=warps, POSITIONS=_POSITIONS,
         STAGES=stages, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        IS_CODED=is_coded, num_warps=warps,
+        num_warps=warps,
     )  # fmt: skip
     return output
 

@@ -33,6 +33,7 @@ from hf_static_kv.patching import is_unmodified, replaced
 DEVICES = ("cuda",)
 _TRIED_TOKENS = 8
 _TRIED_COLUMNS = 16  # of each token
+_MOST_INTEGERS = 1 << 17  # of a buffer that is compared by value
 # Roundings of one term of a sum: of the scale, of the code with its zero, and of their product.
 _ROUNDINGS = 3
 
@@ -80,7 +81,7 @@ def packed_weights(model: Any) -> dict[Module, Packed]:
         weight = read(module, model.dtype)
         if weight is None:
             continue
-        kind = type(module), weight.shape, weight.kind, _settings(module)
+        kind = type(module), weight.shape, weight.kind, _settings(module, weight)
         if kind not in known:
             known[kind] = agrees(module, weight)
         if known[kind]:
@@ -90,11 +91,9 @@ def packed_weights(model: Any) -> dict[Module, Packed]:
 
 def read(module: Module, dtype: torch.dtype) -> Packed | None:
     """The packed weight of a linear layer; None for any other module, and for what no kernel reads."""
-    own = dict(module.named_parameters(recurse=False))
-    stored = own.keys() - {"bias"}
-    if len(stored) != 1 or not is_unmodified(module) or list(module.children()):
+    weight = _stored(module)
+    if weight is None or not is_unmodified(module) or list(module.children()):
         return None
-    weight = own[stored.pop()]
     if weight.device.type not in DEVICES:
         return None
     with suppress(Exception):  # it has such an attribute, and is of no package
@@ -106,11 +105,33 @@ def read(module: Module, dtype: torch.dtype) -> Packed | None:
     return None
 
 
-def _settings(module: Module) -> tuple[Any, ...]:
-    """The plain attributes of a module, which its `forward` may read, and its buffers by identity."""
+def _stored(module: Module) -> Tensor | None:
+    """The tensor with the codes: the only parameter beside the bias, or a buffer of GPTQ and AWQ."""
+    own = dict(module.named_parameters(recurse=False))
+    names = own.keys() - {"bias"}
+    if not names:
+        return dict(module.named_buffers(recurse=False)).get("qweight")
+    return own[names.pop()] if len(names) == 1 else None
+
+
+def _settings(module: Module, weight: Packed) -> tuple[Any, ...]:
+    """The plain attributes of a module, which its `forward` may read, and its other buffers: small
+    integers by value, and else by identity.
+    """
     plain = bool | int | float | str | torch.dtype | None
     own = tuple((name, v) for name, v in vars(module).items() if isinstance(v, plain))
-    return own + tuple((name, id(v)) for name, v in module.named_buffers(recurse=False))
+    read = {
+        part.data_ptr() for part in (weight.codes, weight.scales, weight.zeros) if part is not None
+    }
+    buffers = dict(module.named_buffers(recurse=False))
+    others = {k: v for k, v in buffers.items() if k != "bias" and v.data_ptr() not in read}
+    return own + tuple((name, _value_of(v)) for name, v in others.items())
+
+
+def _value_of(buffer: Tensor) -> Any:
+    if buffer.is_floating_point() or buffer.numel() > _MOST_INTEGERS:
+        return id(buffer)
+    return buffer.dtype, tuple(buffer.shape), buffer.cpu().numpy().tobytes()
 
 
 def agrees(module: Module, weight: Packed) -> bool:
@@ -276,6 +297,43 @@ def _hqq_4bit(module: Any, weight: Any) -> Packed | None:
     return Packed(weight, "halves", rows, columns, scales.dtype, group, scales, zeros=zeros)
 
 
+def _gptq_or_awq(module: Any, weight: Any) -> Packed | None:
+    """Layers of GPTQModel (and AutoGPTQ) that multiply by unpacked weights: four bits, groups in order.
+
+    Backends that put the words into another order (Marlin, Machete, ExLlama) fail the trial.
+    """
+    if getattr(module, "adapter", None) is not None:
+        return None
+    scales, zeros = module.scales, module.qzeros
+    groups, rows = scales.shape
+    if weight.shape[1] == rows:
+        layout, columns = "gptq", 8 * weight.shape[0]
+    else:
+        layout, columns = "awq", weight.shape[0]
+    group = columns // groups
+    is_less_one = layout == "gptq" and not getattr(module, "REQUIRES_FORMAT_V2", False)
+    if layout == "gptq" and not _are_in_order(module.g_idx, columns, group):
+        return None
+    if is_less_one and _has_wrapped(zeros):
+        return None
+    return Packed(
+        weight, layout, rows, columns, scales.dtype, group, scales.t(), midpoint=int(is_less_one),
+        zeros=zeros,
+    )  # fmt: skip
+
+
+def _are_in_order(group_of: Tensor, columns: int, group: int) -> bool:
+    """Whether the groups of inputs follow each other: not so if they were sorted by their activations."""
+    expected = torch.arange(columns, device=group_of.device) // group
+    return torch.equal(group_of.long(), expected)
+
+
+def _has_wrapped(zeros: Tensor) -> bool:
+    """Whether a zero that is stored less one is 15: some kernels take it as 16, and some as 0."""
+    places = torch.arange(0, 32, 4, device=zeros.device, dtype=zeros.dtype)
+    return bool((zeros[..., None] >> places & 15 == 15).any())
+
+
 READERS: tuple[Callable[[Any, Any], Packed | None], ...] = (
     _bitsandbytes_4bit,
     _bitsandbytes_8bit,
@@ -283,4 +341,5 @@ READERS: tuple[Callable[[Any, Any], Packed | None], ...] = (
     _torchao_int4_tiles,
     _quanto_int8,
     _hqq_4bit,
+    _gptq_or_awq,
 )

@@ -6,6 +6,7 @@ decides at its import whether kernels are compiled or interpreted.
 """
 
 import sys
+from contextlib import ExitStack
 from unittest.mock import patch
 
 import torch
@@ -15,6 +16,7 @@ from triton.compiler import ASTSource
 
 from hf_static_kv.kernels import (
     ban_tokens_triton,
+    coded_attention_triton,
     decode_attention_triton,
     drafts_triton,
     experts_triton,
@@ -22,6 +24,7 @@ from hf_static_kv.kernels import (
     joint_linear_triton,
     linear_triton,
     norm_triton,
+    packed_transposed_triton,
     packed_triton,
     positions_triton,
     prompt_attention_triton,
@@ -121,21 +124,26 @@ def packed_weights(dtype):
     yield Packed(
         codes.view(torch.int32), "tiles", *shape, 128, both[0], None, 8, zeros=both[1], added=True
     )
+    scales, zeros = torch.empty(16, 512, dtype=torch.half).t(), torch.empty(16, 64).int()
+    yield Packed(codes.view(torch.int32).view(256, 512), "gptq", *shape, 128, scales, zeros=zeros)
+    yield Packed(codes.view(torch.int32).view(2048, 64), "awq", *shape, 128, scales, zeros=zeros)
 
 
 def launch_packed(dtype):
     """As on a GPU: entries of a table are in the lanes of a warp."""
     x, bias = torch.empty(1, 2048, dtype=dtype), torch.empty(512, dtype=dtype)
     norm, y = (x[0], 1e-5, (0.0, True, False), None), torch.empty(1, 512, dtype=dtype)
-    with patch.object(packed_triton, "_runs_ptx", lambda x: True):
+    modules = packed_triton, packed_transposed_triton
+    with ExitStack() as patches:
+        for module in modules:
+            patches.enter_context(patch.object(module, "runs_ptx", lambda x: True))
         for weight in packed_weights(dtype):
-            packed_triton.packed_linears_triton(x, [weight] * 3, [bias] * 3)
-            packed_triton.packed_linears_triton(x, [weight], [], norm, "relu", False, y)
-            packed_triton.packed_linears_triton(x, [weight] * 2, [], None, "silu", True)
-            packed_triton.packed_linears_triton(x.expand(4, -1), [weight] * 3, [bias] * 3)
-            packed_triton.packed_linears_triton(
-                x.expand(16, -1), [weight] * 2, [], None, "silu", True
-            )
+            linears = packed_triton.packed_linears_triton
+            linears(x, [weight] * 3, [bias] * 3)
+            linears(x, [weight], [], norm, "relu", False, y)
+            linears(x, [weight] * 2, [], None, "silu", True)
+            linears(x.expand(4, -1), [weight] * 3, [bias] * 3)
+            linears(x.expand(16, -1), [weight] * 2, [], None, "silu", True)
 
 
 def launch_experts(dtype, k):
@@ -169,7 +177,11 @@ def launch_attention(dtype, dim, heads):
     attend(several, keys, keys, torch.zeros(1, 5, 3, dtype=torch.int64), None, 0.1, 400)
     coded = torch.empty(1, 4, 403, dim + 4, dtype=torch.int8)
     attend(query, coded, coded, spans, None, 0.1, 400, spans_ready=True)
-    rows_attention_triton.rows_attention_triton(query, coded, coded, spans, 0.1, None, None)
+    with patch.object(coded_attention_triton, "_runs_ptx", lambda x: True):
+        for is_split in (False, True) if dtype != torch.float32 else ():
+            coded_attention_triton.coded_attention_triton(
+                query, coded, coded, spans, 0.1, 400, None, None, True, is_split
+            )
     prompt_attention_triton.prompt_attention_triton(
         prompt, coded, coded, spans_of_prompt, 0.1, None, None, False
     )

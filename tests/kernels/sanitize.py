@@ -32,6 +32,7 @@ from benchmarks.provenance import provenance
 from hf_static_kv.cache.codes import encoded
 from hf_static_kv.kernels import (
     ban_tokens_triton,
+    coded_attention_triton,
     decode_attention_triton,
     drafts_triton,
     experts_triton,
@@ -287,6 +288,12 @@ def run_attention(dtype: torch.dtype) -> None:
     for in_order in (False, True):
         attend(query, keys, values, spans, None, 0.2, slots, spans_ready=True, in_order=in_order)
     attend(query, *coded, spans, None, 0.2, slots, spans_ready=True)
+    # Longer than a tile: the last one begins before the end of the one before it.
+    long = [encoded(normal(batch, kv_heads, 2 * slots, dim, dtype=dtype)) for _ in range(2)]
+    for is_split in (False, True):
+        coded_attention_triton.coded_attention_triton(
+            query, *long, 2 * spans, 0.2, 2 * slots, is_split=is_split
+        )
     seen, weights = torch.ones(batch, slots, dtype=torch.bool), torch.empty(batch, heads, slots)
     attend(query, keys, values, spans, seen, 0.2, slots, weights=weights)
     several = normal(batch, heads, 3, dim, dtype=dtype)
@@ -298,7 +305,10 @@ def run_attention(dtype: torch.dtype) -> None:
     for rows in (query, several):
         own = spans[:, : rows.shape[2]]
         rows_attention_triton.rows_attention_triton(rows, keys, values, own, 0.2, 50.0, sinks)
-        rows_attention_triton.rows_attention_triton(rows, *coded, own, 0.2, None, None)
+        for is_split in (False, True):
+            coded_attention_triton.coded_attention_triton(
+                rows, *coded, own, 0.2, slots, 50.0, sinks, is_split=is_split
+            )
     ends = torch.arange(slots - 18, slots + 1)
     spans_of_prompt = torch.stack(
         [torch.zeros_like(ends), torch.zeros_like(ends), ends], dim=-1

@@ -20,16 +20,20 @@ def normal(*shape, seed=0):
 def attention_kernels():
     """By name: kernel(query, keys, values, spans, softcap, sinks), and the most tokens that it takes."""
     decode = triton_module("hf_static_kv.kernels.decode_attention_triton").decode_attention_triton
-    rows = triton_module("hf_static_kv.kernels.rows_attention_triton").rows_attention_triton
+    coded = triton_module("hf_static_kv.kernels.coded_attention_triton").coded_attention_triton
     prompt = triton_module("hf_static_kv.kernels.prompt_attention_triton").prompt_attention_triton
     return {
         "split": (lambda q, k, v, s, c, z: decode(q, k, v, s, None, 0.25, k.shape[2], c, z), 16),
-        "rows": (lambda q, k, v, s, c, z: rows(q, k, v, s, 0.25, c, z), 4),
+        "coded": (lambda q, k, v, s, c, z: coded(q, k, v, s, 0.25, k.shape[2], c, z), 4),
+        "coded, whole": (
+            lambda q, k, v, s, c, z: coded(q, k, v, s, 0.25, k.shape[2], c, z, is_split=False),
+            4,
+        ),
         "prompt": (lambda q, k, v, s, c, z: prompt(q, k, v, s, 0.25, c, z, False), 1000),
     }
 
 
-@pytest.mark.parametrize("name", ["split", "rows", "prompt"])
+@pytest.mark.parametrize("name", ["split", "coded", "coded, whole", "prompt"])
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 @pytest.mark.parametrize("has_more", [False, True], ids=["bare", "softcap and sinks"])
 def test_attention_reads_codes(name, num_tokens, has_more):

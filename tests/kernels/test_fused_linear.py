@@ -239,7 +239,7 @@ class TestParts:
 
     def test_the_counters_are_left_as_zeros(self, monkeypatch):
         counters = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-        monkeypatch.setattr(linear_triton, "_counters", lambda x, number: counters)
+        monkeypatch.setattr(linear_triton, "counters_of", lambda x, number: counters)
         # 2 blocks and 1, 5 parts.
         x, weights = (
             normal(1, 300),
@@ -250,7 +250,7 @@ class TestParts:
         assert torch.equal(kernel(x, weights), first)
 
     def test_one_part_takes_no_counters(self, monkeypatch):
-        monkeypatch.delattr(linear_triton, "_counters")
+        monkeypatch.delattr(linear_triton, "counters_of")
         x, weights = normal(1, 40), weights_of((6,), 40, torch.float32, True)
         expected, bound = exact_sums(x, weights, [], None)
         assert ((kernel(x, weights).double() - expected).abs() <= bound).all()

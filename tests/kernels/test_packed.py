@@ -15,6 +15,7 @@ from hf_static_kv.kernels.packed import (
     LAYOUTS,
     MAX_TOKENS,
     TILE_STEPS,
+    TRANSPOSED,
     is_readable,
     layout_of,
     unpacked,
@@ -145,7 +146,9 @@ class TestFewTokens:
         x = normal(tokens, 384, dtype=dtype)
         biases = [normal(weight.packed.rows, dtype=dtype) for weight in weights]
         exact, bound, terms = sums(x, weights, torch.cat(biases).double())
-        if weights[0].packed.group < 384:  # a weight with groups is rounded to the dtype of x
+        packed = weights[0].packed
+        # A weight with groups is rounded to the dtype of x; a transposed one always is.
+        if packed.group < 384 or packed.layout in TRANSPOSED:
             bound += torch.finfo(dtype).eps / 2 * terms
         got = packed_linears_triton(x, [weight.packed for weight in weights], biases)
         assert ((got.double() - exact).abs() <= bound).all()
@@ -268,6 +271,18 @@ class TestPacked:
             {"layout": "bytes"},
         ):
             assert not is_readable(weight._replace(**wrong)), wrong
+        words = made("gptq").packed
+        for wrong in (
+            {"group": 16},  # groups of half a span
+            {"scales": words.scales.contiguous()},
+            {"scales": words.scales.float()},
+            {"zeros": None},
+            {"zeros": words.zeros.float()},
+            {"zeros": words.zeros[1:]},
+            {"midpoint": 8},
+            {"layout": "awq"},
+        ):
+            assert not is_readable(words._replace(**wrong)), wrong
         tiles = made("int4 tiles", 24).packed
         assert not is_readable(tiles._replace(group=16))  # a word spans 32 columns
 

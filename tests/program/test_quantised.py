@@ -23,7 +23,15 @@ from hf_static_kv.program.record import Recorder
 from hf_static_kv.program.rules import RULES, run_linear
 from hf_static_kv.program.step import DecodeStep
 from tests.conftest import toy_model
-from tests.quantised_layers import Linear4bit, Linear8bit, layers_of, quantise
+from tests.quantised_layers import (
+    AwqTorchLinear,
+    Linear4bit,
+    Linear8bit,
+    TorchLinear,
+    TorchLinearV1,
+    layers_of,
+    quantise,
+)
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 
@@ -364,3 +372,98 @@ def test_layers_that_differ_in_a_buffer_are_tried_apart():
     found = packed_weights(model)
     assert other not in found
     assert model.model.layers[0].mlp.down_proj in found
+
+
+# --- GPTQ and AWQ, whose layers have buffers alone
+
+TRANSPOSED = [TorchLinear, TorchLinearV1, AwqTorchLinear]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("kind", TRANSPOSED)
+def test_words_of_gptq_and_awq_are_found(kind, has_bias, dtype):
+    layer = kind(Linear(128, 24, has_bias))
+    if has_bias:
+        layer.bias = layer.bias.to(dtype)
+    weight = read(layer, dtype)
+    model = Holder(torch.nn.Identity(), dtype)
+    model.layer = layer  # its scales stay float16
+    # The package rounds to float16, so a float32 model keeps it.
+    assert list(packed_weights(model)) == ([] if dtype == torch.float32 else [layer])
+    layer.computes_in = torch.float32
+    assert list(packed_weights(model)) == [layer]
+    layer.computes_in = torch.float16
+    assert weight.codes.data_ptr() == layer.qweight.data_ptr()
+    assert weight.scales.data_ptr() == layer.scales.data_ptr()
+    assert weight.zeros.data_ptr() == layer.qzeros.data_ptr()
+    single = unpacked(weight._replace(dtype=torch.float32))
+    assert torch.equal(single.to(torch.float16), layer.unpacked().t())
+
+
+@pytest.mark.parametrize("kind", TRANSPOSED)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_step_of_gptq_and_awq_gives_the_logits_of_the_model(kind, rows, monkeypatch):
+    monkeypatch.setattr(TorchLinear, "computes_in", torch.float32)
+    model = model_of(kind=kind)
+    step, program = recorded(model, rows)
+    assert sum(len(layer.weights) for layer in packed_layers(program)) == len(
+        layers_of(model, kind)
+    )
+    with torch.no_grad():
+        expected = model(torch.cat([PROMPT, TOKEN], dim=1)).logits[:, -1].expand(rows, -1)
+    torch.testing.assert_close(logits_of(step, rows), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_trial_for_gptq_layers_that_differ_in_buffers(monkeypatch):
+    tried = []
+    monkeypatch.setattr(
+        quantised, "agrees", lambda module, weight: tried.append(weight.shape) or True
+    )
+    model = model_of(kind=TorchLinear)
+    assert len(packed_weights(model)) == 14
+    assert sorted(tried) == [(32, 64), (64, 64), (64, 128), (128, 64)]
+    model.model.layers[1].mlp.down_proj.shifts += 1  # another small buffer that it may read
+    packed_weights(model)
+    assert len(tried) == 4 + 5
+
+
+def test_groups_of_inputs_that_are_not_in_order_are_left_alone():
+    """As with `desc_act`: inputs were sorted by their activations when groups were made."""
+    layer = TorchLinear(Linear(128, 24))
+    assert read(layer, torch.float32) is not None
+    layer.g_idx = layer.g_idx.flip(0)
+    assert read(layer, torch.float32) is None
+
+
+def test_a_zero_that_has_wrapped_is_left_alone():
+    layer = TorchLinearV1(Linear(128, 24))
+    assert read(layer, torch.float32) is not None
+    layer.qzeros[0, 0] |= 15
+    assert read(layer, torch.float32) is None
+
+
+def test_an_adapter_of_gptq_is_left_alone():
+    layer = TorchLinear(Linear(128, 24))
+    layer.adapter = object()
+    assert read(layer, torch.float32) is None
+
+
+@pytest.mark.parametrize("kind", TRANSPOSED)
+def test_words_in_another_order_are_left_alone(kind):
+    """As ExLlama's kernel has them, which shuffles them where they are."""
+    layer = kind(Linear(128, 24))
+    model = Holder(layer, torch.float16)
+    expected = layer.unpacked()
+    layer.unpacked = lambda: expected
+    assert packed_weights(model)
+    layer.qweight.copy_(layer.qweight << 4 | layer.qweight >> 28 & 15)
+    assert not packed_weights(model)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_other_bits_of_gptq_are_left_alone(bits):
+    layer = TorchLinear(Linear(128, 24))
+    words = torch.zeros(128 * bits // 32, 24, dtype=torch.int32)
+    layer.bits, layer.qweight = bits, words
+    assert not packed_weights(Holder(layer, torch.float16))

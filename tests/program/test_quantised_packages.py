@@ -125,3 +125,49 @@ def test_hqq_4bit(dtype):
     largest = (15 * layer.meta["scale"].abs()).max().float()
     bound = torch.finfo(dtype).eps * largest
     assert ((weight.float() - layer.dequantize().float()).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("has_order", [False, True], ids=["", "sorted by activations"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gptqmodel_gptq(dtype, has_order, monkeypatch):
+    package("gptqmodel")
+    monkeypatch.setenv("GPTQMODEL_DISABLE_PACK_EXT", "1")  # which is compiled
+    from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+
+    how = {"bits": 4, "group_size": 32, "sym": False, "desc_act": has_order, "bias": True}
+    layer = TorchLinear(in_features=256, out_features=96, register_buffers=True, **how)
+    group_of = torch.arange(256, dtype=torch.int32) // 32
+    if has_order:
+        group_of = group_of[torch.randperm(256)]
+    own = linear(torch.float32).cpu()
+    scales, zeros = torch.rand(96, 8) * 0.01 + 0.01, torch.randint(1, 16, (96, 8)).float()
+    layer.pack(own, scales, zeros, group_of)
+    layer.optimized = True  # not compiled
+    layer.post_init()
+    layer = layer.to(DEVICE).eval()
+    layer.bias = layer.bias.to(dtype)
+    if has_order:
+        assert quantised.read(layer, dtype) is None
+        return
+    assert found_and_unpacked(layer, dtype)[0]
+    _, weight = found_and_unpacked(layer, torch.float16)  # as the scales
+    assert torch.equal(weight, layer.dequantize_weight().t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gptqmodel_awq(dtype):
+    package("gptqmodel")
+    from gptqmodel.nn_modules.qlinear.torch_awq import AwqTorchLinear
+
+    how = {"bits": 4, "group_size": 32, "sym": False, "desc_act": False, "bias": True}
+    layer = AwqTorchLinear(in_features=256, out_features=96, dtype=dtype, **how)
+    own = linear(dtype).cpu()
+    scales, zeros = torch.rand(96, 8) * 0.01 + 0.01, torch.randint(0, 16, (96, 8)).float()
+    layer.pack(own, scales.to(dtype), zeros.to(dtype))
+    layer.post_init()
+    layer = layer.to(DEVICE).eval()
+    is_found, weight = found_and_unpacked(layer, dtype)
+    assert is_found
+    x = torch.eye(256, device=DEVICE, dtype=dtype)
+    layer.bias = None
+    assert torch.equal(weight, layer(x).t())
