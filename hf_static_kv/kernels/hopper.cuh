@@ -81,13 +81,14 @@ __device__ __forceinline__ void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2
       : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
+// mma.m16n8k32, of signed bytes: exact.
+__device__ __forceinline__ void multiply(int (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(sum[0]), "+r"(sum[1]), "+r"(sum[2]), "+r"(sum[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
 __device__ __forceinline__ void write_if(bool holds, float* to, float x) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p,%0,0;\n@p st.shared.f32 [%1],%2;\n}" ::"r"((u32)holds), "r"(shared(to)), "f"(x) : "memory");
-}
-__device__ __forceinline__ u32 add_pairs(u32 a, u32 b) {  // of bfloat16
-  u32 r;
-  asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
 }
 // x & MASK | BITS, in one instruction.
 template <u32 MASK, u32 BITS>

@@ -1,9 +1,9 @@
 // Linear layers with weights of four or eight bits in the kernel of persistent_step.cu: see packed.py.
 //
-// A warp multiplies on tensor cores. mma.m16n8k16 wants four columns of a lane, and any four: a sum has no
-// order of columns. Of four bits a table gives both values of a byte side by side, once for each lane: no two
-// lanes meet in a bank. The inputs lie in the other half of its lines. Of eight bits values are computed, and
-// a row has one scale.
+// A warp multiplies on tensor cores. An mma wants some columns of a lane, and any: a sum has no order of
+// columns. Of four bits a table gives both values of a byte side by side, once for each lane: no two lanes meet
+// in a bank. The inputs lie in the other half of its lines. Codes of eight bits are multiplied as they are; of
+// an input x then there are 16 bits, with one scale for each 64 inputs: x = scale * (256 * high + low).
 //
 // A stage has some rows, whole, in one copy for each run of them that lies together: copies of a few bytes
 // take as long as those of many. Of an mma,
@@ -14,11 +14,13 @@
 // So sum [g, n] with n = g ^ 2 q is of row 2 p and group 8 i + n, and [g + 8, n] of row 2 p + 1: both are in
 // lane (g, t) with t = g / 2 ^ q. A warp counts its products by q: each lane has one of every four. Of a row
 // that ends within a span some codes behind it are read: they meet inputs of zero.
+constexpr float LARGEST_INPUT = 127 * 256;
 constexpr int LINE = 256, HALF_LINE = 128;  // bytes of the table: a line for each byte
 constexpr int NESTED_GROUP = 256, NUM_WEIGHTS = 7;
 constexpr int AT_NESTED = 256 * LINE, AT_OFFSETS = AT_NESTED + NESTED_GROUP * 4;
-static_assert(WIDEST * 2 <= 256 * HALF_LINE, "the inputs have no room beside the table");
-static_assert((IS_BYTES ? WIDEST * 2 : AT_OFFSETS + 32) <= RING_AT, "the host has left less room before the ring");
+constexpr int AT_INPUT_SCALES = (WIDEST + 511) / 512 * 1024;  // behind the inputs of whole spans, of eight bits
+static_assert(IS_BYTES || WIDEST * 2 <= 256 * HALF_LINE, "the inputs have no room beside the table");
+static_assert((IS_BYTES ? AT_INPUT_SCALES + AT_INPUT_SCALES / 32 : AT_OFFSETS + 32) <= RING_AT, "the host has left less room before the ring");
 
 __device__ void write_tables(const Args& args) {
   if (IS_BYTES) return;
@@ -36,17 +38,35 @@ __device__ void fetch_offsets(const Block& b, const Layer* y) {
   if (IS_NESTED && b.thread < NUM_WEIGHTS) ((float*)(shared_memory + AT_OFFSETS))[b.thread] = *(&y->q)[b.thread].offset;
 }
 __device__ __forceinline__ unsigned char* inputs_at(int vector) { return shared_memory + (IS_BYTES ? vector * 16 : vector / 8 * LINE + HALF_LINE + vector % 8 * 16); }
-// The values 2 i and 2 i + 1 of 16 codes, as bfloat16.
 #if IS_BYTES
-using Codes = uint4;
-__device__ __forceinline__ u32 pair_of(const Codes& codes, u32, int i) {
-  const u32 word = i < 4 ? (i < 2 ? codes.x : codes.y) : (i < 6 ? codes.z : codes.w);
-  const u32 both = __byte_perm(word, 0, i % 2 ? 0x4342 : 0x4140);
-  return add_pairs(both & 0x007f007fu | 0x43004300u, both & 0x00800080u | 0xc300c300u);  // 128 + the low bits; -128 or -256
+using Codes = uint4;  // 16 of them
+__device__ __forceinline__ float scale_of_inputs(int group) { return ((const float*)(shared_memory + AT_INPUT_SCALES))[group]; }
+// Eight inputs as high and low bytes, and the scale of 64 of them, which eight lanes have. Of infinity and NaN
+// the scale is one of them.
+__device__ __forceinline__ void write_inputs(int vector, uint4 x) {
+  const u32 pairs[4] = {x.x, x.y, x.z, x.w};
+  u32 largest = 0;
+#pragma unroll
+  for (int i = 0; i < 4; i++) largest = max(largest, max(pairs[i] << 16 & 0x7fffffffu, pairs[i] & 0x7fff0000u));
+#pragma unroll
+  for (int o = 1; o < 8; o *= 2) largest = max(largest, (u32)__shfl_xor_sync(~0u, (int)largest, o));
+  const float most = __uint_as_float(largest), inverse = largest ? LARGEST_INPUT / most : 0;
+  u32 bytes[2][2] = {};
+#pragma unroll
+  for (int i = 0; i < 8; i++) {
+    const int both = __float2int_rn((i % 2 ? high(pairs[i / 2]) : low(pairs[i / 2])) * inverse) + 128;  // -128 to 127, and from 0 on
+    bytes[0][i / 4] |= (both >> 8 & 255) << 8 * (i % 4);
+    bytes[1][i / 4] |= ((both & 255) ^ 128) << 8 * (i % 4);
+  }
+  unsigned char* to = shared_memory + vector / 64 * 1024 + vector % 64 * 8;
+  *(uint2*)to = make_uint2(bytes[0][0], bytes[0][1]), *(uint2*)(to + 512) = make_uint2(bytes[1][0], bytes[1][1]);
+  if (vector % 8 == 0) ((float*)(shared_memory + AT_INPUT_SCALES))[vector / 8] = most / LARGEST_INPUT;
 }
 #else
 using Codes = uint2;
+// The values 2 i and 2 i + 1 of 16 codes, as bfloat16.
 __device__ __forceinline__ u32 pair_of(const Codes& codes, u32 lane4, int i) { return looked_up(__byte_perm(i < 4 ? codes.x : codes.y, lane4, 0x5504 | i % 4 << 4)); }
+__device__ __forceinline__ void write_inputs(int vector, uint4 x) { *(uint4*)inputs_at(vector / 64 * 64 + vector % 2 * 32 + vector % 64 / 2) = x; }  // of every 64 the even ones, then the odd ones
 #endif
 
 // --- how the warps share the rows and columns of a stage
@@ -58,7 +78,7 @@ static_assert(QUANT_GROUP == 64, "a lane has a quarter of a group");
 template <class P>
 struct Parts {
   // Stages that are multiplied at once: of few rows the warps would have unequal parts, and few of them.
-  static constexpr int STAGES = P::RS < 8 ? 2 : 1;
+  static constexpr int STAGES = P::RS < ROWS_AT_ONCE ? ROWS_AT_ONCE / P::RS : 1;
   static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = STAGES * P::RS / 2;
   static constexpr int turns(int warps) { return (SPANS + warps - 1) / warps * ((PAIRS * warps + WARPS - 1) / WARPS); }
   static constexpr int of(int warps) { return PAIRS * warps <= 4 * WARPS && (warps == 1 || turns(warps) <= turns(warps / 2)) ? warps : of(warps / 2); }
@@ -97,10 +117,12 @@ __device__ void produce_rows(Block& b, const Layer& y, int& turn, u64 policy, Ne
   }
 }
 
-// The scale of a group of row r + h of a stage; row r of it is `own`, and r is even.
+// The scale of a group of row r + h of a stage; row r of it is `own`, and r is even. Of eight bits that of the inputs.
 template <class P>
 __device__ __forceinline__ float scale_of_group(const unsigned char* stage, const Row& own, int r, int h, int group) {
-  if (IS_BYTES) return 1;
+#if IS_BYTES
+  return scale_of_inputs(group);
+#else
   using Q = Parts<P>;
   const unsigned char* at = stage + Q::SCALES_AT + ((r + h) * Q::GROUPS + group) * SCALE_BYTES;
   if (!IS_NESTED) return *(const float*)at;
@@ -110,10 +132,21 @@ __device__ __forceinline__ float scale_of_group(const unsigned char* stage, cons
   outer = min(outer, (u32)Q::OUTER - 1);  // of a row beyond the last one nothing is used
   const float absmax = ((const float*)(stage + Q::OUTER_AT))[r / Q::RUN * Q::OUTER + outer];
   return ((const float*)(shared_memory + AT_NESTED))[*at] * absmax + ((const float*)(shared_memory + AT_OFFSETS))[own.number];
+#endif
 }
 
 // The products of a pair of rows with the inputs of a span. Those of other lanes mean nothing.
 __device__ __forceinline__ float2 product(const Block& b, const Codes& first, const Codes& second, uint4 x, uint4 z) {
+  const bool is_odd = b.lane & 4;
+#if IS_BYTES
+  int a[4] = {0, 0, 0, 0}, c[4] = {0, 0, 0, 0};
+  multiply(a, first.x, second.x, first.y, second.y, x.x, x.y);
+  multiply(c, first.x, second.x, first.y, second.y, z.x, z.y);
+  multiply(a, first.z, second.z, first.w, second.w, x.z, x.w);
+  multiply(c, first.z, second.z, first.w, second.w, z.z, z.w);
+  auto both = [&](int i) { return (float)(256 * a[i] + c[i]); };  // below 2 ** 29
+  return {is_odd ? both(1) : both(0), is_odd ? both(3) : both(2)};
+#else
   const u32 lane4 = b.lane * 4;
   auto add = [&](float (&sum)[4], int i, u32 low, u32 high) { multiply(sum, pair_of(first, lane4, i), pair_of(second, lane4, i), pair_of(first, lane4, i + 1), pair_of(second, lane4, i + 1), low, high); };
   float a[4] = {0, 0, 0, 0}, c[4] = {0, 0, 0, 0};  // two chains: one waits for each addition
@@ -121,8 +154,8 @@ __device__ __forceinline__ float2 product(const Block& b, const Codes& first, co
   add(c, 2, x.z, x.w);
   add(a, 4, z.x, z.y);
   add(c, 6, z.z, z.w);
-  const bool is_odd = b.lane & 4;
   return {is_odd ? a[1] + c[1] : a[0] + c[0], is_odd ? a[3] + c[3] : a[2] + c[2]};
+#endif
 }
 
 // What a lane has of a stage: products of pair (t ^ g / 2) % OWN_PAIRS of this warp's, and their scales.
@@ -162,8 +195,9 @@ __device__ __forceinline__ void add_up(const Block& b, int row, const Found<P>& 
 template <class P>
 __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const Share<P::N>& share, int row, u32 stage, int stages, Found<P>& found) {
   using Q = Parts<P>;
-  const int slot = stage % SLOTS, second_slot = (stage + stages - 1) % SLOTS;
-  auto stage_of = [&](int pair) { return shared_memory + RING_AT + (Q::STAGES == 2 && pair >= P::RS / 2 ? second_slot : slot) * STAGE; };
+  const int slot = stage % SLOTS;
+  auto slot_of = [&](int i) { return slot + i >= SLOTS ? slot + i - SLOTS : slot + i; };
+  auto stage_of = [&](int pair) { return shared_memory + RING_AT + slot_of(pair / (P::RS / 2)) * STAGE; };
   const int g = b.lane / 4, t = b.lane % 4, span = b.warp % Q::WARPS_OF_PAIR, first_pair = b.warp / Q::WARPS_OF_PAIR, mine = t ^ g / 2;
   auto is_there = [&](int q) {  // else it is beyond the stage
     return (Q::PRODUCTS % 4 == 0 || q < Q::PRODUCTS) && (Q::SPANS % Q::WARPS_OF_PAIR == 0 || span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR < Q::SPANS) && (Q::PAIRS % Q::PAIRS_AT_ONCE == 0 || first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE < Q::PAIRS);
@@ -173,7 +207,7 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
   for (int q = 0; q < Q::PRODUCTS; q++) {
     if (!is_there(q)) continue;
     const int pair = first_pair + q % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE, of_span = span + q / Q::OWN_PAIRS * Q::WARPS_OF_PAIR;
-    const unsigned char* at = stage_of(pair) + 2 * (Q::STAGES == 2 ? pair % (P::RS / 2) : pair) * Q::ROW + of_span * (SPAN * CODES / 16) + (b.lane ^ 8 * (q % 4)) * CODES;
+    const unsigned char* at = stage_of(pair) + 2 * (pair % (P::RS / 2)) * Q::ROW + of_span * (SPAN * CODES / 16) + (b.lane ^ 8 * (q % 4)) * CODES;
     codes[q][0] = *(const Codes*)at, codes[q][1] = *(const Codes*)(at + Q::ROW);
   }
   const int r = 2 * (first_pair + mine % Q::OWN_PAIRS * Q::PAIRS_AT_ONCE), of_all = row + r;
@@ -186,8 +220,8 @@ __device__ __forceinline__ void multiply_pairs(Block& b, const Layer& y, const S
     if (is_there(q) && (Q::GROUPS % 8 == 0 || group < Q::GROUPS)) scales[i] = {scale_of_group<P>(stage_of(r / 2), own, r % P::RS, 0, group), scale_of_group<P>(stage_of(r / 2), own, r % P::RS, 1, group)};
   }
   __syncwarp();
-  if (!b.lane) arrive(b.empty + slot);
-  if (stages == 2 && !b.lane) arrive(b.empty + second_slot);
+  if (!b.lane)
+    for (int i = 0; i < stages; i++) arrive(b.empty + slot_of(i));
   add_up<P>(b, row ? row - Q::STAGES * P::RS : 0, found);
 #pragma unroll
   for (int i = 0; i < Q::OF_LANE; i++) found.scales[i] = scales[i], found.products[i] = {0, 0};
@@ -232,9 +266,9 @@ __device__ __forceinline__ void linear(Block& b, const Layer& y, const uint4* x,
   using Q = Parts<P>;
 #pragma unroll
   for (int v = 0; v < (Q::SPANS * 64 + CONSUMERS - 1) / CONSUMERS; v++) {
-    const int at = v * CONSUMERS + b.thread;  // of every 64 the even ones, then the odd ones
+    const int at = v * CONSUMERS + b.thread;
     const bool is_there = v < P::VECTORS && at < P::K / 8;
-    if (at < Q::SPANS * 64) *(uint4*)inputs_at(at / 64 * 64 + at % 2 * 32 + at % 64 / 2) = is_there ? x[v] : make_uint4(0, 0, 0, 0);
+    if (at < Q::SPANS * 64) write_inputs(at, is_there ? x[v] : make_uint4(0, 0, 0, 0));
   }
   b.all_consumers();
   if (IS_LONG && !b.thread) *b.flight = FLIGHT_STREAM;

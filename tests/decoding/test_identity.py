@@ -8,6 +8,7 @@ import random
 import threading
 import weakref
 from contextlib import nullcontext
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -539,6 +540,32 @@ def test_what_is_too_large_counts_as_the_object_that_it_is():
     assert pass_state(model) != before
 
 
+CHANGES = (
+    "codes", "other codes", "scales", "other scales", "dequantise", "reload", "adapter",
+)  # fmt: skip
+
+
+class Adapter(torch.nn.Module):
+    """Around a layer, and switched by an attribute."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.scale = base, torch.nn.Parameter(torch.ones(1))
+        self.is_active = True
+
+    def forward(self, x):
+        y = self.base(x)
+        return y + self.scale * x.mean(-1, keepdim=True) if self.is_active else y
+
+
+def dequantised(layer):
+    if not isinstance(layer, Linear4bit):
+        return layer
+    linear = torch.nn.Linear(layer.in_features, layer.out_features, False)
+    linear.weight.data = layer.unpacked()
+    return linear
+
+
 class TestQuantisedWeights:
     """A step reads the memory of packed weights: what is written there counts, and other memory makes
     another step.
@@ -584,25 +611,10 @@ class TestQuantisedWeights:
         for module in list(decoding.model.modules()):
             for name, child in list(module.named_children()):
                 if isinstance(child, Linear4bit):
-                    linear = torch.nn.Linear(child.in_features, child.out_features, False)
-                    linear.weight.data = child.unpacked()
-                    setattr(module, name, linear)
+                    setattr(module, name, dequantised(child))
         assert decoding.steps() == 2
 
     def test_adapters_that_are_switched(self, decoding):
-        class Adapter(torch.nn.Module):
-            def __init__(self, base):
-                super().__init__()
-                self.base, self.scale, self.is_active = (
-                    base,
-                    torch.nn.Parameter(torch.ones(1)),
-                    True,
-                )
-
-            def forward(self, x):
-                y = self.base(x)
-                return y + self.scale * x.mean() if self.is_active else y
-
         adapters = []
         for layer in decoding.model.model.layers:
             layer.mlp.down_proj = Adapter(layer.mlp.down_proj).to(DEVICE)
@@ -615,6 +627,43 @@ class TestQuantisedWeights:
         for adapter in adapters:
             adapter.is_active = True
         assert decoding.steps() == 3
+
+    @pytest.mark.parametrize("seed", range(5))
+    def test_many_changes(self, decoding, seed):
+        """One layer at a time, in random order; `steps` compares the tokens with no cache."""
+        choose = random.Random(seed)
+        places = [
+            (module, name)
+            for module in decoding.model.modules()
+            for name, child in module.named_children()
+            if isinstance(child, Linear4bit)
+        ]
+        kept = [deepcopy(getattr(*place)) for place in places]
+        for _ in range(10):
+            number = choose.randrange(len(places))
+            change = choose.choice(CHANGES)
+            layer = getattr(*places[number])
+            inner = layer.base if isinstance(layer, Adapter) else layer
+            if change == "reload":
+                setattr(*places[number], deepcopy(kept[number]))
+            elif change == "adapter":
+                if layer is inner:
+                    setattr(*places[number], Adapter(layer).to(DEVICE))
+                else:
+                    layer.is_active = not layer.is_active
+            elif change == "dequantise" and layer is inner:
+                setattr(*places[number], dequantised(layer))
+            elif not isinstance(inner, Linear4bit):
+                inner.weight.data.mul_(1.5)
+            elif change == "codes":
+                inner.weight.data.bitwise_xor_(3)
+            elif change == "other codes":
+                inner.weight.data = inner.weight.data ^ 5
+            elif change == "scales":
+                inner.quant_state.absmax.mul_(1.5)
+            else:
+                inner.quant_state.absmax = inner.quant_state.absmax * 0.5
+            decoding.steps()
 
     def test_the_memory_of_a_weight_is_noted(self, decoding):
         (step,) = decoding.decoder.steps.by_cache[decoding.cache].values()

@@ -205,6 +205,7 @@ static Outcome run(void (*kernel)(), int num_blocks, int threads, u32 shared_byt
 
 #define threadIdx (Index{machine::current->thread})
 #define blockIdx (Index{machine::current->block})
+static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 template <class A, class B>
 static A min(A a, B b) {
@@ -227,6 +228,11 @@ static u32 __byte_perm(u32 a, u32 b, u32 selector) {
   for (int i = 0; i < 4; i++) x |= (u32)(both >> 8 * (selector >> 4 * i & 7) & 255) << 8 * i;
   return x;
 }
+template <class A>
+static A max(A a, A b) {
+  return a < b ? b : a;
+}
+static int __float2int_rn(float x) { return std::isfinite(x) ? (int)std::nearbyint(x) : 0; }
 static float rsqrtf(float x) { return 1 / sqrtf(x); }
 static i64 clock64() { return machine::round_number << 16; }
 static void __syncthreads() { machine::meet(machine::block().barriers[0], machine::block().warps.size() * machine::WARP); }
@@ -281,26 +287,31 @@ static bool has_ended(u64* barrier, u32 parity) {
 static u64 read_once() { return 0; }
 static void check_base() {}
 static void write_if(bool holds, float* to, float x) { if (holds) *to = x; }
-static u32 add_pairs(u32 a, u32 b) {
-  auto low = [](u32 x) { return __uint_as_float(x << 16); };
-  auto high = [](u32 x) { return __uint_as_float(x & 0xffff0000u); };
-  return pack(low(a) + low(b), high(a) + high(b));
-}
 template <u32 MASK, u32 BITS>
 static u32 masked_with(u32 x) { return x & MASK | BITS; }
 static u32 looked_up(u32 at) { return *(const u32*)(shared_memory + at); }
-static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// sum[i] += A B, for each k that this lane's sums are over: add(i, lane and word of A, lane and word of B, place in both).
+template <int PLACES, class Add>
+static void multiply_with(u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, Add add) {
   machine::Warp& warp = machine::warp();
   const int lane = machine::current->thread % machine::WARP, g = lane / 4, t = lane % 4;
   const u32 own[6] = {a0, a1, a2, a3, b0, b1};
   memcpy(warp.fragments[lane], own, sizeof own);
   machine::meet(warp.meeting, machine::WARP);
-  auto half = [&](int from, int word, int upper) { return __uint_as_float(upper ? warp.fragments[from][word] & 0xffff0000u : warp.fragments[from][word] << 16); };
   for (int i = 0; i < 4; i++)
-    for (int k = 0; k < 16; k++) {
-      const int column = 2 * t + i % 2;
-      sum[i] += half(4 * g + k % 8 / 2, i / 2 + 2 * (k / 8), k % 2) * half(4 * column + k % 8 / 2, 4 + k / 8, k % 2);
-    }
+    for (int half = 0; half < 2; half++)
+      for (int k = 0; k < 4 * PLACES; k++) {
+        const int column = 2 * t + i % 2;
+        add(i, warp.fragments[4 * g + k / PLACES][i / 2 + 2 * half], warp.fragments[4 * column + k / PLACES][4 + half], k % PLACES);
+      }
   machine::meet(warp.meeting, machine::WARP);
+}
+static void multiply(float (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  auto half = [](u32 word, int upper) { return __uint_as_float(upper ? word & 0xffff0000u : word << 16); };
+  multiply_with<2>(a0, a1, a2, a3, b0, b1, [&](int i, u32 a, u32 b, int k) { sum[i] += half(a, k) * half(b, k); });
+}
+static void multiply(int (&sum)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  auto byte = [](u32 word, int k) { return (int)(signed char)(word >> 8 * k); };
+  multiply_with<4>(a0, a1, a2, a3, b0, b1, [&](int i, u32 a, u32 b, int k) { sum[i] += byte(a, k) * byte(b, k); });
 }
 static void copy(void* to, const void* from, u32 bytes, u64* barrier, u64) { machine::block().copies.push_back({(unsigned char*)to, (const unsigned char*)from, bytes, (u32)(machine::seeded() % 8), barrier}); }

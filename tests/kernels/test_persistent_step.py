@@ -301,7 +301,7 @@ def test_packed_weights_fit(name, scales):
     sizes = dict(zip(SMALL, numbers, strict=True)) | {"L": 1}
     found = macros(random_plan(sizes, *parts, device="meta", packed=scales), BLOCKS, SHARED)
     assert used_shared_bytes(found) <= SHARED
-    assert found["SLOTS"] >= 4
+    assert found["SLOTS"] >= 3  # under way, multiplied, and one between
     for phase in ("QKV", "O", "GATE", "DOWN"):
         assert found[f"C_{phase}"] % 2 == 0  # pairs of rows
         assert found[f"RS_{phase}"] in (2, 4, 8, 16)

@@ -112,8 +112,9 @@ def test_a_step(name, folder):
 )
 def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, monkeypatch):
     """A block with an odd number of them has the last one alone."""
-    for stage in ("_STAGE_OF_PACKED", "_STAGE_OF_BYTES"):
-        monkeypatch.setattr(persistent_macros, stage, 2048 if name == "four bits" else 3072)
+    layout = "bytes" if name == "int8" else "four bits"
+    monkeypatch.setitem(persistent_macros._ROWS_OF_STAGE, layout, 4)
+    monkeypatch.setitem(persistent_macros._ROWS_AT_ONCE_OF_PACKED, layout, 4)
     monkeypatch.setattr(persistent_macros, "_rows_of_chunk", lambda *sizes: 2)
     plan = plan_of(name, I=width)
     before = copied(plan)
