@@ -323,6 +323,19 @@ class TestKernels:
         )
         assert few.tolist() == all_bits.tolist()
 
+    @pytest.mark.parametrize("top_k", [50, 150])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_neighbours_are_told_apart(self, dtype, top_k):
+        """The numbers of a dtype that follow one another from 1 on, and from -1 on."""
+        ones = torch.tensor([[1.0], [-1.0]]).to(dtype).view(torch.int16)
+        logits = (ones + torch.arange(100, dtype=torch.int16)).view(dtype).view(1, 200).to(DEVICE)
+        kinds = Processors(temperature=True, top_k=True)
+        state = make_state(2, kinds, temperature=0.7, top_k=top_k)
+        noise, lowest, highest = probes(logits.float(), *limits(logits, kinds, state))
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[0] == lowest
+        assert tokens[1] != highest
+
     def test_scores_that_the_temperature_makes_equal(self):
         """The second largest is kept as often as it is there after the division."""
         logits = torch.tensor([[-3.0, 1.0, -0.0, 1.25, 1.5, 0.0]], device=DEVICE).bfloat16()
