@@ -10,9 +10,8 @@ never measures more. The last pass of top_p also counts the scores that equal ea
 those at the threshold `generate` keeps as many as the mass needs, the highest tokens.
 
 A key has 32 bits. Logits in bfloat16 or float16 that have no penalty need 16 or 20: they are scaled
-after the search, where a weight is computed. Scaled scores have the order of their logits. Two that
-differ may become one score above a temperature of 2^14; then top_k keeps both, as `generate` does,
-and top_p the larger logit first.
+after the search, where a weight is computed. Scaled scores have the order of their logits. Where two
+logits become one score, top_k keeps both or none, as `generate` does.
 
     scores: [B, V] float32   maxima: [B, N], of them   partials: [passes, B, 16, N]
     lows: [passes + 1, B]   counts: [B, 16, N]   N chunks
@@ -36,7 +35,9 @@ _PENALIZED = 1024  # positions of a sequence in one program
 _DIGIT = tl.constexpr(4)  # bits of a pass
 _CANDIDATES = tl.constexpr(16)
 # Of a key. Two numbers of such a dtype differ by 2^-133 or 2^-24 at least and by 2^-8 or 2^-11 of the
-# larger one, and float32 tells their products apart with a factor of 2^-14 or more.
+# larger one, and float32 tells their products apart with a factor of 2^-14 or more. Top_k 50 of 128256
+# tokens takes 18.4 us with 16 bits, noise and selection included. It took 29.3 with 32, and with pass 0
+# in a kernel of its own (H200, 2026-11-19).
 _BITS = {torch.bfloat16: 16, torch.float16: 20}
 _TINY = tl.constexpr(1e-30)  # a mass: top_p = 0 keeps one score, the largest
 

@@ -42,8 +42,8 @@ def select_greedy(
 ) -> None:
     """Select the token after `positions` in each batch row.
 
-    chunks: the largest logit of each part of the vocabulary, float32, and its first token, int32,
-    [B, a power of two] both, if they are known
+    chunks: the largest logit of each part of the vocabulary and its first token, if they are known:
+    [B, a power of two] float32 and int32
     """
     if logits.is_cuda and len(logits) <= _MAX_BATCH_SIZE:
         from hf_static_kv.kernels.select_greedy_triton import select_greedy_triton

@@ -634,6 +634,25 @@ class TestOnAGpu:
             assert talk.call().tolist() == expected[0]
             assert talk.takeover.kernel is None
 
+    def test_greedy_tokens_are_those_of_the_logits(self, talk):
+        """They come from the largest logit of each block; with `output_logits` from all."""
+        for settings in ({}, LOGITS):
+            talk.call(**settings)
+            for step in talk.decoder.steps.captured:
+                takeover.wait_for(step)
+            for _ in range(2):
+                talk.call(**settings)
+        states = list(map(takeover.takeover_of, talk.decoder.steps.captured))
+        assert len(states) == 2
+        assert not any(map(has_none, states))
+        made, with_logits = (tokens_of(talk.call(**settings)) for settings in ({}, LOGITS))
+        assert torch.equal(made, with_logits)
+        for state in states:
+            maxima, tokens = state.kernel.chunks
+            logits = state.kernel.logits[0]
+            largest = (logits == logits.max()).nonzero()
+            assert tokens[maxima == maxima.max()].min() == largest[0]
+
     def test_sampling(self, talk, monkeypatch):
         talk.call(**SAMPLED)
         while not talk.takeover.build.is_ready:
