@@ -537,13 +537,13 @@ __device__ void consume(Block& b) {
 #pragma unroll
       for (int r = 0; r < C_HEAD; r++) {
         z[r] = rounded(total(b, b.thread * C_HEAD + r) * scale);
-        if (z[r] > best) best = z[r], token = row + r;
+        if (z[r] > best || (z[r] == best && row + r < token)) best = z[r], token = row + r;
       }
       publish<C_HEAD>((unsigned char*)args.logits, row, z);
     }
     b.all_consumers();
   }
-  // The largest logit of this block, the first of equals.
+  // The largest logit of this block, the first of equals; V - 1 if all are NaN.
 #pragma unroll
   for (int o = 16; o; o >>= 1) {
     const float other = __shfl_xor_sync(~0u, best, o);

@@ -73,8 +73,9 @@ class Build:
 class PersistentStep:
     """The kernel of one plan on one device. Its launch gives the logits [1, V].
 
-    It holds every tensor that the kernel reads. `marks` [blocks, layers + 1, 16] are the cycles at
-    which each block came to each MARK of the source.
+    It holds every tensor that the kernel reads. `chunks` are the largest logit of each block and its
+    token, as `select_greedy` takes them. `marks` [blocks, layers + 1, 16] are the cycles at which each
+    block came to each MARK of the source.
     """
 
     def __init__(self, plan: Plan, cubin: bytes, has_marks: bool = False) -> None:
@@ -87,6 +88,7 @@ class PersistentStep:
             self._function = _loaded(cubin, self._shared_bytes, device)
         memory = Memory(plan, own, has_marks)
         self.error, self.logits, self.marks = memory.error, memory.logits, memory.marks
+        self.chunks = memory.chunks
         self.buffers = memory.tensors
         self._args = memory.args
 
@@ -133,8 +135,10 @@ class Memory:
         step = torch.zeros(1, dtype=torch.int32, device=device)
         self.error = torch.zeros_like(step)  # 1: a block has waited in vain
         self.logits = plan.head.new_zeros(1, len(plan.head))
-        maxima = torch.zeros(blocks, device=device)
-        tokens = torch.zeros(blocks, dtype=torch.int32, device=device)
+        # Of the blocks, and of none up to a power of two.
+        maxima = torch.full((1, 1 << (blocks - 1).bit_length()), -torch.inf, device=device)
+        tokens = torch.full_like(maxima, len(plan.head) - 1, dtype=torch.int32)
+        self.chunks = maxima, tokens
         layers = _table_of_layers(plan)
         inputs = [plan.embedding, plan.norm, plan.head, plan.token, plan.position]
         self.tensors = [layers, words, step, self.error, self.logits, maxima, tokens]

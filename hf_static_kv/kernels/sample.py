@@ -14,11 +14,13 @@ lines run.
     logits: [B, V] of any float dtype, computed in float32   noise: [B, V] float32   positions: [1]
 
 `torch.multinomial` draws one token by the same formula, so the tokens and the generator's state are
-those of `generate` under the same seed. The kernels differ from it in two ways, and do not run
+those of `generate` under the same seed. The kernels differ from it in three ways, and do not run
 inside `exact`:
 
 - Sums and exp are rounded differently: a token at the very edge of top_p or min_p may be kept or
   not, and of two quotients that agree in 6 digits the other one may be the larger.
+- A temperature above 2^14 may make scores equal whose logits, of 16 bits, are not. Then top_p keeps
+  the larger logit first.
 - A row of NaN or of -inf alone gives some token of the vocabulary; `generate` raises an error.
 
 The order of equal scores is that of `torch.sort`: a radix sort on a GPU, which keeps the order of

@@ -34,12 +34,21 @@ class GreedyState(NamedTuple):
     report: Tensor  # [B]
 
 
-def select_greedy(logits: Tensor, positions: Tensor, state: GreedyState) -> None:
-    """Select the token after `positions` in each batch row."""
+def select_greedy(
+    logits: Tensor,
+    positions: Tensor,
+    state: GreedyState,
+    chunks: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Select the token after `positions` in each batch row.
+
+    chunks: the largest logit of each part of the vocabulary and its first token, if they are known:
+    [B, a power of two] float32 and int32
+    """
     if logits.is_cuda and len(logits) <= _MAX_BATCH_SIZE:
         from hf_static_kv.kernels.select_greedy_triton import select_greedy_triton
 
-        return select_greedy_triton(logits, positions, *state)
+        return select_greedy_triton(logits, positions, *state, chunks=chunks)
     return select_greedy_plain(logits, positions, state)
 
 

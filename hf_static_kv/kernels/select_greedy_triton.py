@@ -61,9 +61,14 @@ def select_token(
     tl.store(is_over, tl.max(running.to(tl.int32), 0) == 0)
 
 
-def select_greedy_triton(logits: Tensor, positions: Tensor, *state: Tensor) -> None:
+def select_greedy_triton(
+    logits: Tensor,
+    positions: Tensor,
+    *state: Tensor,
+    chunks: tuple[Tensor, Tensor] | None = None,
+) -> None:
     """`state`: the fields of `GreedyState`, in their order."""
-    maxima, tokens = _argmax_chunks(logits)
+    maxima, tokens = chunks or _argmax_chunks(logits)
     select_triton(maxima, tokens, logits.shape[1], positions, *state)
 
 

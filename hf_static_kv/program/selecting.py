@@ -138,7 +138,8 @@ class SelectingStep(DecodeStep):
         if self.draw_exactly is not None:
             scores = self.draw_exactly(scores, None)
         if self.sampling is None:
-            select_greedy(scores, newest, self.state)
+            chunks = self._chunks if scores is logits else None
+            select_greedy(scores, newest, self.state, chunks)
         else:
             select_sampled(scores, newest, self.sampling, self._noise_for(scores))
         return logits

@@ -68,6 +68,7 @@ class Runs(NamedTuple):
     graph: torch.cuda.CUDAGraph | None  # of the program
     logits: Tensor | None  # of the graph
     buffers: list[Tensor]  # of the program, if it is a kernel
+    chunks: tuple[Tensor, Tensor] | None = None  # of the logits, if it finds their largest
 
 
 class DecodeStep:
@@ -127,6 +128,7 @@ class DecodeStep:
         self.logits: Tensor | None = None
         self._tables: list[Tensor] = []  # which the program reads
         self._buffers: list[Tensor] = []  # of a kernel in the place of the list
+        self._chunks: tuple[Tensor, Tensor] | None = None  # of its logits, for `select_greedy`
         self._settings = dict(settings or {})
         self._shadow: PreTrainedModel | None = None
         # A package rounds the inputs of a layer to eight bits, and the list does not.
@@ -287,8 +289,8 @@ class DecodeStep:
     def exchange(self, runs: Runs) -> Runs:
         """Run another program on the same tensors; what was run before."""
         programs = _PROGRAMS[self.model]
-        before = Runs(programs[self], self.graph, self.logits, self._buffers)
-        programs[self], self.graph, self.logits, self._buffers = runs
+        before = Runs(programs[self], self.graph, self.logits, self._buffers, self._chunks)
+        programs[self], self.graph, self.logits, self._buffers, self._chunks = runs
         return before
 
     def capture(

@@ -95,7 +95,7 @@ class Takeover:
         assert self.build is not None
         try:
             kernel = self.build.step()
-            before = step.exchange(Runs(kernel, None, None, kernel.buffers))
+            before = step.exchange(Runs(kernel, None, None, kernel.buffers, kernel.chunks))
             try:
                 trial()
                 if kernel.has_failed():

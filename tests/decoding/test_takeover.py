@@ -14,7 +14,8 @@ from transformers import StoppingCriteriaList
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache, attach, exact, served
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
-from hf_static_kv.program import takeover
+from hf_static_kv.kernels.select_greedy import select_greedy
+from hf_static_kv.program import selecting, takeover
 from hf_static_kv.testing import dev_config, random_model
 from tests.conftest import COMMON, NEW_TOKENS, PROMPT, Collect, toy_model
 from tests.decoding.conftest import CAPACITY
@@ -34,6 +35,7 @@ class FakeStep:
         self.launches = 0
         self.left = math.inf  # launches before one that gives up, and all after it
         self.buffers = [torch.zeros(8)]
+        self.chunks = torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.int32)
 
     def __call__(self):
         self.launches += 1
@@ -134,6 +136,32 @@ def test_the_kernel_serves_from_the_second_call_on(name, settings, build):
     assert kernel.launches > expected.shape[1] - PROMPT.shape[1]
     assert talk.takeover.reason == ""
     assert talk.decoder.memory_bytes >= kernel.buffers[0].nbytes
+
+
+@pytest.mark.parametrize("settings", [{}, {"min_new_tokens": 4, "eos_token_id": 5}], ids=str)
+def test_the_largest_logits_of_a_kernel_are_those_of_its_blocks(settings, build, monkeypatch):
+    """Unless the selection is from other numbers than its logits."""
+    given = []
+
+    def note(logits, positions, state, chunks=None):
+        given.append(chunks)
+        select_greedy(logits, positions, state)
+
+    monkeypatch.setattr(selecting, "select_greedy", note)
+    talk = Conversation()
+    talk.call(**settings)
+    assert given
+    assert all(chunks is None for chunks in given)
+    talk.call(**settings)
+    given.clear()
+    talk.call(**settings)
+    ours = talk.takeover.kernel.chunks
+    assert given
+    assert all(chunks is (None if settings else ours) for chunks in given)
+    monkeypatch.setattr(takeover, "MOST_TOKENS", 0)
+    given.clear()
+    talk.call(**settings)
+    assert all(chunks is None for chunks in given)
 
 
 def test_the_list_serves_until_the_kernel_is_compiled(build):
@@ -605,6 +633,25 @@ class TestOnAGpu:
         for _ in range(2):
             assert talk.call().tolist() == expected[0]
             assert talk.takeover.kernel is None
+
+    def test_greedy_tokens_are_those_of_the_logits(self, talk):
+        """They come from the largest logit of each block; with `output_logits` from all."""
+        for settings in ({}, LOGITS):
+            talk.call(**settings)
+            for step in talk.decoder.steps.captured:
+                takeover.wait_for(step)
+            for _ in range(2):
+                talk.call(**settings)
+        states = list(map(takeover.takeover_of, talk.decoder.steps.captured))
+        assert len(states) == 2
+        assert not any(map(has_none, states))
+        made, with_logits = (tokens_of(talk.call(**settings)) for settings in ({}, LOGITS))
+        assert torch.equal(made, with_logits)
+        for state in states:
+            maxima, tokens = state.kernel.chunks
+            logits = state.kernel.logits[0]
+            largest = (logits == logits.max()).nonzero()
+            assert tokens[maxima == maxima.max()].min() == largest[0]
 
     def test_sampling(self, talk, monkeypatch):
         talk.call(**SAMPLED)

@@ -516,3 +516,7 @@ def test_the_kernel(name):
         graph.replay()
         assert torch.equal(logits, got)
     assert not step.has_failed()
+    maxima, tokens = step.chunks
+    largest = (got[0] == got.max()).nonzero()
+    assert maxima.max() == got.max()
+    assert tokens[maxima == maxima.max()].min() == largest[0]

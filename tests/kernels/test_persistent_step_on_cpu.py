@@ -141,6 +141,36 @@ def test_tiles_in_stages_of_several_spans(spans, folder, monkeypatch):
     assert torch.equal(step(seed=1)[2], logits)
 
 
+def first_of_largest(step):
+    """The token that `select_token` finds in the chunks."""
+    maxima, tokens = step.memory.chunks
+    return int(tokens[maxima == maxima.max()].min())
+
+
+@pytest.mark.parametrize("head", ["random", "ties", "-inf", "nan"])
+def test_the_largest_logit_of_each_block(head, folder):
+    """The first of equals, as `argmax`; of NaN alone it is the last token."""
+    plan = plan_of("plain")
+    step = Step(plan, folder)
+    maxima, tokens = step.memory.chunks
+    assert maxima.shape == tokens.shape == (1, 4)  # of three blocks
+    if head == "ties":
+        plan.head.copy_(plan.head[3:4].clone())
+    elif head != "random":  # all logits are 1000 x or more, then that times an infinite number
+        plan.head.zero_()[:, 0] = 1.0
+        plan.norm[0] = 1000.0
+        _, _, logits = step(seed=0)
+        plan.head[:, 0] = -3e38 * logits[0, 0].sign() if head == "-inf" else torch.nan
+    outcome, error, logits = step(seed=1)
+    assert (outcome, error) == (ENDED, 0)
+    if head == "nan":
+        assert logits.isnan().all()
+        assert first_of_largest(step) == plan.sizes["V"] - 1
+    else:
+        assert float(maxima.max()) == float(logits.max())
+        assert first_of_largest(step) == int(logits.argmax())
+
+
 def test_steps_of_other_tokens(folder):
     """What an earlier step has published is gone when a step begins."""
     plan = plan_of("plain")

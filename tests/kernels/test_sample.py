@@ -220,6 +220,10 @@ def logits_of(shape, vocabulary, seed):
         logits = (logits * 2).round() / 2  # 0.0 and -0.0 among them
     elif shape == "infinite":
         logits = logits.masked_fill(normal(1, vocabulary, seed=seed + 1) > 0.3, -torch.inf)
+    elif shape == "equal":
+        logits = torch.full_like(logits, -1.5)
+    elif shape == "wide":  # from the least to nearly the largest numbers of float16
+        logits = logits.sign() * 2.0 ** (logits.abs() * 12 - 24).clamp(max=15)
     return logits
 
 
@@ -291,6 +295,57 @@ class TestKernels:
         tokens = self.select(logits.repeat(2, 1), noise, state)
         assert tokens[:2].tolist() == lowest.tolist()
         assert not (tokens[2:] == highest).any()
+
+    @pytest.mark.parametrize(
+        ("dtype", "shape", "temperature", "left_out"),
+        [
+            (torch.bfloat16, "normal", 0.7, "top_p"),
+            (torch.bfloat16, "ties", 1.3, "top_k"),
+            (torch.bfloat16, "infinite", 1e4, "min_p"),
+            (torch.bfloat16, "equal", 1e-4, "min_p"),
+            (torch.bfloat16, "wide", 1e-4, "top_k"),
+            (torch.float16, "wide", 1e4, "min_p"),
+        ],
+        ids=str,
+    )
+    def test_keys_of_fewer_bits_keep_what_those_of_32_keep(
+        self, dtype, shape, temperature, left_out
+    ):
+        """In float32 the scores are scaled before the search. Each noise asks for another token."""
+        rows = 2 if DEVICE == "cpu" else 50
+        kinds = ALL._replace(repetition=False, **{left_out: False})
+        logits = logits_of(shape, 203, seed=3).to(dtype).repeat(rows, 1)
+        noise = exponential(rows, 203) ** 4
+        how = {"temperature": temperature, "top_k": 40, "min_length": POSITION + 2}
+        few, all_bits = (
+            self.select(own, noise, make_state(rows, kinds, **how))
+            for own in (logits, logits.float())
+        )
+        assert few.tolist() == all_bits.tolist()
+
+    @pytest.mark.parametrize("top_k", [50, 150])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+    def test_neighbours_are_told_apart(self, dtype, top_k):
+        """The numbers of a dtype that follow one another from 1 on, and from -1 on."""
+        ones = torch.tensor([[1.0], [-1.0]]).to(dtype).view(torch.int16)
+        logits = (ones + torch.arange(100, dtype=torch.int16)).view(dtype).view(1, 200).to(DEVICE)
+        kinds = Processors(temperature=True, top_k=True)
+        state = make_state(2, kinds, temperature=0.7, top_k=top_k)
+        noise, lowest, highest = probes(logits.float(), *limits(logits, kinds, state))
+        tokens = self.select(logits.repeat(2, 1), noise, state)
+        assert tokens[0] == lowest
+        assert tokens[1] != highest
+
+    def test_scores_that_the_temperature_makes_equal(self):
+        """The second largest is kept as often as it is there after the division."""
+        logits = torch.tensor([[-3.0, 1.0, -0.0, 1.25, 1.5, 0.0]], device=DEVICE).bfloat16()
+        numbers = {"temperature": 1e45, "top_k": 2}
+        state = make_state(6, Processors(temperature=True, top_k=True), **numbers)
+        noise = torch.full((6, 6), 1e30, device=DEVICE).fill_diagonal_(1e-30)
+        kept = self.select(logits.repeat(6, 1), noise, state)
+        scores = logits.float() * torch.tensor(1e-45, dtype=torch.float64).float().to(DEVICE)
+        assert scores[0, 1] == scores[0, 3]
+        assert [b in (1, 3, 4) for b in range(6)] == [int(t) == b for b, t in enumerate(kept)]
 
     @given(
         seed=st.integers(0, 1 << 30),

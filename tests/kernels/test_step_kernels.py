@@ -299,6 +299,32 @@ class TestGreedy:
             t if running else ~t for t, (running,) in zip(tokens, states[0][2], strict=True)
         ]
 
+    def test_selection_from_the_largest_logits_of_chunks(self):
+        """132 of them, and what is no chunk up to 256; the logits are not read."""
+        maxima = torch.full((1, 256), -torch.inf, device=DEVICE)
+        tokens = torch.full((1, 256), 999, dtype=torch.int32, device=DEVICE)
+        maxima[0, :132] = -3.0
+        tokens[0, :132] = torch.arange(132).flip(0)
+        maxima[0, [40, 70]] = -1.0
+        row = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+        token, running = row[:, None].clone(), torch.ones(1, 1, dtype=torch.bool, device=DEVICE)
+        sequences, eos = torch.zeros(1, 6, dtype=torch.int64, device=DEVICE), token - 1
+        state = GreedyState(
+            sequences,
+            token,
+            running,
+            eos,
+            row,
+            running[0, 0].clone(),
+            row + 5,
+            row.clone(),
+            row.clone(),
+        )
+        logits = torch.zeros(1, 1000, device=DEVICE)
+        select_greedy_triton.select_greedy_triton(logits, row + 2, *state, chunks=(maxima, tokens))
+        assert sequences.tolist() == [[0, 0, 0, 61, 0, 0]]
+        assert state.token.tolist() == [[61]]
+
     @pytest.mark.parametrize(("rows", "vocabulary"), [(1, 5), (3, 300), (70, 129)])
     def test_most_likely(self, rows, vocabulary):
         """Few values, so that the first of the largest counts; in rows of a tensor, or in columns."""
