@@ -26,7 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync, pdl_wait
+from hf_static_kv.kernels.launch_triton import (
+    launch,
+    pdl_launch_next,
+    pdl_sync,
+    pdl_wait,
+    prefetch_lines,
+)
 from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, pick_weight
 
 BLOCK_K = tl.constexpr(64)
@@ -153,15 +159,7 @@ def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
     k = tl.minimum(
         tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1
     )
-    at = (w + n * w_n + k * w_k).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_lines(w + n * w_n + k * w_k)
 
 
 @triton.jit

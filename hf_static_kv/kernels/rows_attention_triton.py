@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_static_kv.cache.codes import holds_codes, states_dim
-from hf_static_kv.kernels.codes_triton import load_codes, load_scales
+from hf_static_kv.kernels.codes_triton import head_of, load_codes, load_scales
 from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, readable
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 MAX_QUERIES = 16  # of a batch row and a KV head: tokens times query heads
-_POSITIONS = 16  # of a warp
+POSITIONS_OF_WARP = 16  # of a warp
 # Loads in flight; warps of few and of many instances. On an H200, of 640 positions (2026-11-18): 64
 # rows of 8 heads of 64 dims 23 us (25 in the tiles of prompts, 49 in splits), 8 rows 8 us (10, 11);
 # of 128 dims 43 (46, 65) and 11 (17, 13).
@@ -48,17 +48,37 @@ def rows_attention(
     span = spans + b * spans_b + t * spans_t
     first = tl.load(span + 1, mask=is_query, other=0)
     end = tl.load(span + 2, mask=is_query, other=0)
-    sees = end > first
-    highest = tl.max(tl.where(sees, end, 0), 0)
-    lowest = tl.minimum(tl.min(tl.where(sees, first, 1 << 40), 0), highest)
     d = tl.arange(0, TILE_D)
-    dv = tl.arange(0, TILE_DV)
     q_at = query + b * query_b + g[None, :] * query_h + t[None, :] * query_t + d[:, None]
     q = tl.load(q_at, mask=is_query[None, :] & (d[:, None] < D), other=0.0)  # [D, M]
+    k_base = head_of(keys, b, h, keys_b, keys_h, IS_CODED)
+    v_base = head_of(values, b, h, values_b, values_h, IS_CODED)
+    maximum, total, merged = attend_span(
+        q, k_base, v_base, keys_s, values_s, first, end, scale, softcap, Q, TILE_M, D, TILE_D,
+        DV, TILE_DV, WARPS, POSITIONS, STAGES, HAS_SOFTCAP, IS_CODED,
+    )  # fmt: skip
+    sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
+    result = sum_of_warps(maximum, total, merged, sink * LOG2_E, end > first, HAS_SINKS)
+    dv = tl.arange(0, TILE_DV)
+    out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
+    tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
+
+
+@triton.jit
+def attend_span(
+    q, keys, values, keys_s, values_s, first, end, scale, softcap,
+    Q: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    DV: tl.constexpr, TILE_DV: tl.constexpr, WARPS: tl.constexpr, POSITIONS: tl.constexpr,
+    STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_CODED: tl.constexpr,
+):  # fmt: skip
+    """Maxima, sums of weights and outputs of each warp, over the spans of queries [D, M]."""
+    lowest, highest = bounds_of(first, end)
+    d = tl.arange(0, TILE_D)
+    dv = tl.arange(0, TILE_DV)
     q = tl.broadcast_to(q[None], (WARPS, TILE_D, TILE_M))
     place = tl.arange(0, WARPS)[:, None] * POSITIONS + tl.arange(0, POSITIONS)[None, :]
-    k_at = keys + b * keys_b + h * keys_h + d[None, None, :]
-    v_at = values + b * values_b + h * values_h + dv[None, :, None]
+    k_at = keys + d[None, None, :]
+    v_at = values + dv[None, :, None]
     maximum = tl.full((WARPS, TILE_M), -float("inf"), tl.float32)
     total = tl.zeros((WARPS, TILE_M), tl.float32)
     merged = tl.zeros((WARPS, TILE_DV, TILE_M), tl.float32)
@@ -71,9 +91,7 @@ def rows_attention(
         if DV < TILE_DV:
             v_mask = v_mask & (dv[None, :, None] < DV)
         if IS_CODED:
-            k_row = b * keys_b + h * keys_h + position * keys_s
-            v_row = b * values_b + h * values_h + position * values_s
-            at = keys, values, k_row, v_row, d, dv, position < highest
+            at = keys, values, position * keys_s, position * values_s, d, dv, position < highest
             k, v, k_scale, v_scale = _load_coded_tile(*at, scale, D, DV, q.dtype)
         else:
             k_scale, v_scale = scale, 1.0
@@ -85,10 +103,15 @@ def rows_attention(
         maximum, total, merged = _add_tile(
             q, k, v, is_seen, maximum, total, merged, k_scale, v_scale, softcap, HAS_SOFTCAP, IS_CODED
         )  # fmt: skip
-    sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
-    result = _sum_of_warps(maximum, total, merged, sink * LOG2_E, sees, HAS_SINKS)
-    out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
-    tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
+    return maximum, total, merged
+
+
+@triton.jit
+def bounds_of(first, end):
+    """The first position that any query sees, and the one behind the last."""
+    sees = end > first
+    highest = tl.max(tl.where(sees, end, 0), 0)
+    return tl.minimum(tl.min(tl.where(sees, first, 1 << 40), 0), highest), highest
 
 
 @triton.jit
@@ -124,7 +147,7 @@ def _add_tile(
 
 
 @triton.jit
-def _sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
+def sum_of_warps(maximum, total, merged, sink, sees, HAS_SINKS: tl.constexpr):
     """The output [DV, M]; zeros for an empty span."""
     highest = tl.max(maximum, 0)
     if HAS_SINKS:
@@ -154,26 +177,26 @@ def rows_attention_triton(
     heads, value_dim = values.shape[1], states_dim(values, is_coded)
     groups = query_heads // heads
     tile_d, tile_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    warps, stages = _tile(query, batch * heads, tile_d + tile_dv)
+    warps, stages = tile_of(query, batch * heads, tile_d + tile_dv)
     output = query.new_empty(batch, length, query_heads, value_dim)
     launch(
         rows_attention, (batch * heads,), query, keys, values, spans,
         query if sinks is None else sinks, output, scale, softcap or 0.0,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *spans.stride()[:2],
         H=heads, G=groups, Q=length, TILE_M=8 if groups * length <= 8 else MAX_QUERIES, D=dim,
-        TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, WARPS=warps, POSITIONS=_POSITIONS,
+        TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, WARPS=warps, POSITIONS=POSITIONS_OF_WARP,
         STAGES=stages, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         IS_CODED=is_coded, num_warps=warps,
     )  # fmt: skip
     return output
 
 
-def _tile(query: Tensor, instances: int, dims: int) -> tuple[int, int]:
+def tile_of(query: Tensor, instances: int, dims: int) -> tuple[int, int]:
     """Warps of an instance, and tiles in flight: those that fit into the shared memory."""
     properties = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     shared = getattr(properties, "shared_memory_per_block_optin", 100_000) - _SHARED_BYTES_LEFT
     processors = getattr(properties, "multi_processor_count", 1)
     is_few = instances <= _FEW_PER_PROCESSOR * processors
-    of_warp = _POSITIONS * dims * query.element_size()
+    of_warp = POSITIONS_OF_WARP * dims * query.element_size()
     warps = _WARPS_OF_FEW if is_few and shared >= 2 * _WARPS_OF_FEW * of_warp else _WARPS_OF_MANY
     return warps, max(1, min(_STAGES, shared // (warps * of_warp)))

@@ -30,6 +30,7 @@ from hf_static_kv.kernels.linear import (
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
 from hf_static_kv.kernels.packed import layout_of
+from hf_static_kv.kernels.rope_attention import is_joined, rotate_and_attend
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.activations import activated
 from hf_static_kv.program.quantised import packed_linear
@@ -41,6 +42,7 @@ _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _LINEARS = torch.ops.hf_static_kv.linears.default
 _GATED_LINEAR = torch.ops.hf_static_kv.gated_linear.default
+_ATTEND = torch.ops.hf_static_kv.attend.default
 _WRITE_TOKENS = torch.ops.hf_static_kv.write_tokens.default
 
 # Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
@@ -150,6 +152,24 @@ def write_rotated(program: Program) -> None:
         arguments = *states, value, *rotation.args[2:], keys, values, position, *norms
         parts = [rotation, call, *filter(None, before)]
         program.fuse(parts, rotate_and_write, *arguments, results=rotation.results[:1])
+
+
+@rule(keeps_bits=False)
+def attend_rotated(program: Program) -> None:
+    """
+    q = rotate_and_write(q, k, v, ...)       ->   y = rotate_and_attend(q, k, v, ..., spans)       some rows
+    y = attend(q, storage, spans)
+    """
+    for call in program.calls_of(_ATTEND):
+        query, keys, values, *others = call.args
+        before = program.maker(query)
+        if before is None or before.func is not rotate_and_write or before.kwargs:
+            continue
+        spans, scale, max_span, softcap, sinks, *in_order = others
+        is_storage = before.args[5] is keys and before.args[6] is values
+        if is_storage and not any(in_order) and is_joined(query, keys, max_span, *before.args[8:]):
+            arguments = *before.args, spans, scale, max_span, softcap, sinks
+            program.fuse([before, call], rotate_and_attend, *arguments, results=call.results)
 
 
 # --- linear layers

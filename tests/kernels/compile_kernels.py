@@ -25,6 +25,7 @@ from hf_static_kv.kernels import (
     packed_triton,
     positions_triton,
     prompt_attention_triton,
+    rope_attention_triton,
     rotary_triton,
     rows_attention_triton,
     sample_triton,
@@ -256,6 +257,11 @@ def launch_rotate_and_write(dtype, dim, style, tokens=1):
     coded = torch.empty(2, 2, 403, dim + 4, dtype=torch.int8)
     for storage in (keys, coded):
         rotary_triton.rotate_and_write_triton(*heads, angles, angles, storage, storage, *how)
+    spans = torch.zeros(2, 2, tokens, 4, dtype=torch.int64)[:, 1, :, :3]
+    if 2 * tokens <= rope_attention_triton.MAX_QUERIES:
+        rope_attention_triton.rope_attention_triton(
+            *heads, angles, angles, keys, keys, *how[:3], spans, 0.1, 50.0, None
+        )
 
 
 if __name__ == "__main__":

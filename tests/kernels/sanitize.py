@@ -43,6 +43,7 @@ from hf_static_kv.kernels import (
     packed_triton,
     positions_triton,
     prompt_attention_triton,
+    rope_attention_triton,
     rotary_triton,
     rows_attention_triton,
     sample_triton,
@@ -333,6 +334,7 @@ def run_rotary(dtype: torch.dtype) -> None:
         .transpose(1, 2)
         .split([4, 2, 2], dim=1)
     )
+    spans = torch.tensor([[[0, 0, 13]], [[2, 3, 8]]])
     for style in (None, STYLES[0], STYLES[2]):
         angle = normal(1, 1, 24, dtype=dtype)
         norm = None if style is None else Norm(angle[0, 0].clone(), 1e-6, style)
@@ -341,6 +343,9 @@ def run_rotary(dtype: torch.dtype) -> None:
             rotary_triton.rotate_and_write_triton(
                 *heads, angle, angle, *storage, last, norm, norm, ready
             )
+        rope_attention_triton.rope_attention_triton(
+            *heads, angle, angle, keys, values, last, norm, norm, spans, 0.2, None, None
+        )
         # Several tokens in an instance: a number that 8 does not divide, and some have no slot.
         many = [part.expand(2, -1, 19, -1).contiguous() for part in heads]
         slots = torch.arange(19).expand(2, 19).contiguous()

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.exactness.exact import exact
+from hf_static_kv.kernels.decode_attention import attend
 from hf_static_kv.kernels.linear import linears
 from hf_static_kv.kernels.norm import STYLES, Norm, norm
 from hf_static_kv.kernels.positions import write_tokens
@@ -351,6 +352,42 @@ class TestRotations:
             return query * key
 
         assert "rotate_and_write" not in rewritten(function, "write_rotated")[0]
+
+    @pytest.mark.parametrize("fills", [False, True])
+    def test_attend_rotated(self, fills, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.program.rules.is_joined", lambda *args: fills)
+        keys, values, others = (torch.zeros(1, 1, 5, 2) for _ in range(3))
+        slots, spans = torch.tensor([[3]]), torch.tensor([[[0, 0, 4]]])
+        angles = weight(1, 1, 2)
+
+        def function(x, own=keys, in_order=False):
+            query, key, value = self.states(x)
+            query, key = rotary(query, key, angles, angles)
+            write_tokens(keys, values, key, value, slots)
+            return attend(query, own, values, spans, 0.7, 5, None, None, in_order) * 1
+
+        rules = "write_rotated", "attend_rotated"
+        apart = ["rotate_and_write", "attend.default", "mul"]
+        names, difference = rewritten(function, *rules)
+        assert names[-2:] == ["rotate_and_attend", "mul"] if fills else names[-3:] == apart
+        assert difference == 0
+        # Another storage, and attention in the order of `exact`.
+        for other in (lambda x: function(x, others), lambda x: function(x, keys, True)):
+            assert rewritten(other, *rules)[0][-3:] == apart
+
+    def test_attention_does_not_move_across_a_write(self, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.program.rules.is_joined", lambda *args: True)
+        keys, values = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
+        slots, spans = torch.tensor([[3]]), torch.tensor([[[0, 0, 4]]])
+
+        def function(x):
+            query, key, value = self.states(x)
+            query, key = rotary(query, key, weight(1, 1, 2), weight(1, 1, 2))
+            write_tokens(keys, values, key, value, slots)
+            values.add_(1)
+            return attend(query, keys, values, spans, 0.7, 5, None, None) * 1
+
+        assert "rotate_and_attend" not in rewritten(function, "write_rotated", "attend_rotated")[0]
 
     def test_transpose_first(self):
         gain = Norm(weight(2), 1e-6, STYLES[1])
