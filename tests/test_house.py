@@ -23,7 +23,7 @@ READING_ORDER = {
         "decode_attention_triton", "prompt_attention_triton", "rows_attention_triton", "decode_attention",
         "norm_triton", "norm",
         "rotary_triton", "rotary", "rope_attention_triton", "rope_attention",
-        "linear_triton", "invariant_linear_triton", "invariant_linear",
+        "linear_triton", "invariant_linear_triton", "invariant_linear", "fused_linear_triton",
         "joint_linear_triton", "packed", "packed_codes_triton", "packed_triton", "linear",
         "experts_triton", "experts", "persistent_step", "persistent_macros", "persistent_step_cuda",
     ],

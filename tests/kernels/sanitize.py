@@ -35,6 +35,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     drafts_triton,
     experts_triton,
+    fused_linear_triton,
     invariant_linear_triton,
     joint_linear_triton,
     launch_triton,
@@ -222,6 +223,13 @@ def run_linears(dtype: torch.dtype) -> None:
     transposed = [weight.t().contiguous().t() for weight in (gate, up)]
     linear_triton.fused_linears_triton(x, transposed[:1], [bias], None, "relu", False, output)
     linear_triton.linears_triton(x, transposed, [])
+    if dtype != torch.float32:
+        of_few = fused_linear_triton.fused_linears_of_few_triton
+        for tokens in (3, 8):
+            some, added = normal(tokens, 72, dtype=dtype), normal(tokens, 37, dtype=dtype)
+            of_few(some, [gate, up], [bias, bias], norm, "gelu", True, added)
+            of_few(some, [gate, up], [], norm)
+            of_few(some, [gate], [bias], None, "relu", False, added)
     for tokens in (17, 64):
         some = normal(tokens, 72, dtype=dtype)
         joint_linear_triton.joint_linears_triton(some, [gate, up], [bias, bias])
