@@ -18,6 +18,8 @@ a fixed size, so in order a row's bits depend neither on other rows, nor on left
 capacity.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,7 +91,7 @@ def attend(
         return prompt_attention_triton(query, keys, values, *how, in_order)
     if is_long:
         return invariant_attention_plain(query, keys, values, *how)
-    if query.is_cuda and not in_order and _fills_device(query, keys, max_span):
+    if query.is_cuda and not in_order and fills_device(query, keys, max_span):
         _check(query, keys, values, spans)
         if not holds_codes(keys, query):
             from hf_static_kv.kernels.rows_attention_triton import rows_attention_triton
@@ -109,9 +111,11 @@ def attend(
     )  # fmt: skip
 
 
-def _fits_a_tile(query: Tensor, keys: Tensor) -> bool:
+def _fits_a_tile(query: Any, keys: Tensor) -> bool:
     """Whether a warp can have all queries of a KV head, in half precision."""
-    return query.element_size() == 2 and query.shape[2] * query.shape[1] <= 16 * keys.shape[1]
+    is_half: bool = query.dtype.itemsize == 2
+    queries: int = query.shape[2] * query.shape[1]
+    return is_half and queries <= 16 * keys.shape[1]
 
 
 def _reads_codes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
@@ -124,12 +128,12 @@ def _reads_codes(query: Tensor, keys: Tensor, values: Tensor) -> bool:
     )
 
 
-def _fills_device(query: Tensor, keys: Tensor, max_span: int) -> bool:
+def fills_device(query: Any, keys: Tensor, max_span: int) -> bool:
     """Whether there are so many batch rows that spans need not be split to keep a GPU busy."""
     if not _fits_a_tile(query, keys):
         return False
     pairs = len(keys) * keys.shape[1]  # of a batch row and a KV head
-    processors = torch.cuda.get_device_properties(query.device).multi_processor_count
+    processors = torch.cuda.get_device_properties(keys.device).multi_processor_count
     span = min(max_span, keys.shape[2])
     return 2 * pairs > 3 * processors or (span <= _SHORT_SPAN and 3 * pairs >= processors)
 

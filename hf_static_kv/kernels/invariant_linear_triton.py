@@ -26,7 +26,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_static_kv.kernels.launch_triton import launch, pdl_launch_next, pdl_sync, pdl_wait
+from hf_static_kv.kernels.launch_triton import (
+    launch,
+    pdl_launch_next,
+    pdl_sync,
+    pdl_wait,
+    prefetch_lines,
+)
 from hf_static_kv.kernels.linear_triton import activate, output_sizes, padded, pick_weight
 
 BLOCK_K = tl.constexpr(64)
@@ -63,7 +69,7 @@ def invariant_linear_few_tokens(
     total = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     up = tl.zeros((SPLIT_K, TILE_N, TILE_M), tl.float32)
     if PDL and ACTIVATION == "" and not HAS_GROUPS:
-        _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N)
+        prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N, 8)
     if PDL:
         if not HAS_GROUPS:
             pdl_wait()
@@ -89,8 +95,8 @@ def invariant_linear_few_tokens(
         pdl_launch_next()
     n = n_start + tl.arange(0, TILE_N)[:, None]
     m = m_start + tl.arange(0, TILE_M)[None, :]
-    total = _add_splits(total, TILE_N, TILE_M)
-    up = _add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
+    total = add_splits(total, TILE_N, TILE_M)
+    up = add_splits(up, TILE_N, TILE_M) if ACTIVATION != "" else total
     result = _epilogue(total, up, b, n, N, y, HAS_BIAS, ACTIVATION)
     width = n0 if ACTIVATION != "" else n0 + n1 + n2
     tl.store(y + m * width + y_start + n, result, mask=(m < M) & (n < N))
@@ -147,25 +153,17 @@ def _group(groups, tile):
 
 
 @triton.jit
-def _prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr):
-    """Prefetch the first KiB of each feature into the L2 cache, by its lines of 128 bytes."""
+def prefetch_weight(w, n_start, N, K, w_n, w_k, TILE_N: tl.constexpr, LINES: tl.constexpr):
+    """Prefetch the first lines of each feature, of 128 bytes, into the L2 cache."""
     n = tl.minimum(n_start + tl.arange(0, TILE_N)[:, None], N - 1).to(tl.int64)
     k = tl.minimum(
-        tl.arange(0, 8)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1
+        tl.arange(0, LINES)[None, :] * (1024 // w.dtype.element_ty.primitive_bitwidth), K - 1
     )
-    at = (w + n * w_n + k * w_k).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    prefetch_lines(w + n * w_n + k * w_k)
 
 
 @triton.jit
-def _add_splits(splits, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
+def add_splits(splits, TILE_N: tl.constexpr, TILE_M: tl.constexpr):
     """The sum over the first dim of [SPLIT_K, TILE_N, TILE_M], from left to right."""
     even, odd = tl.split(tl.reshape(tl.permute(splits, (1, 2, 0)), (TILE_N, TILE_M, 2, 2)))
     split0, split2 = tl.split(even)

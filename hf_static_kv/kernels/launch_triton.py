@@ -108,3 +108,16 @@ def pdl_sync(PDL: tl.constexpr):
     if PDL:
         pdl_wait()
         pdl_launch_next()
+
+
+@triton.jit
+def prefetch_lines(at):
+    """Prefetch the cache lines of these addresses into the L2 cache. Not in Triton's interpreter."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )

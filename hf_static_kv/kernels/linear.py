@@ -14,9 +14,11 @@ tokens read a small weight at a third of the memory bandwidth (H200, 2026-11-15)
 MAX_TOKENS run in our kernels. The first two are registered with torch: `exact` replaces them by
 their batch-invariant forms.
 
-`fused_linears` is one launch for one token. It rounds where the operations of a model round, except
-after the norm: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in float32. With
-transposed weights (GPT-2) the norm is a kernel of its own, and a gated layer is computed plainly.
+`fused_linears` is one launch for up to MAX_TOKENS_FUSED tokens. It rounds where the operations of a
+model round, except around the norm: the sums are scaled by 1 / sqrt(mean(x^2) + eps) at their end, in
+float32. For one token nothing is rounded before; for more the product of x and the norm's weight is.
+With transposed weights (GPT-2) the norm is a kernel of its own, a gated layer is computed plainly,
+and so are several tokens.
 It takes packed weights (packed.py) too, which have four or eight bits: of up to 16 tokens.
 """
 
@@ -34,6 +36,7 @@ from hf_static_kv.kernels.packed import Packed, layout_of, unpacked
 
 MAX_TOKENS = 64
 MAX_TOKENS_OF_ONE = 16  # weight: of more tokens a library computes it as fast
+MAX_TOKENS_FUSED = 8  # of 16, with their norm inside, a step was 14 % slower (H200, 2026-11-19)
 MAX_WEIGHTS = 3
 # By name: torch's function with its keywords. The formulas of the kernels are in linear_triton.py.
 ACTIVATIONS: dict[str, partial[Tensor]] = {
@@ -77,8 +80,9 @@ def _are_contiguous(weights: Sequence[Tensor]) -> bool:
 
 
 def fuses(x: Tensor, layer: Linear) -> bool:
-    """Whether `fused_linears` runs in a kernel: for one token that `is_supported`."""
-    return x.numel() == x.shape[-1] and is_supported(x, layer.weights, layer.is_gated)
+    """Whether `fused_linears` runs in a kernel: for few tokens that are supported."""
+    has_few_tokens = x.numel() <= MAX_TOKENS_FUSED * x.shape[-1]
+    return has_few_tokens and is_supported(x, layer.weights, layer.is_gated)
 
 
 @torch.library.custom_op("hf_static_kv::linears", mutates_args=())
@@ -200,9 +204,12 @@ def fused_linears(x: Tensor, layer: Linear) -> Tensor:
     if layer.norm is not None and not _are_contiguous(layer.weights):
         x = norms.norm(x, layer.norm)
         layer = layer._replace(norm=None)
+    from hf_static_kv.kernels.fused_linear_triton import fused_linears_of_few_triton
     from hf_static_kv.kernels.linear_triton import fused_linears_triton
 
-    return fused_linears_triton(x, *layer)
+    is_one = x.numel() == x.shape[-1]
+    run = fused_linears_triton if is_one else fused_linears_of_few_triton
+    return run(x, *layer)
 
 
 def is_packed(layer: Linear) -> bool:

@@ -70,7 +70,7 @@ def rotate_and_write(
     norm. A slot beyond the capacity S is not written.
     """
     arguments = query, key, value, cos, sin, keys, values, slots, query_norm, key_norm
-    _check(*arguments)
+    check_rotate_and_write(*arguments)
     styles = [None if one is None else one.style for one in (query_norm, key_norm)]
     if query.is_cuda and styles[0] == styles[1]:
         from hf_static_kv.kernels.rotary_triton import rotate_and_write_triton
@@ -95,10 +95,11 @@ def rotate_and_write_plain(
     return query.contiguous()
 
 
-def _check(
+def check_rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor | None, sin: Tensor | None,
     keys: Tensor, values: Tensor, slots: Tensor, query_norm: Norm | None, key_norm: Norm | None,
 ) -> None:  # fmt: skip
+    """Raise ValueError if shapes, dtypes or norms do not fit."""
     batch, query_heads, num_tokens, dim = query.shape
     heads = key.shape[1]
     value_dim = value.shape[-1]

@@ -48,16 +48,16 @@ def rope(
     sin_at = sin + b * sin_b + t * sin_t + d
     tl.store(
         y + d,
-        _rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
+        rotate(first, -second, tl.load(cos_at, mask=mask), tl.load(sin_at, mask=mask)),
         mask=mask,
     )
     cos_2 = tl.load(cos_at + HALF, mask=mask)
     sin_2 = tl.load(sin_at + HALF, mask=mask)
-    tl.store(y + HALF + d, _rotate(second, first, cos_2, sin_2), mask=mask)
+    tl.store(y + HALF + d, rotate(second, first, cos_2, sin_2), mask=mask)
 
 
 @triton.jit
-def _rotate(x, other, cos, sin):
+def rotate(x, other, cos, sin):
     """x * cos + other * sin, rounded after every operation."""
     x_cos = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype)
     other_sin = (other.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
@@ -134,7 +134,7 @@ def rope_and_cache_write(
         head = rms_multiply(head, scale, w, norm_offset, CAST_FIRST)
         swapped = rms_multiply(swapped, scale, swapped_w, norm_offset, CAST_FIRST)
     if HAS_ANGLES:
-        head = _rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
+        head = rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
     if IS_CODED:
         key_at = keys + b * keys_b + h * keys_h + slot * keys_s
         store_codes(key_at, d, head, has_room & is_key, D)
@@ -194,7 +194,7 @@ def rope_and_cache_write_tiles(
     if HAS_ANGLES:
         c = tl.load(cos + b * cos_b + t * cos_t + d, mask=mask)
         s = tl.load(sin + b * sin_b + t * sin_t + d, mask=mask)
-        head = _rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
+        head = rotate(head, tl.where(d < D // 2, -swapped, swapped), c, s)
     if IS_CODED:
         key_at = keys + b * keys_b + h * keys_h + slot * keys_s
         store_codes(key_at, d, head, (t < Q) & (slot < S) & is_key, D)

@@ -15,7 +15,7 @@ from hf_static_kv.kernels.decode_attention_triton import LOG2_E, factors, readab
 from hf_static_kv.kernels.launch_triton import launch, pdl_sync
 
 MAX_QUERIES = 16  # of a batch row and a KV head: tokens times query heads
-_POSITIONS = 16  # of a warp
+POSITIONS_OF_WARP = 16  # of a warp
 # Loads in flight; warps of few and of many instances. On an H200, of 640 positions (2026-11-18): 64
 # rows of 8 heads of 64 dims 23 us (25 in the tiles of prompts, 49 in splits), 8 rows 8 us (10, 11);
 # of 128 dims 43 (46, 65) and 11 (17, 13).
@@ -46,17 +46,37 @@ def rows_attention(
     span = spans + b * spans_b + t * spans_t
     first = tl.load(span + 1, mask=is_query, other=0)
     end = tl.load(span + 2, mask=is_query, other=0)
-    sees = end > first
-    highest = tl.max(tl.where(sees, end, 0), 0)
-    lowest = tl.minimum(tl.min(tl.where(sees, first, 1 << 40), 0), highest)
     d = tl.arange(0, TILE_D)
-    dv = tl.arange(0, TILE_DV)
     q_at = query + b * query_b + g[None, :] * query_h + t[None, :] * query_t + d[:, None]
     q = tl.load(q_at, mask=is_query[None, :] & (d[:, None] < D), other=0.0)  # [D, M]
+    keys += b * keys_b + h * keys_h
+    values += b * values_b + h * values_h
+    maximum, total, merged = attend_span(
+        q, keys, values, keys_s, values_s, first, end, scale, softcap, Q, TILE_M, D, TILE_D,
+        DV, TILE_DV, WARPS, POSITIONS, STAGES, HAS_SOFTCAP,
+    )  # fmt: skip
+    sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
+    result = sum_of_warps(maximum, total, merged, sink * LOG2_E, end > first, HAS_SINKS)
+    dv = tl.arange(0, TILE_DV)
+    out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
+    tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
+
+
+@triton.jit
+def attend_span(
+    q, keys, values, keys_s, values_s, first, end, scale, softcap,
+    Q: tl.constexpr, TILE_M: tl.constexpr, D: tl.constexpr, TILE_D: tl.constexpr,
+    DV: tl.constexpr, TILE_DV: tl.constexpr, WARPS: tl.constexpr, POSITIONS: tl.constexpr,
+    STAGES: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Maxima, sums of weights and outputs of each warp, over the spans of queries [D, M]."""
+    lowest, highest = bounds_of(first, end)
+    d = tl.arange(0, TILE_D)
+    dv = tl.arange(0, TILE_DV)
     q = tl.broadcast_to(q[None], (WARPS, TILE_D, TILE_M))
     place = tl.arange(0, WARPS)[:, None] * POSITIONS + tl.arange(0, POSITIONS)[None, :]
-    k_at = keys + b * keys_b + h * keys_h + d[None, None, :]
-    v_at = values + b * values_b + h * values_h + dv[None, :, None]
+    k_at = keys + d[None, None, :]
+    v_at = values + dv[None, :, None]
     maximum = tl.full((WARPS, TILE_M), -float("inf"), tl.float32)
     total = tl.zeros((WARPS, TILE_M), tl.float32)
     merged = tl.zeros((WARPS, TILE_DV, TILE_M), tl.float32)
@@ -76,10 +96,15 @@ def rows_attention(
         maximum, total, merged = _add_tile(
             q, k, v, is_seen, maximum, total, merged, scale, softcap, HAS_SOFTCAP
         )  # fmt: skip
-    sink = tl.load(sinks + g, mask=is_query, other=0.0).to(tl.float32) if HAS_SINKS else 0.0
-    result = sum_of_warps(maximum, total, merged, sink * LOG2_E, sees, HAS_SINKS)
-    out = output + ((b * Q + t) * H * G + g)[None, :] * DV + dv[:, None]
-    tl.store(out, result.to(output.dtype.element_ty), mask=is_query[None, :] & (dv[:, None] < DV))
+    return maximum, total, merged
+
+
+@triton.jit
+def bounds_of(first, end):
+    """The first position that any query sees, and the one behind the last."""
+    sees = end > first
+    highest = tl.max(tl.where(sees, end, 0), 0)
+    return tl.minimum(tl.min(tl.where(sees, first, 1 << 40), 0), highest), highest
 
 
 @triton.jit
@@ -126,26 +151,26 @@ def rows_attention_triton(
     heads, value_dim = values.shape[1], values.shape[3]
     groups = query_heads // heads
     tile_d, tile_dv = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    warps, stages = _tile(query, batch * heads, tile_d + tile_dv)
+    warps, stages = tile_of(query, batch * heads, tile_d + tile_dv)
     output = query.new_empty(batch, length, query_heads, value_dim)
     launch(
         rows_attention, (batch * heads,), query, keys, values, spans,
         query if sinks is None else sinks, output, scale, softcap or 0.0,
         *query.stride()[:3], *keys.stride()[:3], *values.stride()[:3], *spans.stride()[:2],
         H=heads, G=groups, Q=length, TILE_M=8 if groups * length <= 8 else MAX_QUERIES, D=dim,
-        TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, WARPS=warps, POSITIONS=_POSITIONS,
+        TILE_D=tile_d, DV=value_dim, TILE_DV=tile_dv, WARPS=warps, POSITIONS=POSITIONS_OF_WARP,
         STAGES=stages, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
         num_warps=warps,
     )  # fmt: skip
     return output
 
 
-def _tile(query: Tensor, instances: int, dims: int) -> tuple[int, int]:
+def tile_of(query: Tensor, instances: int, dims: int) -> tuple[int, int]:
     """Warps of an instance, and tiles in flight: those that fit into the shared memory."""
     properties = torch.cuda.get_device_properties(query.device) if query.is_cuda else None
     shared = getattr(properties, "shared_memory_per_block_optin", 100_000) - _SHARED_BYTES_LEFT
     processors = getattr(properties, "multi_processor_count", 1)
     is_few = instances <= _FEW_PER_PROCESSOR * processors
-    of_warp = _POSITIONS * dims * query.element_size()
+    of_warp = POSITIONS_OF_WARP * dims * query.element_size()
     warps = _WARPS_OF_FEW if is_few and shared >= 2 * _WARPS_OF_FEW * of_warp else _WARPS_OF_MANY
     return warps, max(1, min(_STAGES, shared // (warps * of_warp)))

@@ -131,7 +131,7 @@ class Program:
         """
         new = Operation(-1, func, args, kwargs, list(results), any(part.writes for part in parts))
         new.order = self._place(new, parts)
-        if new.order < 0 or self._loses_values(new, parts) or self._moves_across_writes(new, parts):
+        if new.order < 0 or self._loses_values(new, parts):
             return False
         for part in parts:
             del self.calls[part.order]
@@ -141,24 +141,26 @@ class Program:
         return True
 
     def _place(self, new: Operation, parts: Sequence[Operation]) -> int:
-        """The last order of a part where all arguments of the new call are there and no result is
-        needed yet; or -1.
+        """The last order of a part where all arguments of the new call are there, no result is
+        needed yet, and no part moves across a write; or -1.
         """
         ready = max((self.made_by[value].order for value in new.values), default=-1)
         needed = min(self._uses(new.results, parts), default=sys.maxsize)
-        return max((part.order for part in parts if ready < part.order < needed), default=-1)
+        orders = sorted((part.order for part in parts if ready < part.order < needed), reverse=True)
+        safe = (order for order in orders if not self._moves_across_writes(order, parts))
+        return next(safe, -1)
 
     def _loses_values(self, new: Operation, parts: Sequence[Operation]) -> bool:
         """Whether something takes a value of the parts that the new call does not give."""
         lost = {value for part in parts for value in part.results} - set(new.results)
         return bool(self._uses(lost, parts)) or not lost.isdisjoint(new.values)
 
-    def _moves_across_writes(self, new: Operation, parts: Sequence[Operation]) -> bool:
+    def _moves_across_writes(self, place: int, parts: Sequence[Operation]) -> bool:
         """Whether, from the first part to the last, there is a write anywhere but at the place of
         the new call.
         """
         orders = [part.order for part in parts]
-        writes = [order for order, call in self.calls.items() if call.writes and order != new.order]
+        writes = [order for order, call in self.calls.items() if call.writes and order != place]
         return any(min(orders) <= order <= max(orders) for order in writes)
 
     def writes_between(self, first: Operation, last: Operation) -> bool:

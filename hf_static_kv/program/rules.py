@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from hf_static_kv.kernels.linear import (
     MAX_TOKENS,
+    MAX_TOKENS_FUSED,
     MAX_TOKENS_OF_ONE,
     MAX_WEIGHTS,
     Linear,
@@ -30,6 +31,7 @@ from hf_static_kv.kernels.linear import (
 )
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES, Norm, add_norm, norm
 from hf_static_kv.kernels.packed import layout_of
+from hf_static_kv.kernels.rope_attention import is_joined, rotate_and_attend
 from hf_static_kv.kernels.rotary import rotary, rotate_and_write
 from hf_static_kv.program.activations import activated
 from hf_static_kv.program.quantised import packed_linear
@@ -41,11 +43,15 @@ _SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _PRODUCTS = (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 _LINEARS = torch.ops.hf_static_kv.linears.default
 _GATED_LINEAR = torch.ops.hf_static_kv.gated_linear.default
+_ATTEND = torch.ops.hf_static_kv.attend.default
 _WRITE_TOKENS = torch.ops.hf_static_kv.write_tokens.default
 
 # Weights of linear layers that compute their norm. SmolLM2-135M (2 million in the largest) gains 14
 # % of a step, and Llama-3.2-1B (6 to 33 million) would lose 5 % (H200, 2026-11-16).
 _MAX_NORMED = 1 << 22
+# Of several tokens. Gate and up of Llama-3.2-1B are that large, and larger ones are not measured but
+# its head (263 million), with which a step was 1 % slower (8 rows, H200, 2026-11-19).
+_MAX_NORMED_OF_SEVERAL = 1 << 25
 
 
 class Rule(NamedTuple):
@@ -152,6 +158,24 @@ def write_rotated(program: Program) -> None:
         program.fuse(parts, rotate_and_write, *arguments, results=rotation.results[:1])
 
 
+@rule(keeps_bits=False)
+def attend_rotated(program: Program) -> None:
+    """
+    q = rotate_and_write(q, k, v, ...)       ->   y = rotate_and_attend(q, k, v, ..., spans)       some rows
+    y = attend(q, storage, spans)
+    """
+    for call in program.calls_of(_ATTEND):
+        query, keys, values, *others = call.args
+        before = program.maker(query)
+        if before is None or before.func is not rotate_and_write or before.kwargs:
+            continue
+        spans, scale, max_span, softcap, sinks, *in_order = others
+        is_storage = before.args[5] is keys and before.args[6] is values
+        if is_storage and not any(in_order) and is_joined(query, keys, max_span, *before.args[8:]):
+            arguments = *before.args, spans, scale, max_span, softcap, sinks
+            program.fuse([before, call], rotate_and_attend, *arguments, results=call.results)
+
+
 # --- linear layers
 
 
@@ -185,10 +209,23 @@ class Found(NamedTuple):
         return int(self.x.shape.numel() // self.x.shape[-1])
 
     @property
+    def is_fused(self) -> bool:
+        """Whether one launch computes what is around the products, too: of one token, or of few in
+        bfloat16.
+
+        In float16 an input times the weight of its norm may overflow.
+        """
+        if self.tokens == 1:
+            return True
+        is_served = self.x.dtype == torch.bfloat16 and not is_packed(self.layer)
+        has_few = self.tokens <= MAX_TOKENS_FUSED
+        return has_few and is_served and all(map(Tensor.is_contiguous, self.layer.weights))
+
+    @property
     def takes_more(self) -> bool:
-        """Whether one token goes through one weight, or a gate, and nothing is added yet."""
+        """Whether few tokens go through one weight, or a gate, and nothing is added yet."""
         gives_one = len(self.layer.weights) == 1 or self.layer.is_gated
-        return self.tokens == 1 and self.layer.residual is None and gives_one
+        return self.is_fused and self.layer.residual is None and gives_one
 
 
 def found_linear(call: Operation | None) -> Found | None:
@@ -347,7 +384,7 @@ def _halves(program: Program, gate: Any, up: Any) -> tuple[Any, list[Any], list[
 @rule(keeps_bits=False)
 def activation(program: Program) -> None:
     """
-    y = activation(run_linear(x, [w], [b])) ->   y = run_linear(x, [w], [b], activation)          one token
+    y = activation(run_linear(x, [w], [b])) ->   y = run_linear(x, [w], [b], activation)          few tokens
     """
     for call in [call for call in program if _activation(call)]:
         found = found_linear(program.maker(call.args[0]))
@@ -409,7 +446,7 @@ def layer_norm(program: Program) -> None:
 @rule(keeps_bits=False)
 def residual(program: Program) -> None:
     """
-    h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          one token
+    h = x + run_linear(y, [w], [b])         ->   h = run_linear(y, [w], [b], residual=x)          few tokens
 
     Not where the norm of h has a launch of its own, which adds as well (`norm_of_sum`) while
     nothing waits for x.
@@ -500,7 +537,7 @@ def norm_before(program: Program) -> None:
     """
     y = run_linear(norm(x), ...)   ->   y = run_linear(x, ..., norm)
 
-    For one token, RMS norms and small weights.
+    For few tokens, RMS norms and weights that are not large.
 
     Every instance of the linear kernel computes the norm again: with many of them a launch of its own
     is faster.
@@ -513,8 +550,8 @@ def norm_before(program: Program) -> None:
 
 
 def _normed(program: Program, call: Operation) -> Found | None:
-    """The linear layers that can compute this norm of their input: of one token, with small
-    weights.
+    """The linear layers that can compute this norm of their input: of few tokens, with weights that
+    are not large.
     """
     found = found_linear(program.only_user(call.results[0]))
     x, its_norm = call.args
@@ -522,11 +559,10 @@ def _normed(program: Program, call: Operation) -> Found | None:
         found is None
         or found.x is not call.results[0]
         or found.layer.norm is not None
-        or found.tokens != 1
+        or not found.is_fused
     ):
         return None
     size = sum(weight.numel() for weight in found.layer.weights)
-    is_served = (
-        its_norm.weight.dtype == x.dtype and its_norm.style in STYLES and size <= _MAX_NORMED
-    )
+    most = _MAX_NORMED if found.tokens == 1 else _MAX_NORMED_OF_SEVERAL
+    is_served = its_norm.weight.dtype == x.dtype and its_norm.style in STYLES and size <= most
     return found if is_served else None

@@ -20,6 +20,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     drafts_triton,
     experts_triton,
+    fused_linear_triton,
     invariant_linear_triton,
     joint_linear_triton,
     linear_triton,
@@ -28,6 +29,7 @@ from hf_static_kv.kernels import (
     packed_triton,
     positions_triton,
     prompt_attention_triton,
+    rope_attention_triton,
     rotary_triton,
     rows_attention_triton,
     sample_triton,
@@ -99,6 +101,13 @@ def launch_linears(dtype):
         invariant_linear_triton.invariant_linears_triton(tokens, [gate], [bias])
         invariant_linear_triton.invariant_linears_triton(tokens, [large], [])
         invariant_linear_triton.invariant_linears_triton(tokens, [gate, up], [], "silu")
+    of_few = fused_linear_triton.fused_linears_of_few_triton
+    for tokens in (x.expand(2, -1), long.expand(8, -1)) if dtype != torch.float32 else ():
+        dim = tokens.shape[1]
+        wide, its_norm = torch.empty(300, dim, dtype=dtype), (tokens[0], *norm[1:])
+        of_few(tokens, [wide] * 3, [bias] * 3, its_norm)
+        of_few(tokens, [wide] * 2, [bias] * 2, its_norm, "silu", True)
+        of_few(tokens, [wide], [], None, "gelu", False, output.expand(len(tokens), -1))
     # In float32 a library computes so many tokens.
     for tokens in (x.expand(32, -1), x.expand(64, -1)) if dtype != torch.float32 else ():
         joint_linear_triton.joint_linears_triton(tokens, [gate, up], [bias, bias])
@@ -268,6 +277,11 @@ def launch_rotate_and_write(dtype, dim, style, tokens=1):
     coded = torch.empty(2, 2, 403, dim + 4, dtype=torch.int8)
     for storage in (keys, coded):
         rotary_triton.rotate_and_write_triton(*heads, angles, angles, storage, storage, *how)
+    spans = torch.zeros(2, 2, tokens, 4, dtype=torch.int64)[:, 1, :, :3]
+    if 2 * tokens <= rope_attention_triton.MAX_QUERIES:
+        rope_attention_triton.rope_attention_triton(
+            *heads, angles, angles, keys, keys, *how[:3], spans, 0.1, 50.0, None
+        )
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from hf_static_kv.kernels import (
     decode_attention_triton,
     drafts_triton,
     experts_triton,
+    fused_linear_triton,
     invariant_linear_triton,
     joint_linear_triton,
     launch_triton,
@@ -44,6 +45,7 @@ from hf_static_kv.kernels import (
     packed_triton,
     positions_triton,
     prompt_attention_triton,
+    rope_attention_triton,
     rotary_triton,
     rows_attention_triton,
     sample_triton,
@@ -222,6 +224,13 @@ def run_linears(dtype: torch.dtype) -> None:
     transposed = [weight.t().contiguous().t() for weight in (gate, up)]
     linear_triton.fused_linears_triton(x, transposed[:1], [bias], None, "relu", False, output)
     linear_triton.linears_triton(x, transposed, [])
+    if dtype != torch.float32:
+        of_few = fused_linear_triton.fused_linears_of_few_triton
+        for tokens in (3, 8):
+            some, added = normal(tokens, 72, dtype=dtype), normal(tokens, 37, dtype=dtype)
+            of_few(some, [gate, up], [bias, bias], norm, "gelu", True, added)
+            of_few(some, [gate, up], [], norm)
+            of_few(some, [gate], [bias], None, "relu", False, added)
     for tokens in (17, 64):
         some = normal(tokens, 72, dtype=dtype)
         joint_linear_triton.joint_linears_triton(some, [gate, up], [bias, bias])
@@ -343,6 +352,7 @@ def run_rotary(dtype: torch.dtype) -> None:
         .transpose(1, 2)
         .split([4, 2, 2], dim=1)
     )
+    spans = torch.tensor([[[0, 0, 13]], [[2, 3, 8]]])
     for style in (None, STYLES[0], STYLES[2]):
         angle = normal(1, 1, 24, dtype=dtype)
         norm = None if style is None else Norm(angle[0, 0].clone(), 1e-6, style)
@@ -351,6 +361,9 @@ def run_rotary(dtype: torch.dtype) -> None:
             rotary_triton.rotate_and_write_triton(
                 *heads, angle, angle, *storage, last, norm, norm, ready
             )
+        rope_attention_triton.rope_attention_triton(
+            *heads, angle, angle, keys, values, last, norm, norm, spans, 0.2, None, None
+        )
         # Several tokens in an instance: a number that 8 does not divide, and some have no slot.
         many = [part.expand(2, -1, 19, -1).contiguous() for part in heads]
         slots = torch.arange(19).expand(2, 19).contiguous()

@@ -1,4 +1,4 @@
-"""Linear layers of one token with what is before and after them; on a CPU they run in Triton's
+"""Linear layers of few tokens with what is before and after them; on a CPU they run in Triton's
 interpreter.
 """
 
@@ -26,7 +26,7 @@ from tests.kernels.test_step_kernels import DEVICE, DTYPES, normal
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from hf_static_kv.kernels import linear_triton
+from hf_static_kv.kernels import fused_linear_triton, linear_triton
 
 LLAMA, GEMMA = NormStyle(0.0, True), NormStyle(1.0, False)
 
@@ -67,6 +67,19 @@ def exact_sums(x, weights, biases, norm):
     return states @ whole.T + bias, (2 * dim + 16) * eps * magnitudes + torch.finfo(
         x.dtype
     ).eps * magnitudes
+
+
+def gated_sums(x, weights, biases, norm, activation):
+    """activation(gate) * up in float64, and how far the kernel may be from it."""
+    (a, a_bound), (b, b_bound) = (
+        exact_sums(x, [w], [c], norm) for w, c in zip(weights, biases, strict=True)
+    )
+    a = linear.activate(a, activation) if activation else a
+    # No activation is steeper than 1.13. It, the product and the sum are rounded; 2 eps more for
+    # exp, erf and tanh.
+    eps = torch.finfo(x.dtype).eps
+    error = 1.2 * a_bound * (b.abs() + b_bound) + a.abs() * b_bound
+    return a * b, error + eps * (4 * (a * b).abs() + b.abs() + 1)
 
 
 class TestSums:
@@ -216,20 +229,65 @@ class TestEpilogue:
         )
         residual = normal(1, 9, dtype=dtype)
         got = kernel(x, [gate, up], biases, norm, activation, True, residual).double()
-        (a, a_bound), (b, b_bound) = (
-            exact_sums(x, [w], [c], norm) for w, c in zip((gate, up), biases, strict=True)
-        )
-        a = linear.activate(a, activation) if activation else a
-        # No activation is steeper than 1.13. It, the product and the sum are rounded; 2 eps more
-        # for exp, erf and tanh.
-        eps = torch.finfo(dtype).eps
-        bound = (
-            1.2 * a_bound * (b.abs() + b_bound)
-            + a.abs() * b_bound
-            + eps * (4 * (a * b).abs() + b.abs() + 1)
-        )
-        expected = residual.double() + a * b
-        assert ((got - expected).abs() <= bound + eps * expected.abs()).all()
+        expected, bound = gated_sums(x, (gate, up), biases, norm, activation)
+        expected = residual.double() + expected
+        assert ((got - expected).abs() <= bound + torch.finfo(dtype).eps * expected.abs()).all()
+
+
+def few(x, weights, biases=(), *around, **options):
+    return fused_linear_triton.fused_linears_of_few_triton(x, weights, biases, *around, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("tokens", [2, 5, 8])
+class TestFewTokens:
+    """Tensor cores. A product of x and the norm's weight is rounded, which `exact_sums` allows: its
+    bound has twice the error of rounding once.
+    """
+
+    @pytest.mark.parametrize("has_bias", [False, True])
+    @pytest.mark.parametrize("style", [None, LLAMA, GEMMA], ids=["no norm", "llama", "gemma"])
+    @pytest.mark.parametrize("sizes", [(7,), (33, 6, 2)], ids=str)
+    @pytest.mark.parametrize("dim", [48, 1024, 1100])
+    def test_against_float64(self, dtype, tokens, dim, sizes, style, has_bias):
+        x, weights = 5 * normal(tokens, dim, dtype=dtype), weights_of(sizes, dim, dtype, False)
+        biases = [normal(size, dtype=dtype) for size in sizes] if has_bias else []
+        norm = norm_of(dim, dtype, style)
+        got = few(x, weights, biases, norm)
+        expected, bound = exact_sums(x, weights, biases, norm)
+        assert (got.dtype, got.shape) == (dtype, (tokens, sum(sizes)))
+        assert ((got.double() - expected).abs() <= bound).all()
+
+    @pytest.mark.parametrize("activation", ["", "relu"])
+    @pytest.mark.parametrize("style", [None, LLAMA], ids=["no norm", "llama"])
+    @pytest.mark.parametrize("dim", [300, 4352])
+    def test_activation_and_residual(self, dtype, tokens, dim, style, activation):
+        x, weights = normal(tokens, dim, dtype=dtype), weights_of((9, 6), dim, dtype, False)
+        biases, norm = [normal(size, dtype=dtype) for size in (9, 6)], norm_of(dim, dtype, style)
+        residual = normal(tokens, 15, dtype=dtype)
+        y = few(x, weights, biases, norm)
+        expected = residual + (activate(y, activation) if activation else y)
+        got = few(x, weights, biases, norm, activation, residual=residual)
+        assert torch.equal(got, expected)
+
+    @pytest.mark.parametrize("activation", ["", *linear.ACTIVATIONS])
+    @pytest.mark.parametrize("style", [None, GEMMA], ids=["no norm", "gemma"])
+    def test_gated(self, dtype, tokens, activation, style):
+        dim = 300
+        x, (gate, up) = normal(tokens, dim, dtype=dtype), weights_of((9, 9), dim, dtype, False)
+        gate, norm = gate / 8, norm_of(dim, dtype, style)
+        biases = [normal(9, dtype=dtype, seed=i) for i in (1, 2)]
+        residual = normal(tokens, 9, dtype=dtype)
+        got = few(x, [gate, up], biases, norm, activation, True, residual).double()
+        expected, bound = gated_sums(x, (gate, up), biases, norm, activation)
+        expected = residual.double() + expected
+        assert ((got - expected).abs() <= bound + torch.finfo(dtype).eps * expected.abs()).all()
+
+    def test_an_input_with_strides(self, dtype, tokens):
+        x, weights = normal(40, tokens, dtype=dtype).t(), [normal(6, 40, dtype=dtype)]
+        residual = normal(6, 2 * tokens, dtype=dtype)[:, ::2].t()
+        expected = residual + few(x.contiguous(), weights)
+        assert torch.equal(few(x, weights, residual=residual), expected)
 
 
 class TestParts:
@@ -274,7 +332,7 @@ class TestParts:
 
 
 class TestPlain:
-    """More than one token, and a CPU: the operations of a model."""
+    """More than few tokens, and a CPU: the operations of a model."""
 
     @pytest.mark.parametrize("rows", [1, 3])
     def test_the_operations_of_a_model(self, rows):
@@ -324,7 +382,9 @@ class TestOnAGPU:
         assert fuses(x, Linear([transposed(weight)], []))
         assert not fuses(x, Linear([transposed(weight)] * 2, [], is_gated=True))
         assert not fuses(x, Linear([weight, transposed(weight)], []))
-        assert not fuses(x.expand(1, 2, 32), Linear([weight], []))
+        assert fuses(x.expand(1, 8, 32), Linear([weight], []))
+        assert not fuses(x.expand(1, 9, 32), Linear([weight], []))
+        assert not fuses(x.expand(1, 2, 32), Linear([transposed(weight)], []))
         assert not fuses(x.double(), Linear([weight.double()], []))
         assert not fuses(x, Linear([weight.float()], []))
 
@@ -333,6 +393,14 @@ class TestOnAGPU:
         norm, residual = norm_of(64, torch.float32, LLAMA), normal(1, 9)
         layer = Linear(weights, [], norm, "silu", True, residual)
         assert torch.equal(fused_linears(x, layer), kernel(x, *layer))
+
+    @pytest.mark.parametrize("tokens", [2, 8])
+    def test_few_tokens_run_in_their_kernel(self, tokens):
+        dtype = torch.bfloat16
+        x, weights = normal(1, tokens, 64, dtype=dtype), weights_of((9, 9), 64, dtype, False)
+        norm, residual = norm_of(64, dtype, LLAMA), normal(1, tokens, 9, dtype=dtype)
+        layer = Linear(weights, [], norm, "silu", True, residual)
+        assert torch.equal(fused_linears(x, layer), few(x, *layer))
 
     def test_transposed_weights_after_a_norm_and_with_a_gate(self):
         x, weights = normal(1, 200), weights_of((9, 9), 200, torch.float32, True)

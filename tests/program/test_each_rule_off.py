@@ -9,7 +9,7 @@ import torch
 
 from hf_static_kv import GraphDecoder, StaticContiguousCache
 from hf_static_kv.decoding import prompts
-from hf_static_kv.program import quantised
+from hf_static_kv.program import quantised, rules
 from hf_static_kv.program import step as step_module
 from hf_static_kv.program.rules import RULES
 from tests.conftest import BATCH, COMMON, PROMPT, shared_toy_model, toy_model
@@ -60,6 +60,7 @@ def decoded(toy, rows, *without):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step_module, "rewrite", noting)
         patch.setattr(prompts, "SIZES", SIZES[rows])
+        patch.setattr(rules, "is_joined", lambda *args: rows == "two rows")  # too few for a GPU
         for module in (prompts, quantised):
             patch.setattr(module, "DEVICES", (DEVICE,))
         for _ in range(2):

@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_static_kv import StaticContiguousCache
 from hf_static_kv.exactness.exact import exact
+from hf_static_kv.kernels.decode_attention import attend
 from hf_static_kv.kernels.linear import linears
 from hf_static_kv.kernels.norm import STYLES, Norm, norm
 from hf_static_kv.kernels.positions import write_tokens
@@ -39,9 +40,9 @@ SQUARE, HEADS, OTHER_W = weight(8, 8), [weight(n, 8) for n in (8, 4, 4, 6)], wei
 RMS, OTHER = Norm(GAIN, 1e-6, STYLES[0]), Norm(weight(8, seed=2), 1e-6, STYLES[2])
 
 
-def rewritten(function, *rules, rows=1, dim=8, context=None):
+def rewritten(function, *rules, rows=1, dim=8, dtype=torch.float32):
     """The names of the calls after these rules, and the largest difference that they make."""
-    x = torch.randn(1, rows, dim, generator=torch.Generator().manual_seed(3))
+    x = torch.randn(1, rows, dim, generator=torch.Generator().manual_seed(3)).to(dtype)
     with torch.no_grad(), Recorder() as recorder:
         output = function(x)
     program = recorder.program(output)
@@ -296,6 +297,61 @@ class TestNorms:
         assert rewritten(function, *rules) == (["run_linear"], 0)
         assert rewritten(function, *rules, rows=2)[0] == ["norm", "run_linear"]
 
+    @pytest.mark.parametrize(
+        ("rows", "dtype", "is_fused"),
+        [
+            (8, torch.bfloat16, True),
+            (9, torch.bfloat16, False),
+            (8, torch.float16, False),  # a product with the norm's weight may overflow
+            (8, torch.float32, False),
+        ],
+        ids=str,
+    )
+    def test_few_tokens_have_norms_and_sums_inside(self, rows, dtype, is_fused):
+        """Two layers: projections with a shared input, a gate, and sums that are read later."""
+        square, w, u, down = (one.to(dtype) for one in (SQUARE, W, U, DOWN))
+        rms = RMS._replace(weight=GAIN.to(dtype))
+
+        def function(x):
+            h = x
+            for _ in range(2):
+                y = norm(h, rms)
+                h = h + F.linear(F.linear(y, square) * F.linear(y, square), square)
+                y = norm(h, rms)
+                h = h + F.linear(F.silu(F.linear(y, w)) * F.linear(y, u), down)
+            return F.linear(norm(h, rms), w)
+
+        rules = "few_tokens", "gate", "shared_input", "residual", "norm_of_sum", "norm_before"
+        names, difference = rewritten(function, *rules, rows=rows, dtype=dtype)
+        layer = ["run_linear", "mul"] + ["run_linear"] * 3
+        with_norms = ["run_linear", "mul"] + ["run_linear", "add_norm"] + ["run_linear"] * 2
+        assert difference == 0
+        if is_fused:
+            assert names == [*layer, *layer, "run_linear"]
+        else:
+            assert names == ["norm", *[*with_norms, "add_norm"] * 2, "run_linear"]
+
+    def test_transposed_weights_of_few_tokens_stay_apart(self):
+        gain, square = GAIN.bfloat16(), SQUARE.bfloat16().t()
+        assert not square.is_contiguous()
+        names, _ = rewritten(
+            lambda x: x + F.linear(norm(x, RMS._replace(weight=gain)), square),
+            "few_tokens", "residual", "norm_before", rows=2, dtype=torch.bfloat16,
+        )  # fmt: skip
+        assert names == ["norm", "run_linear", "add"]
+
+    def test_a_large_weight_of_few_tokens_keeps_the_norm_apart(self, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.program.rules._MAX_NORMED_OF_SEVERAL", 12 * 8 - 1)
+        gain, w, square = GAIN.bfloat16(), W.bfloat16(), SQUARE.bfloat16()
+
+        def function(x):
+            h = x + F.linear(x, square)
+            return F.linear(norm(h, RMS._replace(weight=gain)), w)
+
+        rules = "few_tokens", "residual", "norm_of_sum", "norm_before"
+        names, difference = rewritten(function, *rules, rows=2, dtype=torch.bfloat16)
+        assert (names, difference) == (["run_linear", "add_norm", "run_linear"], 0)
+
     def test_a_norm_that_goes_elsewhere_stays(self):
         def function(x):
             y = norm(x, RMS)
@@ -351,6 +407,42 @@ class TestRotations:
             return query * key
 
         assert "rotate_and_write" not in rewritten(function, "write_rotated")[0]
+
+    @pytest.mark.parametrize("fills", [False, True])
+    def test_attend_rotated(self, fills, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.program.rules.is_joined", lambda *args: fills)
+        keys, values, others = (torch.zeros(1, 1, 5, 2) for _ in range(3))
+        slots, spans = torch.tensor([[3]]), torch.tensor([[[0, 0, 4]]])
+        angles = weight(1, 1, 2)
+
+        def function(x, own=keys, in_order=False):
+            query, key, value = self.states(x)
+            query, key = rotary(query, key, angles, angles)
+            write_tokens(keys, values, key, value, slots)
+            return attend(query, own, values, spans, 0.7, 5, None, None, in_order) * 1
+
+        rules = "write_rotated", "attend_rotated"
+        apart = ["rotate_and_write", "attend.default", "mul"]
+        names, difference = rewritten(function, *rules)
+        assert names[-2:] == ["rotate_and_attend", "mul"] if fills else names[-3:] == apart
+        assert difference == 0
+        # Another storage, and attention in the order of `exact`.
+        for other in (lambda x: function(x, others), lambda x: function(x, keys, True)):
+            assert rewritten(other, *rules)[0][-3:] == apart
+
+    def test_attention_does_not_move_across_a_write(self, monkeypatch):
+        monkeypatch.setattr("hf_static_kv.program.rules.is_joined", lambda *args: True)
+        keys, values = torch.zeros(1, 1, 5, 2), torch.zeros(1, 1, 5, 2)
+        slots, spans = torch.tensor([[3]]), torch.tensor([[[0, 0, 4]]])
+
+        def function(x):
+            query, key, value = self.states(x)
+            query, key = rotary(query, key, weight(1, 1, 2), weight(1, 1, 2))
+            write_tokens(keys, values, key, value, slots)
+            values.add_(1)
+            return attend(query, keys, values, spans, 0.7, 5, None, None) * 1
+
+        assert "rotate_and_attend" not in rewritten(function, "write_rotated", "attend_rotated")[0]
 
     def test_transpose_first(self):
         gain = Norm(weight(2), 1e-6, STYLES[1])
@@ -465,6 +557,17 @@ def test_what_the_rules_leave(name):
     with attention_implementation(model, "static_contiguous"):
         names = [call.name for call in step_of(model)[2]]
     assert {name: names.count(name) for name in names if name not in VIEWS} == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "phi3"])
+def test_few_rows_leave_what_one_leaves(name):
+    """In bfloat16: norms and sums are inside their linear layers."""
+    model = toy_model(name, OWN_ATTENTION[name]).to(torch.bfloat16)
+    with attention_implementation(model, "static_contiguous"):
+        got, expected, program = step_of(model, 2)
+    names = [call.name for call in program]
+    assert {name: names.count(name) for name in names if name not in VIEWS} == COUNTS[name]
+    assert torch.equal(got, expected)  # on a CPU they are the operations of the model
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
