@@ -177,6 +177,6 @@ def rope_attention_triton(
         TILE_DV=tile_dv, WARPS=warps, POSITIONS=POSITIONS_OF_WARP, STAGES=stages,
         HAS_NORM=query_norm is not None, CAST_FIRST=of_norm["CAST_FIRST"],
         HAS_ANGLES=cos is not None, HAS_SOFTCAP=softcap is not None, HAS_SINKS=sinks is not None,
-        num_warps=warps,
+        num_warps=warps, enable_fp_fusion=False,  # an FMA would not round the products
     )  # fmt: skip
     return output
