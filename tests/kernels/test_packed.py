@@ -62,8 +62,8 @@ def test_unpacked_against_float64(name, dtype):
 
 
 class TestOneToken:
-    @pytest.mark.parametrize("has_bias", [False, True])
-    @pytest.mark.parametrize("columns", [256, 2304])  # whole rows, and tiles that K does not fill
+    # Whole rows, and tiles that K does not fill.
+    @pytest.mark.parametrize(("columns", "has_bias"), [(256, True), (2304, False)])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("name", FORMATS)
     def test_against_float64(self, name, dtype, columns, has_bias):
