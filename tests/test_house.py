@@ -27,7 +27,8 @@ READING_ORDER = {
         "linear_triton", "invariant_linear_triton", "invariant_linear", "fused_linear_triton",
         "joint_linear_triton", "packed", "packed_codes_triton",
         "packed_transposed_triton", "packed_triton", "linear",
-        "experts_triton", "experts", "persistent_step", "persistent_macros", "persistent_step_cuda",
+        "experts_triton", "experts", "persistent_step", "persistent_weights", "persistent_macros",
+        "persistent_step_cuda",
     ],
     ".": ["patching", "attention"],
     "program": [

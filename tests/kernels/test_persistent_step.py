@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from hf_static_kv import compat
-from hf_static_kv.kernels import persistent_macros, persistent_step_cuda
+from hf_static_kv.kernels import persistent_step_cuda, persistent_weights
 from hf_static_kv.kernels.norm import LAYER_NORM, STYLES
 from hf_static_kv.kernels.persistent_macros import exchanged_bytes, macros, used_shared_bytes
 from hf_static_kv.kernels.persistent_step import check_plan, persistent_step_plain
@@ -308,7 +308,7 @@ def test_packed_weights_fit(name, scales):
 
 
 def test_scales_that_make_no_whole_copies(monkeypatch):
-    monkeypatch.setattr(persistent_macros, "_rows_of_chunk", lambda *sizes: 2)
+    monkeypatch.setattr(persistent_weights.Dense, "rows_at_once", lambda *sizes: 2)
     plan = random_plan({**SMALL, "H": 192}, packed="plain")  # two rows have 24 bytes of scales
     with pytest.raises(ValueError, match="rows of 192 columns make no whole copies"):
         macros(plan, 23, SHARED)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_static_kv.kernels import persistent_macros, persistent_step_cuda
+from hf_static_kv.kernels import persistent_macros, persistent_step_cuda, persistent_weights
 from hf_static_kv.kernels.persistent_macros import macros, used_shared_bytes
 from hf_static_kv.kernels.persistent_step import persistent_step_plain
 from tests.kernels.step_plans import CASES, SMALL, copied, largest_error, random_plan
@@ -79,8 +79,8 @@ class Step:
 
 def use_stages_of(size, monkeypatch):
     """With tiles, and for the head, which has weights in bfloat16."""
-    monkeypatch.setattr(persistent_macros, "_STAGE_OF_TILES", size)
-    monkeypatch.setattr(persistent_macros, "_STAGE", size)
+    monkeypatch.setattr(persistent_weights, "_STAGE_OF_TILES", size)
+    monkeypatch.setattr(persistent_weights, "_STAGE", size)
 
 
 @pytest.fixture(scope="module")
@@ -112,10 +112,10 @@ def test_a_step(name, folder):
 )
 def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, monkeypatch):
     """A block with an odd number of them has the last one alone."""
-    layout = "bytes" if name == "int8" else "four bits"
-    monkeypatch.setitem(persistent_macros._ROWS_OF_STAGE, layout, 4)
-    monkeypatch.setitem(persistent_macros._ROWS_AT_ONCE_OF_PACKED, layout, 4)
-    monkeypatch.setattr(persistent_macros, "_rows_of_chunk", lambda *sizes: 2)
+    kind = persistent_weights.Bytes if name == "int8" else persistent_weights.FourBits
+    monkeypatch.setattr(kind, "rows_of_hidden", 4)
+    monkeypatch.setattr(kind, "rows_multiplied", 4)
+    monkeypatch.setattr(persistent_weights.Dense, "rows_at_once", lambda *sizes: 2)
     plan = plan_of(name, I=width)
     before = copied(plan)
     step = Step(plan, folder)
@@ -281,7 +281,7 @@ def test_a_stage_that_is_taken_for_the_one_before(folder, monkeypatch):
     plan = plan_of("tiles, groups of 32", I=1536, L=1)
     with pytest.raises(ValueError, match="too few for it"):
         Step(plan, folder)
-    monkeypatch.setattr(persistent_macros, "_stages_between", lambda *sizes: 0)
+    monkeypatch.setattr(persistent_weights.Tiles, "stages_between", lambda *sizes: 0)
     unchecked = "static_assert(SLOTS >= SETS", "static_assert(true || SLOTS >= SETS"
     assert Step(plan, folder, unchecked)(seed=1)[1] == 1
 
