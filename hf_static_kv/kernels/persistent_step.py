@@ -23,8 +23,9 @@ Weights are bfloat16; those of linear layers may have four or eight bits, see pa
 `persistent_step_plain` is the reference in plain PyTorch. The kernel is in persistent_step.cu (its shares
 in persistent_cuts.cuh, its attention in persistent_attention.cuh, packed weights in persistent_packed.cuh
 and persistent_tiles.cuh, its PTX in hopper.cuh), its sizes in persistent_macros.py and
-persistent_weights.py; persistent_step_cuda.py compiles and launches it. A block of threads runs on each multiprocessor for the
-whole step, and reads the weights ahead of the values that they are multiplied with.
+persistent_weights.py. persistent_step_cuda.py compiles and launches it. A block of threads runs on each
+multiprocessor for the whole step, and reads the weights ahead of the values that they are multiplied
+with.
 """
 
 from collections.abc import Iterator

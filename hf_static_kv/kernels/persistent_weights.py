@@ -18,6 +18,7 @@ from hf_static_kv.kernels.persistent_step import GROUP
 
 WARPS = 8
 _STAGE = 18432  # bytes of rows in bfloat16 at most, unless one is longer
+_STAGE_OF_ROWS = 36864  # of packed rows of the hidden size, at most
 _STAGE_OF_TILES = 16384
 _ROWS_OF_TILE = 8
 _GROUPS_OF_SPAN = 8  # whose inputs a warp holds
@@ -83,10 +84,10 @@ class _Rows(Dense):
     def __init__(self, sizes: dict[str, int], packed: Packed) -> None:
         super().__init__(sizes)
         self.packed = packed
-        hidden, intermediate, _ = self.widths
-        self.stage = max(
-            self.rows_of_hidden * self.row_bytes(hidden), 2 * self.row_bytes(intermediate)
-        )
+        rows, of_row = self.rows_of_hidden, self.row_bytes(self.widths[0])
+        while rows * of_row > _STAGE_OF_ROWS:  # of a wide model, whose ring would have few slots
+            rows //= 2
+        self.stage = max(rows * of_row, 2 * self.row_bytes(max(self.widths)))
 
     def macros(self) -> dict[str, int | str]:
         return {

@@ -295,6 +295,16 @@ def test_tiles_fit(name, group):
 
 
 @pytest.mark.parametrize("scales", ["plain", "nested", "bytes"])
+@pytest.mark.parametrize(
+    "sizes", [(1, 6144, 16384, 48, 8, 128, 92544), (1, 512, 1024, 48, 8, 128, 999)]
+)
+def test_wide_packed_weights_fit(sizes, scales):
+    """InternLM2-20B; and an attention far wider than the rest."""
+    plan = random_plan(dict(zip(SMALL, sizes, strict=True)), device="meta", packed=scales)
+    assert macros(plan, BLOCKS, SHARED)["SLOTS"] >= 3
+
+
+@pytest.mark.parametrize("scales", ["plain", "nested", "bytes"])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "llama-3.2-1b", "qwen3-1.7b"])
 def test_packed_weights_fit(name, scales):
     numbers, parts = SHAPES[name]

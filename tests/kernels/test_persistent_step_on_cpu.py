@@ -127,6 +127,18 @@ def test_two_stages_of_long_rows_are_multiplied_at_once(name, width, folder, mon
     assert torch.equal(step(seed=1)[2], logits)
 
 
+def test_all_stages_of_one_product_have_a_slot(folder, monkeypatch):
+    """Three slots, and rows so long that a stage has two: four stages at once would wait for ever."""
+    plan = plan_of("four bits", I=1536)
+    monkeypatch.setitem(globals(), "SHARED", 102_000)
+    before = copied(plan)
+    step = Step(plan, folder)
+    assert (step.macros["SLOTS"], step.macros["RS_DOWN"]) == (3, 2)
+    outcome, error, logits = step(seed=0)
+    assert (outcome, error) == (ENDED, 0)
+    assert largest_error(logits, plan, before) <= 12 * 2**-9
+
+
 @pytest.mark.parametrize("spans", [1, 2, 4, 16])
 def test_tiles_in_stages_of_several_spans(spans, folder, monkeypatch):
     """Eight warps share nine spans: one warp has two of them, in one stage or in two."""
