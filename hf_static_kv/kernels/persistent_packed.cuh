@@ -78,8 +78,8 @@ static_assert(QUANT_GROUP == 64, "a lane has a quarter of a group");
 template <class P>
 struct Parts {
   // Stages that are multiplied at once: of few rows the warps would have unequal parts, and few of them.
-  // All of them have a slot: there are three or more.
   static constexpr int WANTED = P::RS < ROWS_AT_ONCE ? ROWS_AT_ONCE / P::RS : 1, STAGES = WANTED <= SLOTS ? WANTED : 2;
+  static_assert(STAGES <= SLOTS, "a warp waits for stages that have no slot");
   static constexpr int GROUPS = P::K / QUANT_GROUP, SPANS = (GROUPS + 7) / 8, PAIRS = STAGES * P::RS / 2;
   static constexpr int turns(int warps) { return (SPANS + warps - 1) / warps * ((PAIRS * warps + WARPS - 1) / WARPS); }
   static constexpr int of(int warps) { return PAIRS * warps <= 4 * WARPS && (warps == 1 || turns(warps) <= turns(warps / 2)) ? warps : of(warps / 2); }
